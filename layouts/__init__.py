@@ -1,0 +1,1 @@
+"""What a quantized weight means (formats) and how its bytes are arranged for a kernel (layouts)."""

@@ -1,0 +1,86 @@
+"""The layout plan: which layout serves each distinct layer shape, with the measurements that chose it.
+
+Plain data, written into `scalegate.json`; the measuring is `choose.py`.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .layout import Problem
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One layout on one shape at one M."""
+
+    layout: str
+    kernel: str
+    m: int
+    microseconds: float
+    baseline_microseconds: float
+    """The unquantized product `x @ W.T` in the same dtype, in the same run."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than the unquantized product; below 1 is slower."""
+        return self.baseline_microseconds / self.microseconds
+
+
+@dataclass(frozen=True)
+class ShapeChoice:
+    """The layout picked for one kind of layer, and every measurement it was picked from."""
+
+    shape: str
+    """`Int4Weight g128 zp 24576x4096 bfloat16`: what `shape_key` makes of a problem."""
+    layout: str
+    modules: tuple[str, ...]
+    measurements: tuple[Measurement, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A choice for every distinct shape of one model, made on one device with one set of versions."""
+
+    device: str
+    versions: dict[str, str]
+    choices: tuple[ShapeChoice, ...] = field(default_factory=tuple)
+
+    def layout_for(self, problem: Problem) -> str | None:
+        key = shape_key(problem)
+        return next((choice.layout for choice in self.choices if choice.shape == key), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "LayoutPlan":
+        choices = tuple(
+            ShapeChoice(
+                shape=choice["shape"],
+                layout=choice["layout"],
+                modules=tuple(choice["modules"]),
+                measurements=tuple(Measurement(**m) for m in choice["measurements"]),
+                reason=choice["reason"],
+            )
+            for choice in value["choices"]
+        )
+        return cls(device=value["device"], versions=dict(value["versions"]), choices=choices)
+
+
+def shape_key(problem: Problem) -> str:
+    """The name under which a plan files a problem: format, group, zero, N×K and dtype, but not the device."""
+    zero = "zp" if problem.integer_zero else "fractional"
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return f"{problem.weight_format.__name__} g{problem.group_size} {zero} {problem.n}x{problem.k} {dtype}"
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a plan records it: the GPU's product name, or the CPU's model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with open("/proc/cpuinfo", encoding="utf-8") as info:
+        models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    return f"{models[0]} x{torch.get_num_threads()}" if models else "cpu"

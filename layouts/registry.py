@@ -1,0 +1,38 @@
+"""A name-to-implementation table whose error lists the valid names; one instance for each seam."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from .errors import UserError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Implementations of one seam by name, in the order they were added."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> T:
+        if name in self._entries:
+            raise ValueError(f"{self.kind} {name!r} is registered twice")
+        self._entries[name] = entry
+        return entry
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            choices = ", ".join(self._entries)
+            raise UserError(f"unknown {self.kind} {name!r}; choose one of: {choices}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def items(self) -> list[tuple[str, T]]:
+        return list(self._entries.items())

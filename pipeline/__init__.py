@@ -1,0 +1,1 @@
+"""Recipes, quantizers, checkpoint conventions, publishing, and the command line."""

@@ -1,0 +1,116 @@
+"""`scalegate.json`: what an artifact was made from, with what, and the sha256 of every file in it.
+
+Written last and atomically, so a folder that has one was finished. Reading and checking it is here too.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..layouts.errors import UserError
+from ..layouts.files import PARTIAL_SUFFIX, write_json
+
+MANIFEST_NAME = "scalegate.json"
+VERDICT_NAME = "serving_check.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    sha256: str
+
+
+@dataclass
+class Artifact:
+    """The content of `scalegate.json`."""
+
+    source: str
+    """Hub id or folder name the checkpoint came from."""
+    source_revision: str | None
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+    """Every file a serving engine may read, by path inside the folder; our own records are not among them."""
+    quantization: dict[str, Any] = field(default_factory=dict)
+    """Format, export convention, quantized and kept modules, bits per weight, per-module errors."""
+    layout_plan: dict[str, Any] | None = None
+    verdict_sha256: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / MANIFEST_NAME, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Artifact":
+        """Read `folder`'s manifest. Raises UserError where there is none or it cannot be read."""
+        path = folder / MANIFEST_NAME
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"{folder} has no {MANIFEST_NAME}: it is not a finished artifact. "
+                f"Make one with `pipeline quantize MODEL --out {folder}`."
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not valid JSON ({error}); quantize again to remake it") from error
+        if value.get("schema_version") != SCHEMA_VERSION:
+            raise UserError(
+                f"{path} has schema version {value.get('schema_version')}; "
+                f"this Scalegate reads version {SCHEMA_VERSION}"
+            )
+        value["files"] = {name: FileRecord(**record) for name, record in value["files"].items()}
+        return cls(**value)
+
+    def changed_files(self, folder: Path) -> list[str]:
+        """What differs between the manifest and the folder now, one line each; empty where all match."""
+        problems = []
+        for name, record in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                problems.append(f"{name}: missing")
+            elif path.stat().st_size != record.size:
+                problems.append(f"{name}: {path.stat().st_size} bytes, {record.size} recorded")
+            elif sha256_of(path) != record.sha256:
+                problems.append(f"{name}: sha256 differs from the recorded one")
+        problems += [f"{name}: not recorded" for name in published_files(folder) if name not in self.files]
+        return problems
+
+    def bytes_digest(self) -> str:
+        """One sha256 over all names and digests: what a verdict is bound to."""
+        digest = hashlib.sha256()
+        for name in sorted(self.files):
+            digest.update(f"{name}\0{self.files[name].sha256}\n".encode())
+        return digest.hexdigest()
+
+
+OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, "README.md"}
+"""Files Scalegate writes about an artifact; they may change without changing what a server loads."""
+
+
+def published_files(folder: Path) -> list[str]:
+    """Paths inside `folder` that a release consists of, our own records and reports left out, sorted."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        name = relative.as_posix()
+        ours = name in OWN_RECORDS or name.startswith("serving_check/") or name.endswith(PARTIAL_SUFFIX)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not ours and not hidden:
+            names.append(name)
+    return names
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Size and sha256 of every published file of `folder`."""
+    return {
+        name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
+        for name in published_files(folder)
+    }
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

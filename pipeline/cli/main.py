@@ -1,0 +1,53 @@
+"""The `pipeline` command: its subcommands by name, imported only when one is asked for.
+
+Not for any work of its own: a subcommand's file parses options and calls the function of the same name.
+"""
+
+import importlib
+
+import click
+
+COMMANDS = {
+    "quantize": "Turn a checkpoint into a quantized one, shard by shard.",
+    "layout": "Measure every packing layout at every M and record the plan.",
+    "serve": "Serve a checkpoint over an OpenAI-compatible HTTP API.",
+    "validate": "Prove, or refuse, that an artifact serves as fast as its baseline.",
+    "push": "Publish an artifact that has passed, in one atomic commit.",
+    "release": "Quantize, lay out, validate and push, resuming where it stopped.",
+    "inspect": "Show what an artifact is and whether its bytes still match.",
+    "doctor": "Say what this machine can do and what to install for the rest.",
+}
+
+
+class Commands(click.Group):
+    """Subcommands in the order of the work; torch is imported only by those that need it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"..cli.{name}", __package__)
+        return module.command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(package_name="scalegate")
+def main() -> None:
+    """Quantize a checkpoint, prove that it scales under batched serving, and only then publish it.
+
+    \b
+    Everything at once, resumable:
+        pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+    """
+
+
+if __name__ == "__main__":
+    main()

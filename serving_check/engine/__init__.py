@@ -1,0 +1,1 @@
+"""The embedded continuous-batching engine, over unmodified transformers modules."""

@@ -1,0 +1,75 @@
+"""What goes into the engine and what comes out of it; plain data, picklable, no tensors."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are drawn. Temperature 0 is greedy."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    """None for none; otherwise the drawn token's log-probability and the k most likely tokens'."""
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities (nats) at one position: the drawn token's, and the most likely ones', best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one engine step gave one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes fixed when the engine is built."""
+
+    max_num_seqs: int = 128
+    """The most requests that decode together."""
+    max_model_len: int | None = None
+    """Prompt plus output, in tokens; None takes the model's own context."""
+    page_size: int = 16
+    """Tokens a KV page holds."""
+    kv_cache_tokens: int | None = None
+    """Tokens the whole pool holds; None takes what memory allows, at most max_num_seqs full contexts."""
+    prefill_chunk: int = 512
+    """Prompt tokens computed in one step, over all requests."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """One snapshot, under the names the report and `/metrics` use."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """Pages in use over pages in the pool, 0..1."""
+    preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+    step_seconds: float = 0.0
+    """Time the last step took."""
+    running_by_step: tuple[int, ...] = field(default=())
+    """How many requests decoded in each step since the last snapshot: what M really was."""
