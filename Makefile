@@ -1,0 +1,39 @@
+# `make example` releases the bundled checkpoint into ./release; `make test` runs the whole suite.
+# Both need only Python >= 3.11, git and make, and leave everything in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXAMPLE := examples/qwen3-pycode-5m
+
+.PHONY: install example test lint types style clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch -c constraints.txt
+	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
+	touch $@
+
+install: $(VENV)/installed
+
+example: install
+	$(BIN)/pipeline release $(EXAMPLE) --recipe examples/int4-example.yaml \
+	  --work release/work --to folder:release/qwen3-pycode-5m-int4
+
+test: install lint types
+	$(BIN)/pytest -m "not gpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+style: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) release build *.egg-info
