@@ -1,0 +1,154 @@
+"""Measures how far a model's next-token distributions are from a baseline's on held-out text.
+
+In process on two modules, exact over the whole vocabulary; what is good enough, `checks/quality.py` decides.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOGIT_ROWS = 512
+"""Rows of logits [rows, vocab] turned to fp32 at once: bounds memory on a large vocabulary."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model on a text."""
+
+    tokens: int
+    """Predicted tokens: every token of every window but the first."""
+    nats_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats_per_token)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model against its baseline on the same tokens; KL is of the model from the baseline, in nats."""
+
+    tokens: int
+    nats_per_token: float
+    baseline_nats_per_token: float
+    mean_kl: float
+    p99_kl: float
+    max_kl: float
+    top1_agreement: float
+    """Share of positions where both models put the same token first."""
+
+    @property
+    def extra_nats_per_token(self) -> float:
+        return self.nats_per_token - self.baseline_nats_per_token
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats_per_token)
+
+    @property
+    def baseline_perplexity(self) -> float:
+        return math.exp(self.baseline_nats_per_token)
+
+
+def read_texts(path: Path) -> list[str]:
+    """The documents of a `.jsonl` file (`{"text": …}` a line), or the whole of any other text file."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        return [content]
+    return [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
+
+
+def token_windows(
+    tokenizer: Any, texts: Iterable[str], length: int = 512, max_tokens: int | None = None
+) -> list[Tensor]:
+    """Cut each document into consecutive windows int64 [<= length] that do not overlap.
+
+    No window spans two documents and none has fewer than two tokens. Stops after `max_tokens` where given.
+    """
+    windows: list[Tensor] = []
+    taken = 0
+    for text in texts:
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        for window in ids.split(length):
+            if max_tokens is not None:
+                window = window[: max_tokens - taken]
+            if window.numel() >= 2:
+                windows.append(window)
+                taken += window.numel()
+            if max_tokens is not None and max_tokens - taken < 2:
+                return windows
+    return windows
+
+
+def score(
+    model: nn.Module, windows: Sequence[Tensor], progress: Callable[[int], None] | None = None
+) -> Score:
+    """Mean negative log-likelihood of the windows under `model`; `progress` hears of each window's tokens."""
+    total, tokens = 0.0, 0
+    for window in windows:
+        for logits, targets in _predictions(model, window):
+            total += _nll(logits.log_softmax(-1), targets).double().sum().item()
+            tokens += targets.numel()
+        if progress is not None:
+            progress(window.numel())
+    _require_tokens(tokens)
+    return Score(tokens=tokens, nats_per_token=total / tokens)
+
+
+def compare(
+    model: nn.Module,
+    baseline: nn.Module,
+    windows: Sequence[Tensor],
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Both models on the same windows, with the exact KL divergence at every position."""
+    divergences: list[Tensor] = []
+    model_nats, baseline_nats, agreeing = 0.0, 0.0, 0
+    for window in windows:
+        pairs = zip(_predictions(model, window), _predictions(baseline, window), strict=True)
+        for (logits, targets), (baseline_logits, _) in pairs:
+            log_q = logits.log_softmax(-1)
+            log_p = baseline_logits.to(log_q.device).log_softmax(-1)
+            divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
+            model_nats += _nll(log_q, targets).double().sum().item()
+            baseline_nats += _nll(log_p, targets).double().sum().item()
+            agreeing += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
+        if progress is not None:
+            progress(window.numel())
+    kl = torch.cat(divergences).double() if divergences else torch.empty(0)
+    _require_tokens(kl.numel())
+    return Comparison(
+        tokens=kl.numel(),
+        nats_per_token=model_nats / kl.numel(),
+        baseline_nats_per_token=baseline_nats / kl.numel(),
+        mean_kl=kl.mean().item(),
+        p99_kl=kl.sort().values[int(0.99 * (kl.numel() - 1))].item(),
+        max_kl=kl.max().item(),
+        top1_agreement=agreeing / kl.numel(),
+    )
+
+
+def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """fp32 logits [rows, vocab] and the tokens they should have predicted [rows], a slice at a time."""
+    device = next(iter(model.parameters())).device
+    with torch.inference_mode():
+        ids = window.to(device).unsqueeze(0)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        for start in range(0, logits.shape[0], LOGIT_ROWS):
+            rows = slice(start, start + LOGIT_ROWS)
+            yield logits[rows].float(), ids[0, 1:][rows]
+
+
+def _nll(log_probabilities: Tensor, targets: Tensor) -> Tensor:
+    return -log_probabilities.gather(-1, targets.to(log_probabilities.device).unsqueeze(-1)).squeeze(-1)
+
+
+def _require_tokens(tokens: int) -> None:
+    if tokens == 0:
+        raise ValueError("no window with two tokens or more: nothing to score")
