@@ -28,7 +28,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# mypy does not follow editable installs: the link gives it the tree under its import name.
 types: install
+	mkdir -p .venv/import-root && ln -sfn "$(CURDIR)" .venv/import-root/scalegate
 	$(BIN)/mypy
 
 style: install
