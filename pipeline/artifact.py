@@ -36,6 +36,8 @@ class Artifact:
     """Every file a serving engine may read, by path inside the folder; our own records are not among them."""
     quantization: dict[str, Any] = field(default_factory=dict)
     """Format, export convention, quantized and kept modules, bits per weight, per-module errors."""
+    base_metadata: dict[str, Any] = field(default_factory=dict)
+    """What the base model's card declares (licence, languages, tags), carried into ours; `base_metadata.py`."""
     layout_plan: dict[str, Any] | None = None
     verdict_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
