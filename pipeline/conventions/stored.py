@@ -1,0 +1,51 @@
+"""Checks every convention makes of the tensors it finds: present, of the right dtype, of the right shape.
+
+The errors name the tensor, what the config promises and what the file holds. Not for reading data.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...layouts.errors import UserError
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint, TensorInfo
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def require_tensor(
+    checkpoint: "Checkpoint",
+    name: str,
+    dtypes: Sequence[torch.dtype],
+    shape: tuple[int, ...] | None = None,
+    because: str = "the quantization config calls for it",
+) -> "TensorInfo":
+    """The checkpoint's entry for `name`; UserError where it is absent or not what it has to be."""
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} is missing, and {because}. "
+            f"The checkpoint is incomplete or its quantization config does not describe it."
+        )
+    if info.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = str(info.dtype).removeprefix("torch.")
+        raise UserError(f"{checkpoint.source}: tensor {name} has dtype {found}; it has to be {allowed}")
+    if shape is not None and tuple(info.shape) != shape:
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} has shape {list(info.shape)}; "
+            f"the quantization config makes it {list(shape)}"
+        )
+    return info
+
+
+def scalar_shape(checkpoint: "Checkpoint", name: str) -> None:
+    """Refuse `name` unless it holds exactly one number, as [] or [1]."""
+    shape = tuple(checkpoint.tensors[name].shape)
+    if shape not in ((), (1,)):
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} has shape {list(shape)}; it has to be one number"
+        )

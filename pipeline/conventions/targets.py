@@ -1,0 +1,57 @@
+"""Patterns by which a quantization config names modules: matching them, and writing a set of names as few.
+
+Both compressed-tensors' (exact names, `re:` expressions, class names) and ModelOpt's (shell wildcards).
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+REGEX_PREFIX = "re:"
+LINEAR = "Linear"
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a compressed-tensors pattern names this module; `re:` anchors at the start, as theirs does."""
+    if pattern.startswith(REGEX_PREFIX):
+        return re.match(pattern.removeprefix(REGEX_PREFIX), module) is not None
+    return pattern == module
+
+
+def first_match(patterns: Iterable[str], module: str) -> str | None:
+    """The most specific pattern that names a linear module: exact, then regular expression, then class."""
+    ordered = sorted(patterns, key=lambda pattern: (pattern == LINEAR, pattern.startswith(REGEX_PREFIX)))
+    return next((p for p in ordered if matches(p, module) or p == LINEAR), None)
+
+
+def matches_wildcard(pattern: str, module: str) -> bool:
+    """Whether a ModelOpt exclusion (`lm_head`, `model.layers.0.*`) names the module or a parent of it."""
+    return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern + ".")
+
+
+def as_patterns(groups: Mapping[str, Sequence[str]], others: Iterable[str]) -> dict[str, list[str]]:
+    """Write each group's module names as few patterns, none of which names a module of another group.
+
+    Names that differ only in numbers (layers, experts) become one regular expression, provided that every
+    known name of that form is in the same group; the rest stay as they are. `others` are names in no group.
+    """
+    owners: dict[str, set[str]] = {}
+    for group, names in groups.items():
+        for name in names:
+            owners.setdefault(_any_number(name), set()).add(group)
+    for name in others:
+        owners.setdefault(_any_number(name), set()).add("")
+    patterns: dict[str, list[str]] = {}
+    for group, names in groups.items():
+        written: dict[str, None] = {}
+        for name in names:
+            form = _any_number(name)
+            shared = len(owners[form]) > 1 or form == re.escape(name)
+            written[name if shared else f"{REGEX_PREFIX}{form}$"] = None
+        patterns[group] = list(written)
+    return patterns
+
+
+def _any_number(name: str) -> str:
+    """A regular expression for the name with any number in the place of each path part that is a number."""
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
