@@ -1,0 +1,91 @@
+"""Where an OpenAI-compatible server answers, and what it says about itself; plain data and two small reads.
+
+Not for starting servers (`subprocess_endpoint.py`) nor for loading them (`..load`).
+"""
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from ...layouts.errors import UserError
+from .prometheus_text import parse_metrics
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that is up: where it is and which model it serves."""
+
+    base_url: str
+    """Without a trailing slash and without /v1: `http://127.0.0.1:8000`."""
+    model: str
+    api_key: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def metrics(self) -> dict[str, float]:
+        """`/metrics` as `name{labels}` to value; empty where the server has none."""
+        try:
+            return parse_metrics(_get(self.base_url + "/metrics", self.headers()))
+        except (urllib.error.HTTPError, UnicodeDecodeError):
+            return {}
+
+
+class UrlEndpoint:
+    """An engine that somebody else started; `start` only looks, `stop` does nothing."""
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None):
+        self.name = url
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self.api_key = api_key
+
+    def start(self) -> Endpoint:
+        """The endpoint, its model read from `/v1/models` where none was given."""
+        model = self.model or first_model(self.url, self.api_key)
+        return Endpoint(self.url, model, self.api_key)
+
+    def stop(self) -> None:
+        """Leave the server as it was."""
+
+    def __enter__(self) -> Endpoint:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def first_model(base_url: str, api_key: str | None = None) -> str:
+    """The id of the first model that `/v1/models` lists."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return str(json.loads(_get(base_url + "/v1/models", headers))["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        hint = "; give the server's key" if error.code == 401 else ""
+        raise UserError(f"{base_url}/v1/models answered {error.code} {error.reason}{hint}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"no server answers at {base_url} ({reason}); start it, or check the URL") from error
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError):
+            raise UserError(
+                f"{base_url}/v1/models did not answer JSON: not an OpenAI-style server"
+            ) from error
+        raise UserError(f"{base_url!r} is not a URL ({error}); give one like http://HOST:PORT") from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{base_url}/v1/models lists no model; load one, or name it") from error
+
+
+def is_healthy(base_url: str) -> bool:
+    """Whether `/health` answers 200 now."""
+    try:
+        _get(base_url + "/health", {})
+    except OSError:
+        return False
+    return True
+
+
+def _get(url: str, headers: dict[str, str]) -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as response:
+        return response.read().decode()

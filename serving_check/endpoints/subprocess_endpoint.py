@@ -1,0 +1,133 @@
+"""An engine started as a process of our own: its log, its readiness, its end, and never an orphan.
+
+Not for any particular engine: the command is given, by the pipeline for ours and by `vllm.py` for vLLM.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from tqdm import tqdm
+
+from ...layouts.errors import UserError
+from .endpoint import Endpoint, first_model, is_healthy
+from .ready_line import find_base_url
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+LOG_TAIL_LINES = 25
+
+
+class SubprocessEndpoint:
+    """A server under a supervisor process that ends it when we say so, and when we die.
+
+    `base_url` None means that the command binds a port of its own choosing and prints it in its ready line,
+    which is the only way without a race; give it for engines that cannot.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        name: str,
+        *,
+        log: Path,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        env: dict[str, str] | None = None,
+        startup_timeout: float = 1800.0,
+        stop_timeout: float = 30.0,
+        progress: bool = True,
+    ):
+        self.command = list(command)
+        self.name = name
+        self.log = log
+        self.base_url = base_url
+        self.api_key = api_key
+        self.env = env
+        self.startup_timeout = startup_timeout
+        self.stop_timeout = stop_timeout
+        self.progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop_pipe: IO[bytes] | None = None
+
+    def start(self) -> Endpoint:
+        """Start the command and wait until it serves. UserError with the log's tail if it ends first."""
+        if self._process is not None:
+            raise RuntimeError(f"{self.name} is already started")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **(self.env or {})}
+        supervised = [sys.executable, "-S", "-P", str(SUPERVISOR), str(self.stop_timeout), *self.command]
+        with open(self.log, "wb") as log:
+            self._process = subprocess.Popen(
+                supervised,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self._stop_pipe = self._process.stdin
+        try:
+            base_url = self._wait_until_ready()
+            return Endpoint(base_url, first_model(base_url, self.api_key), self.api_key)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after `stop_timeout`, for the whole process group; safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._stop_pipe is not None:
+            self._stop_pipe.close()
+        try:
+            process.wait(self.stop_timeout + 10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log_tail(self) -> str:
+        """The last lines the engine wrote, for an error message."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def __enter__(self) -> Endpoint:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _wait_until_ready(self) -> str:
+        started = time.monotonic()
+        pause = 0.05
+        quiet = None if self.progress else True
+        with tqdm(
+            desc=f"starting {self.name}", unit="s", disable=quiet, bar_format="{desc}: {elapsed}"
+        ) as bar:
+            while True:
+                base_url = self.base_url or find_base_url(self.log)
+                if base_url is not None and is_healthy(base_url):
+                    return base_url
+                if not self.is_running():
+                    raise UserError(
+                        f"{self.name} ended before it served. Its last words (all in {self.log}):\n"
+                        f"{self.log_tail()}"
+                    )
+                if time.monotonic() - started > self.startup_timeout:
+                    raise UserError(
+                        f"{self.name} did not serve within {self.startup_timeout:.0f} s. "
+                        f"Its last words (all in {self.log}):\n{self.log_tail()}"
+                    )
+                time.sleep(pause)
+                pause = min(pause * 1.2, 0.5)
+                bar.refresh()

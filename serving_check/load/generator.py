@@ -1,0 +1,209 @@
+"""The load generator: M clients in one process stream completions from a server and note when chunks came.
+
+It shares the machine with the server it measures, so it looks at bytes and parses almost no JSON.
+"""
+
+import asyncio
+import gc
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+
+import aiohttp
+from tqdm import tqdm
+
+from ..endpoints.endpoint import Endpoint
+from ..endpoints.prometheus_text import by_label, parse_metrics, total
+from .prompts import prompts
+from .spec import LoadResult, LoadSpec, MetricsSample, RequestRecord
+
+STEPS_BY_RUNNING = "scalegate:engine_steps_total"
+
+# In JSON a quote inside a string is escaped, so these match keys of the chunk and never its text.
+_HAS_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
+_HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_HAS_ERROR = re.compile(rb'"error"\s*:\s*\{')
+_DONE = b"data: [DONE]"
+
+
+def run_load(endpoint: Endpoint, spec: LoadSpec, progress: bool = False) -> LoadResult:
+    """Put `spec`'s load on `endpoint` and wait for all of it. A failed request is recorded, not raised."""
+    return asyncio.run(run_load_async(endpoint, spec, progress))
+
+
+async def run_load_async(endpoint: Endpoint, spec: LoadSpec, progress: bool = False) -> LoadResult:
+    """`run_load` inside a running event loop."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=spec.request_timeout)
+    headers = endpoint.headers()
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+        source = prompts(spec)
+        await _closed_loop(session, endpoint, spec, source, spec.num_warmups, time.perf_counter(), None)
+        before = await _metrics(session, endpoint)
+        samples: list[MetricsSample] = []
+        gc.collect()
+        gc.freeze()
+        start = time.perf_counter()
+        sampler = asyncio.create_task(
+            _sample_metrics(session, endpoint, spec.sample_interval, start, samples)
+        )
+        label = f"{endpoint.model} M={spec.m}"
+        with tqdm(total=spec.num_requests, desc=label, unit="req", disable=None if progress else True) as bar:
+            records = await _closed_loop(session, endpoint, spec, source, spec.num_requests, start, bar)
+        sampler.cancel()
+        gc.unfreeze()
+        after = await _metrics(session, endpoint)
+    duration = max((record.start + record.e2el for record in records), default=0.0)
+    return LoadResult(
+        spec=spec,
+        duration=duration,
+        requests=tuple(records),
+        samples=tuple(samples),
+        steps_by_running=_steps_by_running(before, after),
+        preemptions=_difference(before, after, "vllm:num_preemptions_total"),
+    )
+
+
+async def _closed_loop(
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    spec: LoadSpec,
+    source: Iterator[list[int]],
+    count: int,
+    origin: float,
+    bar: tqdm | None,
+) -> list[RequestRecord]:
+    """Send `count` requests, at most `spec.m` at a time; their records in the order they were sent."""
+    url = endpoint.base_url + "/v1/completions"
+    bodies = iter([_body(endpoint.model, next(source), spec) for _ in range(count)])
+    records: list[RequestRecord] = []
+
+    async def client() -> None:
+        for body in bodies:
+            record = await _send(session, url, body, spec.output_len, origin)
+            records.append(record)
+            if bar is not None:
+                bar.update()
+
+    await asyncio.gather(*(client() for _ in range(min(spec.m, count))))
+    return sorted(records, key=lambda record: record.start)
+
+
+def _body(model: str, prompt: list[int], spec: LoadSpec) -> bytes:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": spec.output_len,
+        "temperature": spec.temperature,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(body).encode()
+
+
+async def _send(
+    session: aiohttp.ClientSession, url: str, body: bytes, output_len: int, origin: float
+) -> RequestRecord:
+    """One request, streamed to its end."""
+    sent = time.perf_counter()
+    stamps: list[float] = []
+    usage: dict[str, int] = {}
+    error = None
+    try:
+        async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                error = f"HTTP {response.status}: {_message(await response.read())}"
+            else:
+                usage, error = await _read_stream(response, stamps)
+    except TimeoutError:
+        error = "timed out"
+    except aiohttp.ClientError as exception:
+        error = f"{type(exception).__name__}: {exception}"
+    ended = time.perf_counter()
+    output_tokens = usage.get("completion_tokens", 0)
+    if error is None and output_tokens != output_len:
+        error = f"asked for {output_len} tokens, usage says {output_tokens}"
+    return RequestRecord(
+        start=sent - origin,
+        ttft=stamps[0] - sent if stamps else None,
+        itls=tuple(later - earlier for earlier, later in itertools.pairwise(stamps)),
+        e2el=ended - sent,
+        output_tokens=output_tokens,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        error=error,
+    )
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, stamps: list[float]
+) -> tuple[dict[str, int], str | None]:
+    """Note the time of every event with a choice; return the usage and what went wrong, if anything did."""
+    usage: dict[str, int] = {}
+    pending = b""
+    async for data in response.content.iter_any():
+        now = time.perf_counter()
+        *events, pending = (pending + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            if _HAS_CHOICE.search(event):
+                stamps.append(now)
+            elif event.startswith(_DONE):
+                return usage, None if usage else "the stream carried no usage"
+            elif _HAS_ERROR.search(event):
+                return usage, _message(event.removeprefix(b"data: "))
+            if _HAS_USAGE.search(event):
+                usage = json.loads(event.removeprefix(b"data: "))["usage"]
+    return usage, "the stream ended without [DONE]"
+
+
+def _message(body: bytes) -> str:
+    """The message of an OpenAI-shaped error, or the beginning of whatever else was sent."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+async def _sample_metrics(
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    interval: float,
+    start: float,
+    into: list[MetricsSample],
+) -> None:
+    while interval > 0:
+        await asyncio.sleep(interval)
+        samples = await _metrics(session, endpoint)
+        into.append(
+            MetricsSample(
+                time=time.perf_counter() - start,
+                running=total(samples, "vllm:num_requests_running"),
+                waiting=total(samples, "vllm:num_requests_waiting"),
+                kv_cache_usage=total(samples, "vllm:kv_cache_usage_perc"),
+            )
+        )
+
+
+async def _metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, float]:
+    """`/metrics`, or nothing where the server has none: an engine need not have it to be loaded."""
+    try:
+        async with session.get(endpoint.base_url + "/metrics") as response:
+            return parse_metrics(await response.text()) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError):
+        return {}
+
+
+def _steps_by_running(before: dict[str, float], after: dict[str, float]) -> dict[int, int] | None:
+    counted = by_label(after, STEPS_BY_RUNNING, "running")
+    if not counted:
+        return None
+    earlier = by_label(before, STEPS_BY_RUNNING, "running")
+    steps = {int(running): int(count - earlier.get(running, 0)) for running, count in counted.items()}
+    return {running: count for running, count in sorted(steps.items()) if count > 0 and running > 0}
+
+
+def _difference(before: dict[str, float], after: dict[str, float], metric: str) -> int | None:
+    earlier, later = total(before, metric), total(after, metric)
+    return None if later is None else int(later - (earlier or 0))

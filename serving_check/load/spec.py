@@ -1,0 +1,180 @@
+"""What load to put on a server, and what came of it; plain data with the arithmetic of the field's metrics.
+
+Not for sending anything: that is `generator.py`.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MILLISECONDS = 1000.0
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """A closed loop: `m` clients, each sending its next request when its last one has ended."""
+
+    m: int
+    """Requests in flight at any time."""
+    num_requests: int
+    """Measured requests; a multiple of `m` keeps every wave full."""
+    input_len: int
+    """Prompt tokens a request."""
+    output_len: int
+    """Output tokens a request; the end-of-sequence token is ignored, so each gives exactly this many."""
+    num_warmups: int = 0
+    """Requests sent and finished, at the same concurrency, before the clock starts."""
+    seed: int = 0
+    """Same seed, same prompts. Another seed gives prompts that share no prefix, so nothing is reused."""
+    vocab_size: int = 1024
+    """Prompts are drawn from token ids below this, unless `token_pool` is given."""
+    token_pool: tuple[int, ...] | None = field(default=None, repr=False)
+    """Token ids of real text; prompts are then slices of it at different offsets."""
+    temperature: float = 0.0
+    sample_interval: float = 0.1
+    """Seconds between two looks at `/metrics` for running and waiting; 0 for none."""
+    request_timeout: float = 600.0
+    """Seconds after which a request without an end counts as failed."""
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request as its client saw it. Times in seconds; `start` from the beginning of the measurement."""
+
+    start: float
+    ttft: float | None
+    """From sending to the first chunk with a choice."""
+    itls: tuple[float, ...]
+    """Gaps between chunks; a chunk may carry several tokens, so TPOT is what latency is judged by."""
+    e2el: float
+    """From sending to the end of the stream."""
+    output_tokens: int
+    """As the server's usage says."""
+    prompt_tokens: int
+    error: str | None = None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first: (E2EL − TTFT) / (output tokens − 1)."""
+        if self.error is not None or self.ttft is None or self.output_tokens < 2:
+            return None
+        return (self.e2el - self.ttft) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True)
+class MetricsSample:
+    """One look at `/metrics` while the load ran; None where the server has no such series."""
+
+    time: float
+    """Seconds since the first measured request was sent."""
+    running: float | None
+    waiting: float | None
+    kv_cache_usage: float | None
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Everything that one load gave."""
+
+    spec: LoadSpec
+    duration: float
+    """Seconds from the first measured send to the last measured completion."""
+    requests: tuple[RequestRecord, ...]
+    samples: tuple[MetricsSample, ...]
+    steps_by_running: dict[int, int] | None
+    """How many decode steps ran with how many requests in them, counted by the server itself.
+
+    None where the server does not say; only `samples` then tell what M was.
+    """
+    preemptions: int | None
+    """Preemptions during the measurement; None where the server does not say."""
+
+    @property
+    def errors(self) -> list[str]:
+        return [record.error for record in self.requests if record.error is not None]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(record.output_tokens for record in self.requests)
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens per second: all tokens over `duration`, filling and emptying of the batch included.
+
+        Nothing is cut off at either end, so no choice of window can flatter it; warm-ups are outside.
+        """
+        return self.output_tokens / self.duration if self.duration > 0 else 0.0
+
+    @property
+    def running_mean(self) -> float | None:
+        """Mean number of requests decoding together: by step where the server counts them, else by sample."""
+        if self.steps_by_running:
+            steps = sum(self.steps_by_running.values())
+            return sum(running * count for running, count in self.steps_by_running.items()) / steps
+        running = [sample.running for sample in self.samples if sample.running is not None]
+        return sum(running) / len(running) if running else None
+
+    @property
+    def running_max(self) -> float | None:
+        """The most requests that ever decoded together."""
+        if self.steps_by_running:
+            return float(max(self.steps_by_running))
+        return max((sample.running for sample in self.samples if sample.running is not None), default=None)
+
+    @property
+    def waiting_max(self) -> float | None:
+        """The most requests ever seen queued: above zero for long means that M was not reached."""
+        return max((sample.waiting for sample in self.samples if sample.waiting is not None), default=None)
+
+    @property
+    def ttfts(self) -> list[float]:
+        return [record.ttft for record in self.requests if record.error is None and record.ttft is not None]
+
+    @property
+    def tpots(self) -> list[float]:
+        return [tpot for record in self.requests if (tpot := record.tpot) is not None]
+
+    @property
+    def itls(self) -> list[float]:
+        return [itl for record in self.requests if record.error is None for itl in record.itls]
+
+    @property
+    def e2els(self) -> list[float]:
+        return [record.e2el for record in self.requests if record.error is None]
+
+    def summary(self) -> dict[str, Any]:
+        """For a report: throughput in tokens per second, latencies in milliseconds, what M was, errors."""
+        spec = {name: value for name, value in asdict(self.spec).items() if name != "token_pool"}
+        return {
+            "spec": spec,
+            "duration_s": self.duration,
+            "output_tokens": self.output_tokens,
+            "output_throughput": self.output_throughput,
+            "ttft_ms": latency_summary(self.ttfts),
+            "tpot_ms": latency_summary(self.tpots),
+            "itl_ms": latency_summary(self.itls),
+            "e2el_ms": latency_summary(self.e2els),
+            "running_mean": self.running_mean,
+            "running_max": self.running_max,
+            "waiting_max": self.waiting_max,
+            "steps_by_running": self.steps_by_running,
+            "preemptions": self.preemptions,
+            "failed_requests": len(self.errors),
+            "first_errors": self.errors[:3],
+        }
+
+
+def percentile(values: list[float], percent: float) -> float | None:
+    """The nearest-rank percentile: always one of the values measured; None of nothing."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def latency_summary(seconds: list[float]) -> dict[str, float] | None:
+    """Mean, p50, p90 and p99 in milliseconds; None where nothing was measured."""
+    if not seconds:
+        return None
+    figures = {"mean": sum(seconds) / len(seconds)}
+    figures |= {f"p{percent}": percentile(seconds, percent) or 0.0 for percent in (50, 90, 99)}
+    return {name: value * MILLISECONDS for name, value in figures.items()}
