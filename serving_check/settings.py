@@ -1,0 +1,81 @@
+"""What a gate run is asked for: the load to put on the servers and the bounds to hold the artifact to.
+
+Plain data with its defaults; a recipe may tighten (or, openly, loosen) the bounds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pydantic import ConfigDict
+
+from ..layouts.errors import UserError
+
+DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
+"""For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """The load, the same on both sides. Changing any of it changes what a verdict says."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    ms: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Numbers of requests that decode together."""
+    input_len: int = 64
+    """Prompt tokens a request."""
+    output_len: int = 64
+    """Output tokens a request."""
+    waves: int = 1
+    """Requests each client sends in one repeat: short repeats, often alternated, resist noise best."""
+    max_blocks: int = 15
+    """Blocks of four repeats (artifact, baseline, baseline, artifact) at one M before giving up undecided."""
+    warmups: int = 1
+    """Unmeasured repeats of each side at each M before its first block."""
+    seed: int = 0
+    """Every repeat draws its own prompts from it; artifact and baseline get the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "waves", "max_blocks"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.warmups < 0:
+            raise UserError(f"warmups must not be negative, not {self.warmups}")
+        if not self.ms or min(self.ms) < 1 or len(set(self.ms)) < len(self.ms):
+            raise UserError(f"M must be distinct whole numbers of at least 1, not {list(self.ms)}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the artifact must reach. The defaults suit a 4-bit checkpoint."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    throughput_floor: float = 0.93
+    """Least output throughput, artifact over baseline, at every M."""
+    max_mean_kl: float = 0.1
+    """Most nats by which the next-token distribution may differ from the baseline's, on average."""
+    max_extra_nats: float = 0.08
+    """Most nats per token that the held-out text may cost beyond the baseline."""
+    min_top1_agreement: float = 0.85
+    """Least share of positions at which both put the same token first."""
+    max_canary_extra_nats: float = 0.5
+    """Most nats per token by which served greedy text may be less likely to the baseline than its own."""
+    max_tpot_ratio: float = 1.3
+    """Most time per output token of the slowest requests, artifact over baseline, at every M."""
+    max_ttft_ratio: float = 2.0
+    """Most time to first token of the slowest requests, artifact over baseline, at every M."""
+    min_reached: float = 0.85
+    """Least mean number of requests decoding together, as a share of M."""
+
+    @classmethod
+    def from_recipe(cls, changes: Mapping[str, Any]) -> "Bounds":
+        """The defaults with a recipe's changes. UserError for an unknown name or no number."""
+        names = [field.name for field in fields(cls)]
+        for name, value in changes.items():
+            if name not in names:
+                raise UserError(f"unknown bound {name!r} in the recipe; choose from: {', '.join(names)}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise UserError(f"the recipe's bound {name} must be a number above 0, not {value!r}")
+        return replace(cls(), **{name: float(value) for name, value in changes.items()})

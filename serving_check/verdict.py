@@ -1,0 +1,212 @@
+"""What a gate run found: its checks, its curve and its verdict, bound to exact bytes, to and from JSON.
+
+Data only, and the documented form of `serving_check.json`; nothing here measures or decides.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..layouts.errors import UserError
+from ..layouts.files import write_json
+from .settings import DOCUMENTED, Bounds, LoadSettings
+
+Status = Literal["pass", "fail", "inconclusive"]
+
+SCHEMA_VERSION = 1
+SCHEMA_PATH = Path(__file__).parent / "schema" / "serving_check.schema.json"
+EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check: what was measured, against which bound, and why it came out so."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    name: str
+    status: Status
+    measured: str
+    """The measured value in a few words, with units."""
+    bound: str
+    """What it was held against, in the same words."""
+    reason: str
+    """Why, in terms the reader can act on; for a failed check what is to blame and what would have passed."""
+    figures: dict[str, float | int | str | None] = field(default_factory=dict)
+    """The numbers behind `measured`."""
+
+
+@dataclass(frozen=True)
+class ServingFigures:
+    """One side at one M, over all its measured repeats."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    output_throughput: float
+    """Output tokens per second, median over repeats."""
+    repeats: tuple[float, ...]
+    """Output tokens per second of each repeat, in the order they ran."""
+    ttft_p50_ms: float | None
+    """Time to first token."""
+    ttft_p99_ms: float | None
+    tpot_p50_ms: float | None
+    """Time per output token after the first."""
+    tpot_p99_ms: float | None
+    running_mean: float | None
+    """Requests decoding together, mean over decode steps; null where the server does not say."""
+    waiting_max: float | None
+    """Most requests seen queued."""
+    kv_usage_max: float | None
+    """Largest share of the KV cache seen in use, 0 to 1."""
+    preemptions: int | None
+    """Requests thrown out of the KV cache and computed again."""
+    requests: int
+    failed_requests: int
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Artifact beside baseline at one M, with the interval the decision was made with."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    m: int
+    artifact: ServingFigures
+    baseline: ServingFigures
+    ratio: float | None
+    """Output throughput, artifact over baseline: trimmed geometric mean over blocks."""
+    ratio_low: float | None
+    """Lower confidence limit, corrected for repeated looks; null where nothing can be said."""
+    ratio_high: float | None
+    """Upper confidence limit, corrected for repeated looks and for the number of Ms."""
+    status: Status
+    log_ratios: tuple[float, ...]
+    """The log ratio of each block of four interleaved repeats, in the order they ran."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Which bytes were served."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    name: str
+    """Hub id or folder name."""
+    revision: str | None
+    """Hub commit, where it came from there."""
+    bytes_digest: str
+    """sha256 over the names and sha256s of every published file."""
+    layout_plan_sha256: str | None
+    """sha256 of the layout plan's JSON; null where there is none."""
+    quantization: str
+    """The checkpoint's convention and format in a few words, or `none`."""
+    layouts: dict[str, int]
+    """Linear layers in each layout; empty where nothing is quantized or the engine is not ours."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where it was measured."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    device: str
+    engine: str
+    baseline_engine: str
+    dtype: str
+    versions: dict[str, str]
+    platform: str
+    cpu_count: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The content of `serving_check.json`."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    status: Status
+    """`pass` only where every check passed; `fail` where any failed."""
+    artifact: Subject
+    baseline: Subject
+    checks: tuple[CheckResult, ...]
+    curve: tuple[CurvePoint, ...]
+    environment: Environment
+    load: LoadSettings
+    bounds: Bounds
+    quality_tokens: int
+    """Held-out tokens that quality was measured on."""
+    quality_text_sha256: str
+    """sha256 of the held-out text file."""
+    command: str
+    """Run again with this."""
+    created: str
+    """UTC, ISO 8601."""
+    duration_seconds: float
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT_STATUS[self.status]
+
+    @property
+    def failures(self) -> list[CheckResult]:
+        return [check for check in self.checks if check.status != "pass"]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Verdict":
+        """Raises pydantic's ValidationError where `value` is not what the schema says."""
+        return _ADAPTER.validate_python(value)
+
+    def write(self, path: Path) -> None:
+        write_json(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> "Verdict":
+        """Read a `serving_check.json`. UserError where it is absent, not JSON, or of another form."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not valid JSON ({error}); validate again") from error
+        if isinstance(value, dict) and value.get("schema_version") != SCHEMA_VERSION:
+            raise UserError(
+                f"{path} has schema version {value.get('schema_version')}; "
+                f"this Scalegate reads version {SCHEMA_VERSION}; validate again"
+            )
+        try:
+            return cls.from_json(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(f"{path} is not a verdict: {where}: {first['msg']}; validate again") from error
+
+
+def overall_status(checks: list[CheckResult]) -> Status:
+    """Fail where any check failed, else inconclusive where any is, or where nothing was checked at all."""
+    statuses = {check.status for check in checks}
+    if "fail" in statuses:
+        return "fail"
+    return "pass" if statuses == {"pass"} else "inconclusive"
+
+
+def finite(value: float) -> float | None:
+    """`value` as JSON can hold it: null where it is infinite or not a number."""
+    return value if math.isfinite(value) else None
+
+
+_ADAPTER: TypeAdapter[Verdict] = TypeAdapter(Verdict)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of `serving_check.json`; `schema/serving_check.schema.json` is a copy of it."""
+    schema = _ADAPTER.json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
