@@ -87,6 +87,12 @@ class Artifact:
             digest.update(f"{name}\0{self.files[name].sha256}\n".encode())
         return digest.hexdigest()
 
+    def layout_plan_sha256(self) -> str | None:
+        """The layout plan's digest, None where there is none: a verdict is given with the plan in force."""
+        if self.layout_plan is None:
+            return None
+        return hashlib.sha256(json.dumps(self.layout_plan, sort_keys=True).encode()).hexdigest()
+
 
 OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, "README.md"}
 """Files Scalegate writes about an artifact; they may change without changing what a server loads."""
