@@ -1,6 +1,26 @@
-"""Imports every convention for its registration, in the order in which they are tried; nothing else."""
+"""Imports every convention for its registration, and finds the one a checkpoint follows."""
 
-from . import compressed_tensors
-from .convention import CONVENTIONS, EXPORTS
+from typing import TYPE_CHECKING
 
-__all__ = ["CONVENTIONS", "EXPORTS", "compressed_tensors"]
+from ...layouts.errors import UserError
+from . import compressed_tensors, fp8_blocks, modelopt, plain
+from .convention import CONVENTIONS, EXPORTS, Convention
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+__all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
+
+READ = "; ".join(module.READS for module in (compressed_tensors, modelopt, fp8_blocks, plain))
+
+
+def convention_of(checkpoint: "Checkpoint") -> Convention:
+    """The convention the checkpoint declares; UserError naming what was found where it is not one we read."""
+    for _, convention in CONVENTIONS.items():
+        if convention.recognizes(checkpoint):
+            return convention
+    found = (checkpoint.quantization_config or {}).get("quant_method")
+    raise UserError(
+        f"{checkpoint.source}: config.json declares quant_method {found!r}, which Scalegate does not read. "
+        f"It reads: {READ}."
+    )

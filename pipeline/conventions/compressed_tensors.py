@@ -28,7 +28,7 @@ PACKED = ".weight_packed"
 SYMMETRIC_ZERO = 8
 """Codes are stored unsigned: the symmetric range -8..7 is 0..15 with its zero at 8."""
 CODES_PER_WORD = 8
-READS = f"INT4 weight-only {INT4_FORMAT} and NVFP4 {NVFP4_FORMAT}"
+READS = f"{METHOD} INT4 weight-only {INT4_FORMAT} and NVFP4 {NVFP4_FORMAT}"
 
 
 class CompressedTensors:
@@ -62,6 +62,12 @@ class CompressedTensors:
                 f"the weights are not compressed (quantization_status {config.get('quantization_status')!r})"
             )
         return stored
+
+    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+        config = checkpoint.quantization_config or {}
+        targets = [t for group in config["config_groups"].values() for t in group.get("targets", [])]
+        ignored = any(matches(pattern, module) for pattern in config.get("ignore") or [])
+        return not ignored and first_match(targets, module) is not None
 
     def tensors(self, module: str, weight: Int4Weight, symmetric: bool) -> dict[str, Tensor]:
         n, k = weight.shape

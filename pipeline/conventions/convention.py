@@ -62,6 +62,10 @@ class Convention(Protocol):
         """
         ...
 
+    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+        """Whether the config says that this linear module is quantized, by its name in the checkpoint."""
+        ...
+
 
 class ExportConvention(Convention, Protocol):
     """A convention that an INT4 artifact can be written in."""

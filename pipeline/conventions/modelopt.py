@@ -1,0 +1,100 @@
+"""ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json or beside it.
+
+Read only. `W4A16_NVFP4` and `NVFP4` store the weights alike; activations stay unquantized here.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...layouts.errors import UserError
+from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Weight
+from .convention import CONVENTIONS, StoredWeight
+from .stored import require_tensor, scalar_shape
+from .targets import matches_wildcard
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+METHOD = "modelopt"
+SIDECAR = "hf_quant_config.json"
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+READS = "ModelOpt NVFP4"
+SCALE = ".weight_scale"
+GLOBAL_SCALE = ".weight_scale_2"
+
+
+class ModelOpt:
+    name = METHOD
+
+    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+        config = checkpoint.quantization_config
+        if config is not None:
+            return str(config.get("quant_method", "")).startswith(METHOD)
+        return (checkpoint.folder / SIDECAR).is_file()
+
+    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+        config = _declaration(checkpoint)
+        algorithm = config.get("quant_algo")
+        if algorithm not in ALGORITHMS:
+            raise UserError(
+                f"{checkpoint.source}: ModelOpt quant_algo {algorithm!r} is not read; "
+                f"Scalegate reads {' and '.join(ALGORITHMS)}"
+            )
+        stored = {
+            name.removesuffix(GLOBAL_SCALE): _stored(checkpoint, name.removesuffix(GLOBAL_SCALE))
+            for name in checkpoint.tensors
+            if name.endswith(GLOBAL_SCALE)
+        }
+        for name, info in checkpoint.tensors.items():
+            packed = name.endswith(".weight") and info.dtype == torch.uint8
+            if packed and name.removesuffix(".weight") not in stored:
+                require_tensor(checkpoint, name.removesuffix(".weight") + GLOBAL_SCALE, (torch.float32,))
+        if not stored:
+            raise UserError(
+                f"{checkpoint.source}: declared as ModelOpt {algorithm}, but no tensor ends in {GLOBAL_SCALE}"
+            )
+        return stored
+
+    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+        config = _declaration(checkpoint)
+        excluded = config.get("ignore") or config.get("exclude_modules") or []
+        return not any(matches_wildcard(pattern, module) for pattern in excluded)
+
+
+def _declaration(checkpoint: "Checkpoint") -> Mapping[str, Any]:
+    """The quantization section, from config.json or from the sidecar that older exports write alone."""
+    config = checkpoint.quantization_config
+    if config is not None:
+        return config
+    path = checkpoint.folder / SIDECAR
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["quantization"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a ModelOpt quantization config ({error!r})") from error
+
+
+def _stored(checkpoint: "Checkpoint", module: str) -> StoredWeight:
+    packed, scale, global_scale = f"{module}.weight", module + SCALE, module + GLOBAL_SCALE
+    n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
+    k = half * 2
+    if k % GROUP_SIZE:
+        raise UserError(f"{checkpoint.source}: {packed} has K = {k}, which {GROUP_SIZE} does not divide")
+    require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
+    require_tensor(checkpoint, global_scale, (torch.float32,))
+    scalar_shape(checkpoint, global_scale)
+    # An activation scale is what engines with FP4 matrix units want; nothing here reads it.
+    optional = [name for name in (f"{module}.input_scale",) if name in checkpoint.tensors]
+
+    def read() -> NVFP4Weight:
+        multiplier = checkpoint.read(global_scale).reshape(())
+        return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), multiplier)
+
+    names = (packed, scale, global_scale, *optional)
+    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, names, read)
+
+
+CONVENTION = ModelOpt()
+CONVENTIONS.add(METHOD, CONVENTION)

@@ -1,0 +1,31 @@
+"""Checkpoints that are not quantized: every tensor is what its name says, in bf16, fp16 or fp32.
+
+It quantizes and writes nothing; the loader reads such tensors directly.
+"""
+
+from typing import TYPE_CHECKING
+
+from .convention import CONVENTIONS, StoredWeight
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+
+READS = "unquantized bf16, fp16 and fp32"
+
+
+class Plain:
+    name = "plain"
+
+    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+        return checkpoint.quantization_config is None
+
+    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+        return {}
+
+    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+        return False
+
+
+CONVENTION = Plain()
+CONVENTIONS.add(CONVENTION.name, CONVENTION)

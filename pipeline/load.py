@@ -1,0 +1,130 @@
+"""Loading a checkpoint of any convention we read into the unmodified transformers model, linears packed.
+
+One weight at a time is read, packed and put in its place, so nothing is held twice. transformers' own
+quantizers are not involved. Not for serving the model: that is the engine's.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..layouts.errors import UserError
+from ..layouts.layout import Problem
+from ..layouts.plan import LayoutPlan, device_name
+from .artifact import MANIFEST_NAME, Artifact
+from .checkpoint import Checkpoint, open_checkpoint
+from .conventions.all_conventions import convention_of
+from .conventions.convention import Convention, StoredWeight
+from .skeleton import build_skeleton, default_dtype
+from .weight_loader import LayoutPicker, WeightLoader, listed
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run, and what it was loaded from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    checkpoint: Checkpoint
+    layouts: dict[str, str]
+    """The layout of every quantized linear, by module name; experts as `experts.<i>.<projection>`."""
+    generation_config: GenerationConfig
+
+
+def load_model(
+    model: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    plan: LayoutPlan | None = None,
+    layout: str | None = None,
+    revision: str | None = None,
+    progress: bool = True,
+) -> LoadedModel:
+    """Load a checkpoint, a folder or a Hub id, for inference on `device`.
+
+    dtype:  of activations and unquantized weights; None takes the config's
+    plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
+    layout: one layout for every quantized layer, whatever the plan says
+    """
+    checkpoint = open_checkpoint(str(model), revision)
+    device = torch.device(device)
+    convention = convention_of(checkpoint)
+    stored = convention.modules(checkpoint)
+    skeleton = build_skeleton(checkpoint, dtype or default_dtype(checkpoint), device)
+    picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)
+    loader = WeightLoader(checkpoint, stored, skeleton, device, picker)
+    loader.load(progress)
+    _refuse_unquantized(checkpoint, convention, stored, loader)
+    return LoadedModel(
+        model=skeleton,
+        tokenizer=_tokenizer(checkpoint),
+        checkpoint=checkpoint,
+        layouts=loader.layouts,
+        generation_config=_generation_config(checkpoint, skeleton),
+    )
+
+
+def problems(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> dict[str, Problem]:
+    """What a layout has to serve in this checkpoint: one problem for each quantized linear, no data read."""
+    stored = convention_of(checkpoint).modules(checkpoint)
+    dtype = dtype or default_dtype(checkpoint)
+    device = torch.device(device)
+    skeleton = build_skeleton(checkpoint, dtype)
+    loader = WeightLoader(checkpoint, stored, skeleton, device, LayoutPicker(None, None))
+    found = {}
+    for assignment in loader.assignments():
+        for module, parts in loader.quantized_modules(assignment):
+            first = loader.stored[parts[0]].problem(dtype, device)
+            rows = sum(loader.stored[name].shape[0] for name in parts)
+            found[module] = Problem(
+                first.weight_format, first.group_size, first.integer_zero, rows, first.k, dtype, device
+            )
+    return found
+
+
+def _refuse_unquantized(
+    checkpoint: Checkpoint, convention: Convention, stored: dict[str, StoredWeight], loader: WeightLoader
+) -> None:
+    """Refuse linears that the config declares quantized and the files hold plain: others misread it."""
+    wrong = [
+        source
+        for source in loader.plain_modules.values()
+        if source not in stored and convention.claims(checkpoint, source)
+    ]
+    if wrong:
+        raise UserError(
+            f"{checkpoint.source}: {listed(wrong)} stored unquantized, but the quantization config covers "
+            f"it; add it to the config's ignore list, or quantize it"
+        )
+
+
+def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan | None:
+    """The plan in the artifact, if it was measured on this kind of device."""
+    if not (checkpoint.folder / MANIFEST_NAME).is_file():
+        return None
+    recorded = Artifact.read(checkpoint.folder).layout_plan
+    plan = LayoutPlan.from_json(recorded) if recorded else None
+    return plan if plan is not None and plan.device == device_name(device) else None
+
+
+def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; None where it has none."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((checkpoint.folder / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except Exception as error:
+        # Tokenizer files are read by several libraries, each with its own exceptions.
+        raise UserError(f"{checkpoint.source}: its tokenizer cannot be loaded: {error}") from error
+
+
+def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> GenerationConfig:
+    if (checkpoint.folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(checkpoint.folder)
+    return model.generation_config or GenerationConfig.from_model_config(model.config)
