@@ -1,0 +1,114 @@
+"""Whether the served artifact still writes text: greedy, over HTTP, batched, beside the baseline's.
+
+It catches what numbers taken in process cannot: a kernel that is wrong only when served, or only for a batch.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
+
+from ..endpoints import Endpoint
+from ..settings import Bounds
+from ..verdict import CheckResult
+
+NAME = "canary text"
+LEAST_VARIETY = 0.5
+"""A text with less than half of the baseline's distinct tokens repeats itself."""
+SHOWN_CHARACTERS = 80
+
+Tokens = Sequence[int]
+Scorer = Callable[[Tokens, Tokens], float]
+"""(prompt, continuation) to the continuation's mean nats per token under the baseline."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a server wrote after one prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+
+
+def continuations(
+    endpoint: Endpoint, prompts: Sequence[Tokens], length: int, tokenize: Callable[[str], Tokens]
+) -> list[Continuation]:
+    """Greedy continuations of all `prompts` at once, so that they decode as one batch.
+
+    An empty text stands for a request that failed.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
+        texts = list(pool.map(lambda prompt: _complete(endpoint, prompt, length), prompts))
+    return [
+        Continuation(tuple(prompt), tuple(tokenize(text)), text)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def check_canary(
+    artifact: Sequence[Continuation], baseline: Sequence[Continuation], score: Scorer, bounds: Bounds
+) -> CheckResult:
+    """The artifact's texts must be about as likely to the baseline as its own, and about as varied."""
+    silent = sum(not one.tokens for one in artifact)
+    written = [one for one in artifact if one.tokens]
+    reference = [one for one in baseline if one.tokens]
+    bound = f"at most {bounds.max_canary_extra_nats:+g} nats per token under the baseline, and as varied"
+    if silent or not written:
+        reason = f"{silent} of {len(artifact)} greedy completions came back empty or failed"
+        return CheckResult(NAME, "fail", f"{silent} of {len(artifact)} without text", bound, reason)
+    if not reference:
+        reason = "the baseline's server wrote no text to compare with"
+        return CheckResult(NAME, "inconclusive", "no reference text", bound, reason)
+    nats = fmean(score(one.prompt, one.tokens) for one in written)
+    reference_nats = fmean(score(one.prompt, one.tokens) for one in reference)
+    variety = _variety(written) / _variety(reference)
+    problems = []
+    if not nats - reference_nats <= bounds.max_canary_extra_nats:
+        problems.append("its text is not what the baseline would write")
+    if variety < LEAST_VARIETY:
+        problems.append("its text repeats itself")
+    example = min(written, key=lambda one: len(set(one.tokens)))
+    shown = example.text[:SHOWN_CHARACTERS]
+    reason = f"served greedy text, {len(written)} prompts decoded together"
+    if problems:
+        reason = (
+            f"{' and '.join(problems)}: it wrote {shown!r}. If the quality check passed, the fault is in "
+            "serving: the layout's kernel at this batch size, or the engine"
+        )
+    return CheckResult(
+        name=NAME,
+        status="fail" if problems else "pass",
+        measured=f"{nats - reference_nats:+.3f} nats per token, {variety:.2f}× the variety",
+        bound=bound,
+        reason=reason,
+        figures={
+            "nats_per_token": nats,
+            "baseline_nats_per_token": reference_nats,
+            "variety_ratio": variety,
+            "prompts": len(written),
+            "example": shown,
+        },
+    )
+
+
+def _variety(texts: Sequence[Continuation]) -> float:
+    """Mean share of a text's tokens that are distinct."""
+    return fmean(len(set(one.tokens)) / len(one.tokens) for one in texts)
+
+
+def _complete(endpoint: Endpoint, prompt: Tokens, length: int) -> str:
+    body = {"model": endpoint.model, "prompt": list(prompt), "max_tokens": length, "temperature": 0}
+    request = urllib.request.Request(
+        endpoint.base_url + "/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", **endpoint.headers()},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return str(json.load(response)["choices"][0]["text"])
+    except (urllib.error.URLError, TimeoutError, ValueError, KeyError, IndexError):
+        return ""

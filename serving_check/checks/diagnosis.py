@@ -1,0 +1,81 @@
+"""Says which linear layer makes an artifact slow at an M, and which layout would not have.
+
+Reads the chooser's measurements (`layouts/plan.py`); measures nothing itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...layouts.plan import LayoutPlan, Measurement, ShapeChoice
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Which layer shape, which kernel, at which M, and what would have passed."""
+
+    sentence: str
+    shape: str | None = None
+    """None where no linear layer is below the floor."""
+    layout: str | None = None
+    kernel: str | None = None
+    m: int | None = None
+    """The measured M nearest to the one asked about."""
+    passing_layout: str | None = None
+    """The fastest layout at or above the floor at every measured M; None where there is none."""
+
+
+def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> Diagnosis:
+    """Blame the shape that loses the most time against the unquantized product at M.
+
+    used: module name to the layout it was served in, which need not be the plan's own choice.
+    """
+    losses = []
+    for choice in plan.choices:
+        layout = next((used[module] for module in choice.modules if module in used), choice.layout)
+        measured = _at(choice, layout, m)
+        if measured is not None and measured.ratio < floor:
+            lost = measured.microseconds - measured.baseline_microseconds
+            losses.append((lost * len(choice.modules), choice, measured))
+    if not losses:
+        return Diagnosis(
+            "Every linear layer by itself is at or above the floor at this M, so the time is lost elsewhere: "
+            "attention, sampling, or the engine's own work between steps."
+        )
+    _, choice, slow = max(losses, key=lambda loss: loss[0])
+    passing, advice = _advice(choice, slow, floor)
+    sentence = (
+        f"Most of it is lost in {choice.shape} ({len(choice.modules)} layers): layout {slow.layout}, kernel "
+        f"{slow.kernel}, takes {slow.microseconds:.0f} µs at M={slow.m} where the unquantized product takes "
+        f"{slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). {advice}"
+    )
+    return Diagnosis(sentence, choice.shape, slow.layout, slow.kernel, slow.m, passing)
+
+
+def _at(choice: ShapeChoice, layout: str, m: int) -> Measurement | None:
+    """The measurement of `layout` at the smallest measured M of at least `m`, or at the largest there is."""
+    measured = sorted((one for one in choice.measurements if one.layout == layout), key=lambda one: one.m)
+    return next((one for one in measured if one.m >= m), measured[-1] if measured else None)
+
+
+def _lowest_ratio(choice: ShapeChoice, layout: str) -> float:
+    return min(one.ratio for one in choice.measurements if one.layout == layout)
+
+
+def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> tuple[str | None, str]:
+    """The fastest other layout that reaches the floor at every M, if any, and a sentence about it."""
+    others = sorted({one.layout for one in choice.measurements} - {slow.layout})
+    if not others:
+        return None, "No other layout serves this shape here; `pipeline doctor` says what could be installed."
+    passing = [layout for layout in others if _lowest_ratio(choice, layout) >= floor]
+    if not passing:
+        best = max(others, key=lambda layout: _lowest_ratio(choice, layout))
+        return None, (
+            f"No other layout here reaches the floor at every M; the least slow is {best}, "
+            f"at least {_lowest_ratio(choice, best):.2f}×."
+        )
+    at_m = {layout: one for layout in passing if (one := _at(choice, layout, slow.m)) is not None}
+    best = min(at_m, key=lambda layout: at_m[layout].microseconds)
+    return best, (
+        f"Layout {best} would have passed: {at_m[best].microseconds:.0f} µs at M={slow.m} "
+        f"({at_m[best].ratio:.2f}×), at least {_lowest_ratio(choice, best):.2f}× at every M."
+    )

@@ -1,0 +1,41 @@
+"""Whether every request of the load was answered in full."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..load import LoadResult
+from ..measurement import MeasuredM
+from ..verdict import CheckResult
+
+NAME = "no failed requests"
+SHOWN = 3
+
+
+def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
+    """Fail where any of the artifact's requests failed; inconclusive where only the baseline's did."""
+    artifact = _errors([(one.m, result) for one in measured for result in one.artifact])
+    baseline = _errors([(one.m, result) for one in measured for result in one.baseline])
+    requests = sum(len(result.requests) for one in measured for result in one.artifact)
+    failed, baseline_failed = artifact.total(), baseline.total()
+    if failed:
+        reason = "the artifact's server: " + _most_common(artifact)
+    elif baseline_failed:
+        reason = "the baseline's server, so there is nothing to compare with: " + _most_common(baseline)
+    else:
+        reason = "every request gave all its tokens, on both sides"
+    return CheckResult(
+        name=NAME,
+        status="fail" if failed else "inconclusive" if baseline_failed or not requests else "pass",
+        measured=f"{failed} of {requests} requests failed",
+        bound="none",
+        reason=reason,
+        figures={"requests": requests, "failed": failed, "baseline_failed": baseline_failed},
+    )
+
+
+def _errors(results: list[tuple[int, LoadResult]]) -> Counter[str]:
+    return Counter(f"at M={m}: {error}" for m, result in results for error in result.errors)
+
+
+def _most_common(errors: Counter[str]) -> str:
+    return "; ".join(f"{error} ({count}×)" for error, count in errors.most_common(SHOWN))

@@ -1,0 +1,66 @@
+"""Whether the KV cache held what the load needed: M requests of full length at once, none thrown out."""
+
+from collections.abc import Sequence
+
+from ...layouts.errors import UserError
+from ..endpoints import Endpoint
+from ..settings import LoadSettings
+from ..verdict import CheckResult, CurvePoint
+
+NAME = "KV capacity"
+CACHE_CONFIG = "vllm:cache_config_info"
+
+
+def kv_cache_tokens(endpoint: Endpoint) -> int | None:
+    """How many tokens the server says that its KV cache holds; None where it does not say."""
+    for sample in endpoint.metrics():
+        name, _, labels = sample.partition("{")
+        if name == CACHE_CONFIG:
+            pages, size = _label(labels, "num_gpu_blocks"), _label(labels, "block_size")
+            if pages is not None and size is not None:
+                return pages * size
+    return None
+
+
+def needed_tokens(load: LoadSettings) -> int:
+    return max(load.ms) * (load.input_len + load.output_len)
+
+
+def require_capacity(name: str, capacity: int | None, load: LoadSettings) -> None:
+    """Refuse a load that cannot fit, before any of it is sent."""
+    if capacity is not None and needed_tokens(load) > capacity:
+        raise UserError(
+            f"M={max(load.ms)} requests of {load.input_len} + {load.output_len} tokens need "
+            f"{needed_tokens(load)} tokens of KV cache, and {name} holds {capacity}; "
+            "lower --m, --input-len or --output-len, or give the server more memory"
+        )
+
+
+def check_kv_capacity(curve: Sequence[CurvePoint], load: LoadSettings, capacity: int | None) -> CheckResult:
+    """No preemption at any M. A server that does not count them leaves it open."""
+    preemptions = {point.m: point.artifact.preemptions for point in curve}
+    lost = {m: count for m, count in preemptions.items() if count}
+    usage = max((point.artifact.kv_usage_max or 0.0 for point in curve), default=0.0)
+    counted = bool(curve) and None not in preemptions.values()
+    if lost:
+        where = ", ".join(f"{count} preemptions at M={m}" for m, count in lost.items())
+        reason = f"{where}: give the KV cache more memory, or promise a smaller M"
+    elif counted:
+        reason = "every request kept its pages from start to end"
+    else:
+        reason = "the server's /metrics tells nothing of preemptions"
+    held = "capacity not reported" if capacity is None else f"holds {capacity} tokens"
+    return CheckResult(
+        name=NAME,
+        status="fail" if lost else "pass" if counted else "inconclusive",
+        measured=f"{held}, {usage:.0%} used at most, {sum(lost.values())} preemptions",
+        bound=f"{needed_tokens(load)} tokens (M={max(load.ms)}) without a preemption",
+        reason=reason,
+        figures={"needed_tokens": needed_tokens(load), "capacity_tokens": capacity, "usage_max": usage},
+    )
+
+
+def _label(labels: str, name: str) -> int | None:
+    _, found, rest = labels.partition(f'{name}="')
+    value = rest.partition('"')[0]
+    return int(value) if found and value.isdigit() else None

@@ -1,0 +1,46 @@
+"""Whether M requests really decoded together, rather than some of them while the rest stood in the queue."""
+
+from collections.abc import Sequence
+
+from ..verdict import CheckResult, CurvePoint, ServingFigures
+
+NAME = "M reached"
+
+
+def check_reached(curve: Sequence[CurvePoint], share: float) -> CheckResult:
+    """Fail where the average output token of the artifact saw fewer than `share` of M requests running."""
+    short = [point for point in curve if _share(point) < share]
+    lowest = min(curve, key=_share)
+    return CheckResult(
+        name=NAME,
+        status="fail" if short else "pass",
+        measured=_glance(lowest.m, lowest.artifact),
+        bound=f"at least {share:.0%} of M running, at every M",
+        reason=(
+            "; ".join(_glance(point.m, point.artifact) for point in short) + ". " + _advice(short[0])
+            if short
+            else "requests were running, not queued, at every M"
+        ),
+        figures={f"running_m{point.m}": point.artifact.running_mean for point in curve},
+    )
+
+
+def _share(point: CurvePoint) -> float:
+    return (point.artifact.running_mean or 0.0) / point.m
+
+
+def _glance(m: int, side: ServingFigures) -> str:
+    """`M=82: 22 running, 60 waiting, KV 3% used`."""
+    running = f"{side.running_mean or 0.0:.3g} running"
+    waiting = "waiting not reported" if side.waiting_max is None else f"{side.waiting_max:.0f} waiting"
+    used = "KV use not reported" if side.kv_usage_max is None else f"KV {side.kv_usage_max:.0%} used"
+    return f"M={m}: {running}, {waiting}, {used}"
+
+
+def _advice(point: CurvePoint) -> str:
+    usage = point.artifact.kv_usage_max
+    if usage is None:
+        return "Look at the server's limits on running requests and on KV memory."
+    if usage > 0.9:
+        return "The KV cache is full: give it more memory, or validate with shorter requests."
+    return "The KV cache has room, so something else caps the running requests: a limit, or a side pool."

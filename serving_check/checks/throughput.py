@@ -1,0 +1,63 @@
+"""Output throughput at every M, artifact over baseline: the check that the gate exists for.
+
+The decision is `statistics.py`; this words it, and names the layer to blame from the layout plan.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ..verdict import CheckResult, CurvePoint, Status
+from .diagnosis import Diagnosis
+
+NAME = "throughput"
+
+
+def check_throughput(
+    curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, Diagnosis], max_blocks: int
+) -> CheckResult:
+    """Fail where any M is surely below `floor`, pass where every M is surely at or above it.
+
+    diagnoses: for an M that failed, what the layers' own timings say.
+    """
+    failed = [point for point in curve if point.status == "fail"]
+    open_points = [point for point in curve if point.status == "inconclusive"]
+    status: Status = "fail" if failed else "inconclusive" if open_points or not curve else "pass"
+    worst = min(curve, key=lambda point: point.ratio or 0.0, default=None)
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"lowest {_ratio(worst)} at M={worst.m}" if worst else "nothing",
+        bound=f"at least {floor:.2f} of the baseline's output tok/s at every M",
+        reason=_reason(failed, open_points, diagnoses, max_blocks),
+        figures={f"ratio_m{point.m}": point.ratio for point in curve},
+    )
+
+
+def _ratio(point: CurvePoint) -> str:
+    if point.ratio is None:
+        return "no ratio"
+    low = "?" if point.ratio_low is None else f"{point.ratio_low:.3f}"
+    high = "?" if point.ratio_high is None else f"{point.ratio_high:.3f}"
+    return f"{point.ratio:.3f} [{low}, {high}]"
+
+
+def _reason(
+    failed: Sequence[CurvePoint],
+    open_points: Sequence[CurvePoint],
+    diagnoses: Mapping[int, Diagnosis],
+    max_blocks: int,
+) -> str:
+    if failed:
+        lines = [
+            f"at M={point.m}: {point.artifact.output_throughput:.0f} tok/s against "
+            f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. "
+            + (diagnoses[point.m].sentence if point.m in diagnoses else "")
+            for point in failed
+        ]
+        return "\n".join(line.strip() for line in lines)
+    if open_points:
+        ms = ", ".join(f"M={point.m} ({_ratio(point)})" for point in open_points)
+        return (
+            f"could not be decided within {max_blocks} blocks of repeats: {ms}. Validate again on a quieter "
+            "machine, or with more repeats (--max-repeats) or longer ones (--output-len)."
+        )
+    return "every lower confidence limit is at or above the floor"
