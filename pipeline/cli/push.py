@@ -1,0 +1,57 @@
+"""`pipeline push`: parses options, calls `push` and prints what it did or would do."""
+
+import json
+
+import click
+
+from ..push_result import PushResult
+
+
+@click.command("push")
+@click.argument("artifact")
+@click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
+@click.option("--private", is_flag=True, help="Leave a repository that this push creates private.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
+@click.option("--revision", metavar="BRANCH", help="Commit to this branch; created where it does not exist.")
+@click.option("--dry-run", is_flag=True, help="List every operation with sizes and sha256, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    artifact: str, to: str, private: bool, create_pr: bool, revision: str | None, dry_run: bool, as_json: bool
+) -> None:
+    """Publish ARTIFACT, in one atomic commit that is read back before it becomes public.
+
+    Refused without a passing verdict (`pipeline validate`) on exactly these bytes. Interrupted, run it again:
+    what the Hub has is not sent twice. A repository that exists keeps its visibility.
+
+    \b
+    Examples:
+        pipeline push work/Qwen3-8B-INT4 --to ORG/Qwen3-8B-INT4 --dry-run
+        pipeline push work/Qwen3-8B-INT4 --to ORG/Qwen3-8B-INT4 --private
+        pipeline push work/Qwen3-8B-INT4 --to folder:release/Qwen3-8B-INT4
+    """
+    from ..push import push
+
+    result = push(artifact, to, private=private, create_pr=create_pr, revision=revision, dry_run=dry_run)
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
+    else:
+        print_result(result, dry_run)
+
+
+def print_result(result: PushResult, dry_run: bool = False) -> None:
+    if dry_run:
+        click.echo(f"This would be done to {result.target}; nothing was:")
+        for operation in result.operations:
+            size = "" if operation.size is None else f"{operation.size:,}"
+            click.echo(f"  {operation.action:8} {size:>16}  {operation.sha256 or '':64}  {operation.subject}")
+    elif result.status == "unchanged":
+        click.echo(f"{result.url} holds exactly this release already; nothing was sent.")
+    else:
+        sent = [operation for operation in result.operations if operation.action in ("add", "replace")]
+        total = sum(operation.size or 0 for operation in sent)
+        visible = {True: " It is private.", False: " It is public.", None: ""}[result.private]
+        click.echo(f"Published {len(sent)} files ({total:,} bytes) at {result.url}, and read them back.{visible}")
+    if result.commit and not dry_run:
+        click.echo(f"Commit {result.commit}")
+    for note in result.notes:
+        click.echo(f"Note: {note}.")

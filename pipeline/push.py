@@ -1,0 +1,93 @@
+"""Publish an artifact that has passed the gate, to the Hub or into a folder; refuse anything else.
+
+What a release consists of is `bundle.py`, its card `card.py`; how it gets there `hub/` and `folder_target.py`.
+"""
+
+from pathlib import Path
+
+from ..layouts.errors import UserError
+from ..serving_check.verdict import Verdict
+from .artifact import VERDICT_NAME, Artifact, sha256_of
+from .bundle import collect_bundle
+from .card import write_card
+from .folder_target import plan_folder, publish_to_folder
+from .push_result import PushResult
+
+FOLDER_PREFIX = "folder:"
+
+
+def push(
+    artifact: str | Path,
+    to: str,
+    *,
+    private: bool = False,
+    create_pr: bool = False,
+    revision: str | None = None,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> PushResult:
+    """Publish the folder `artifact` to `to`: a Hub repository `ORG/NAME`, or `folder:DIR`.
+
+    With `dry_run` nothing is changed anywhere, and the result lists what would be.
+    """
+    folder = Path(artifact).expanduser()
+    directory = _directory(to)
+    if directory is not None and (private or create_pr or revision is not None):
+        raise UserError("--private, --create-pr and --revision are for the Hub; a folder has none of them")
+    manifest, verdict = require_passing_verdict(folder)
+    if directory is not None:
+        if directory.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{directory} lies in the artifact itself; give a folder elsewhere")
+        files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, directory.name, to))
+        return plan_folder(files, directory) if dry_run else publish_to_folder(files, directory, progress)
+
+    from .hub.publish import HubTarget, plan_hub, publish_to_hub
+
+    target = HubTarget(to, private, create_pr, revision)
+    files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, to, to))
+    if dry_run:
+        return plan_hub(files, target, folder)
+    return publish_to_hub(files, target, folder, f"Release of {manifest.source}, quantized", progress)
+
+
+def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
+    """The manifest and the verdict in `folder`. UserError unless the verdict is a pass for exactly these bytes."""
+    manifest = Artifact.read(folder)
+    path = folder / VERDICT_NAME
+    validate = f"`pipeline validate {folder}`"
+    if not path.is_file():
+        raise UserError(f"{folder} has no verdict ({VERDICT_NAME}); nothing is published without one. Run {validate}")
+    changed = manifest.changed_files(folder)
+    if changed:
+        raise UserError(
+            f"{folder} is not what was quantized and validated:\n  "
+            + "\n  ".join(changed[:10])
+            + f"\nRestore these files, or quantize again and run {validate}"
+        )
+    verdict = Verdict.read(path)
+    if verdict.artifact.bytes_digest != manifest.bytes_digest():
+        raise UserError(
+            f"{path} is a verdict on other bytes ({verdict.artifact.name}, digest "
+            f"{verdict.artifact.bytes_digest[:12]}; these are {manifest.bytes_digest()[:12]}). Run {validate}"
+        )
+    if manifest.verdict_sha256 is None:
+        raise UserError(f"{folder}'s manifest knows of no verdict, so {VERDICT_NAME} was put there. Run {validate}")
+    if manifest.verdict_sha256 != sha256_of(path):
+        raise UserError(f"{path} was edited after it was given. Run {validate}")
+    if verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256():
+        raise UserError(f"{folder} was laid out again after its verdict was given. Run {validate}")
+    if verdict.status != "pass":
+        raise UserError(
+            f"the verdict on {folder} is {verdict.status}, so it is not published:\n  "
+            + "\n  ".join(f"{c.name}: {c.measured}, bound {c.bound}. {c.reason}" for c in verdict.failures)
+        )
+    return manifest, verdict
+
+
+def _directory(to: str) -> Path | None:
+    if not to.startswith(FOLDER_PREFIX):
+        return None
+    name = to.removeprefix(FOLDER_PREFIX)
+    if not name:
+        raise UserError("folder: wants a name, as in --to folder:release/my-model")
+    return Path(name).expanduser().resolve()

@@ -1,0 +1,36 @@
+"""What a push did, or would do: plain data for the terminal, for `--json` and for the next step."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Action = Literal["create", "add", "replace", "keep", "delete", "commit", "open", "verify", "publish"]
+Status = Literal["planned", "pushed", "unchanged"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing done to the target, in order; size and sha256 where it concerns a file we hold."""
+
+    action: Action
+    subject: str
+    size: int | None = None
+    sha256: str | None = None
+
+
+@dataclass
+class PushResult:
+    """planned: a dry run; pushed: the target changed; unchanged: it held exactly this release already."""
+
+    target: str
+    status: Status
+    url: str
+    operations: list[Operation] = field(default_factory=list)
+    commit: str | None = None
+    """The Hub commit that holds the release."""
+    private: bool | None = None
+    """The repository's visibility afterwards; None for a folder."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know besides: why a repository stayed private, for example."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
