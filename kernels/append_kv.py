@@ -1,0 +1,99 @@
+"""Storing new keys and values into their pages, quantizing on the way; Triton, and its reference.
+
+Every KV dtype that `decode_attention.py` reads: 16 bit as it is, e4m3 with a given scale a head, int8 with a
+scale of its own for each token and head.
+
+    key, value    [T, H_kv, D]          bf16 or fp16; T tokens of any requests
+    slots         int64 [T]             page * page_size + offset; -1 stores nothing (padding of a batch)
+    key_pages     [P, H_kv, page, D]    written; value_pages alike
+    key_scale     None; fp32 [H_kv] for e4m3, read; fp32 [P, H_kv, page] for int8, written
+
+Bytes a token and head: 2 * D * 2 read, 2 * D * itemsize written; one launch a layer.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+E4M3_MAX = 448.0
+INT8_MAX = 127.0
+
+
+def append_kv_reference(
+    new: Tensor, pages: Tensor, slots: Tensor, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`pages` (and int8's `scale`) after storing `new`, either keys or values, on copies of both."""
+    pages = pages.clone()
+    scale = scale.clone() if scale is not None else None
+    page_size = pages.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        page, offset = divmod(slot, page_size)
+        values = new[token].float()
+        if pages.dtype == torch.int8 and scale is not None:
+            token_scale = values.abs().amax(dim=-1).clamp(min=1e-10) / INT8_MAX
+            scale[page, :, offset] = token_scale
+            values = (values / token_scale.unsqueeze(-1)).round()
+        elif scale is not None:
+            values = (values / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+        pages[page, :, offset] = values.to(pages.dtype)
+    return pages, scale
+
+
+@triton.jit
+def _quantize(x, scale_ptr, head, at, SCALES: tl.constexpr):
+    """x fp32 [D] as the pages hold it; int8 also stores the scale it chose."""
+    if SCALES == 1:
+        x = x / tl.load(scale_ptr + head)
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if SCALES == 2:
+        scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-10) / 127.0
+        tl.store(scale_ptr + at, scale)
+        x = x / scale
+        # Round half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits.
+        x = (x + 12582912.0) - 12582912.0
+    return x
+
+
+@triton.jit(do_not_specialize=["key_stride", "value_stride"])
+def _append(
+    key_ptr, value_ptr, slots_ptr, key_pages_ptr, value_pages_ptr, key_scale_ptr, value_scale_ptr,
+    key_stride, value_stride,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """One (token, kv head): its key and its value."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        dim = tl.arange(0, DIM)
+        is_dim = dim < HEAD_DIM
+        at = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE
+        key = tl.load(key_ptr + token * key_stride + head * HEAD_DIM + dim, mask=is_dim, other=0.0)
+        value = tl.load(value_ptr + token * value_stride + head * HEAD_DIM + dim, mask=is_dim, other=0.0)
+        key = _quantize(key.to(tl.float32), key_scale_ptr, head, at, SCALES)
+        value = _quantize(value.to(tl.float32), value_scale_ptr, head, at, SCALES)
+        to = at * HEAD_DIM + dim
+        tl.store(key_pages_ptr + to, key.to(key_pages_ptr.dtype.element_ty), mask=is_dim)
+        tl.store(value_pages_ptr + to, value.to(value_pages_ptr.dtype.element_ty), mask=is_dim)
+
+
+def append_kv(
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Store `key` and `value` [T, H_kv, D] in place; a token's heads must be contiguous."""
+    tokens, kv_heads, head_dim = key.shape
+    _append[(tokens, kv_heads)](
+        key, value, slots, key_pages, value_pages, key_scale, value_scale, key.stride(0), value.stride(0),
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), PAGE=key_pages.shape[2],
+        SCALES=0 if key_scale is None else (2 if key_scale.ndim == 3 else 1), num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,281 @@
+"""Decode attention over paged KV: split along the context, merged in a fixed order; Triton.
+
+One query token per request. Not for prefill, and not for formats that pack more than one value in a byte.
+
+    q            [B, H, D]            bf16 or fp16
+    key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn, or int8; value_pages alike
+    block_table  int32 [B, pages]     page numbers in the order of the context
+    lengths      int32 [B]            tokens of context, the current one included; 0 gives a row of zeros
+    *_scale      None; fp32 [H_kv] for e4m3, one a head; fp32 [P, H_kv, page] for int8, one a token and head
+    out          [B, H, D]            q's dtype
+
+A program takes one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so K
+and V are read and decoded once. A split is a fixed number of tokens, counted from the start of the context: a
+request's bits depend on its own tokens, whoever shares its batch (pegainfer #438). Scales never touch the
+pages' values: K's multiplies the scores, V's the probabilities (int8) or the result (e4m3).
+
+Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial sums add H * D * 4 * 2 / split.
+At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device's copy bandwidth.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+def decode_attention_reference(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """What the kernel computes, in fp64, one request at a time; shapes as in the docstring above.
+
+    `window` > 0 keeps the last `window` tokens; `softcap` > 0 bounds the scores by tanh; `sinks` [H] are
+    logits that take part in the softmax and carry no value.
+    """
+    batch, heads, head_dim = q.shape
+    kv_heads = key_pages.shape[1]
+    out = torch.zeros(batch, heads, head_dim, dtype=torch.float64, device=q.device)
+    for row in range(batch):
+        length = int(lengths[row])
+        if length == 0:
+            continue
+        pages = block_table[row, : triton.cdiv(length, key_pages.shape[2])].long()
+        keys = _gather(key_pages, key_scale, pages)[:, :length]
+        values = _gather(value_pages, value_scale, pages)[:, :length]
+        if window:
+            keys, values = keys[:, -window:], values[:, -window:]
+        query = q[row].double().view(kv_heads, heads // kv_heads, head_dim)
+        scores = torch.einsum("hgd,htd->hgt", query, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.reshape(heads, -1)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().unsqueeze(-1)], dim=-1)
+        probabilities = scores.softmax(dim=-1)[:, : keys.shape[1]].view(kv_heads, heads // kv_heads, -1)
+        out[row] = torch.einsum("hgt,htd->hgd", probabilities, values).reshape(heads, head_dim)
+    return out
+
+
+def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
+    """The context's keys or values [H_kv, tokens, D] in fp64, scales applied."""
+    values = pages_of[pages].double()
+    if scale is not None:
+        by_token = scale.ndim == 3
+        values *= scale[pages].double().unsqueeze(-1) if by_token else scale.double().view(1, -1, 1, 1)
+    return values.transpose(0, 1).flatten(1, 2)
+
+
+@triton.jit
+def _attend_splits(
+    q_ptr, key_ptr, value_ptr, block_table_ptr, lengths_ptr, key_scale_ptr, value_scale_ptr,
+    partial_ptr, lse_ptr,
+    scale_log2, softcap, window, table_stride, max_splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one."""
+    row = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    length = tl.load(lengths_ptr + row)
+    first_token = 0
+    if WINDOW:
+        first_token = tl.maximum(length - window, 0)
+
+    group = tl.arange(0, GROUP)
+    dim = tl.arange(0, DIM)
+    head = kv_head * (HEADS // KV_HEADS) + group
+    is_head = group < HEADS // KV_HEADS
+    is_dim = dim < HEAD_DIM
+    q_offset = (row * HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + q_offset, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    # Eight-bit values convert to fp16 in one instruction a pair, and exactly; to bf16 they do not.
+    if SCALES != 0:
+        q = q.to(tl.float16)
+    key_scale = 1.0
+    value_scale = 1.0
+    if SCALES == 1:
+        key_scale = tl.load(key_scale_ptr + kv_head)
+        value_scale = tl.load(value_scale_ptr + kv_head)
+
+    split = first_token // SPLIT + tl.program_id(0)
+    while split * SPLIT < length:
+        start = split * SPLIT
+        end = tl.minimum(start + SPLIT, length)
+        largest = tl.full([GROUP], -float("inf"), tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        acc = tl.zeros([GROUP, DIM], tl.float32)
+        for block in range(tl.maximum(start, first_token // BLOCK * BLOCK), end, BLOCK):
+            token = block + tl.arange(0, BLOCK)
+            valid = (token < end) & (token >= first_token)
+            page = tl.load(block_table_ptr + row * table_stride + token // PAGE, mask=valid, other=0)
+            slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + token % PAGE
+            where = slot[:, None] * HEAD_DIM + dim[None, :]
+            keep = valid[:, None] & is_dim[None, :]
+            key = tl.load(key_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
+            value = tl.load(value_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
+            scores = tl.dot(q, key.to(q.dtype).T) * (scale_log2 * key_scale)
+            if SCALES == 2:
+                scores *= tl.load(key_scale_ptr + slot, mask=valid, other=0.0)[None, :]
+            if SOFTCAP:
+                # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
+                scores = softcap - 2.0 * softcap / (
+                    tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0
+                )
+            scores = tl.where(valid[None, :], scores, -float("inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+            rescale = tl.exp2(largest - new_largest)
+            probability = tl.exp2(scores - new_largest[:, None])
+            total = total * rescale + tl.sum(probability, axis=1)
+            if SCALES == 2:
+                probability *= tl.load(value_scale_ptr + slot, mask=valid, other=0.0)[None, :]
+            acc = tl.dot(probability.to(q.dtype), value.to(q.dtype), acc * rescale[:, None])
+            largest = new_largest
+        at = (row * HEADS + head) * max_splits + split
+        tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
+        tl.store(
+            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :],
+            acc * (value_scale / total)[:, None],
+            mask=is_head[:, None] & is_dim[None, :],
+        )
+        split += tl.num_programs(0)
+
+
+@triton.jit
+def _merge_splits(
+    partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Add a head's splits, always in the order of the context and in the same grouping."""
+    row = tl.program_id(1)
+    head = tl.program_id(0)
+    length = tl.load(lengths_ptr + row)
+    first_split = 0
+    if WINDOW:
+        first_split = tl.maximum(length - window, 0) // SPLIT
+    dim = tl.arange(0, DIM)
+    is_dim = dim < HEAD_DIM
+    largest = -float("inf")
+    total = 0.0
+    if SINKS:
+        largest = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total = 1.0
+    acc = tl.zeros([DIM], tl.float32)
+    for first in range(first_split, tl.cdiv(length, SPLIT), SPLITS_AT_ONCE):
+        split = first + tl.arange(0, SPLITS_AT_ONCE)
+        valid = split * SPLIT < length
+        at = (row * HEADS + head) * max_splits + split
+        lse = tl.load(lse_ptr + at, mask=valid, other=-float("inf"))
+        partial = tl.load(
+            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :],
+            mask=valid[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        rescale = tl.exp2(largest - new_largest)
+        weight = tl.exp2(lse - new_largest)
+        total = total * rescale + tl.sum(weight, axis=0)
+        acc = acc * rescale + tl.sum(partial * weight[:, None], axis=0)
+        largest = new_largest
+    out = tl.where(total > 0, acc / total, 0.0)
+    tl.store(out_ptr + (row * HEADS + head) * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch for partial sums, allocated once for the largest batch and context.
+
+    partial: fp32 [B, H, splits, D]; lse: fp32 [B, H, splits], in log2
+    """
+
+    partial: Tensor
+    lse: Tensor
+    split_tokens: int
+
+    @classmethod
+    def allocate(
+        cls, max_batch: int, heads: int, head_dim: int, max_context: int, device: torch.device | str
+    ) -> "DecodeWorkspace":
+        split_tokens = decode_split_tokens(max_context)
+        splits = triton.cdiv(max_context, split_tokens)
+        partial = torch.empty(max_batch, heads, splits, head_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(max_batch, heads, splits, dtype=torch.float32, device=device)
+        return cls(partial, lse, split_tokens)
+
+    @property
+    def max_splits(self) -> int:
+        return self.partial.shape[2]
+
+
+def decode_split_tokens(max_context: int) -> int:
+    """Tokens in one split: from the longest context the engine admits, never from the live batch.
+
+    Sixty-four splits at most keep the merge short; 256 tokens at least keep the partial sums under 6% of the
+    traffic at four query heads a group.
+    """
+    return max(256, triton.next_power_of_2(triton.cdiv(max_context, 64)))
+
+
+PROGRAMS_WANTED = 132 * 16
+"""Programs that fill a large GPU with room for uneven contexts; beyond that, one takes several splits."""
+
+
+def decode_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Launch the two kernels; arguments as in the file's docstring, options as in the reference.
+
+    Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
+    """
+    batch, heads, head_dim = q.shape
+    kv_heads, page = key_pages.shape[1], key_pages.shape[2]
+    out = torch.empty_like(q) if out is None else out
+    dim = triton.next_power_of_2(head_dim)
+    splits = min(workspace.max_splits, max(1, triton.cdiv(PROGRAMS_WANTED, batch * kv_heads)))
+    itemsize = key_pages.element_size()
+    block = 64 if dim * itemsize >= 256 else 128
+    scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
+    _attend_splits[(splits, kv_heads, batch)](
+        q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
+        workspace.partial, workspace.lse,
+        scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
+        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
+        BLOCK=block, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        num_warps=4, num_stages=3 if dim <= 128 else 2,
+    )  # fmt: skip
+    _merge_splits[(heads, batch)](
+        workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
+        HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, SPLITS_AT_ONCE=16,
+        SINKS=sinks is not None, WINDOW=window > 0, num_warps=4,
+    )  # fmt: skip
+    return out

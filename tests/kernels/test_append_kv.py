@@ -1,0 +1,55 @@
+"""Storing keys and values into pages, against the reference, under the Triton interpreter without a GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from scalegate.kernels.append_kv import append_kv, append_kv_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGES, KV_HEADS, PAGE, HEAD_DIM = 5, 2, 16, 96
+
+
+def scales_for(dtype: torch.dtype) -> torch.Tensor | None:
+    if dtype == torch.float8_e4m3fn:
+        return torch.tensor([0.01, 0.3], device=DEVICE)
+    if dtype == torch.int8:
+        return torch.zeros(PAGES, KV_HEADS, PAGE, device=DEVICE)
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_tokens_land_in_their_slots_and_nowhere_else(dtype):
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.tensor([79, 0, -1, 33, 16], device=DEVICE)
+    fused = torch.randn(5, 3 * KV_HEADS * HEAD_DIM, generator=generator).to(DEVICE)
+    key, value = (part.view(5, KV_HEADS, HEAD_DIM) for part in fused.split(KV_HEADS * HEAD_DIM, dim=1)[1:])
+    assert not key.is_contiguous()
+    pages = (
+        torch.randint(-7, 8, (2, PAGES, KV_HEADS, PAGE, HEAD_DIM), generator=generator).to(dtype).to(DEVICE)
+    )
+    key_scale, value_scale = scales_for(dtype), scales_for(dtype)
+    want_keys, want_key_scale = append_kv_reference(key, pages[0], slots, key_scale)
+    want_values, want_value_scale = append_kv_reference(value, pages[1], slots, value_scale)
+
+    append_kv(key, value, slots, pages[0], pages[1], key_scale, value_scale)
+
+    # The interpreter truncates to e4m3 where the hardware and torch round: one step of the format apart.
+    step = 0.125 if dtype == torch.float8_e4m3fn and DEVICE == "cpu" else 0.0
+    torch.testing.assert_close(pages[0].float(), want_keys.float(), rtol=step, atol=step / 64)
+    torch.testing.assert_close(pages[1].float(), want_values.float(), rtol=step, atol=step / 64)
+    if dtype == torch.int8:
+        torch.testing.assert_close(key_scale, want_key_scale)
+        torch.testing.assert_close(value_scale, want_value_scale)
+
+
+def test_e4m3_saturates_instead_of_overflowing():
+    key = torch.full((1, KV_HEADS, HEAD_DIM), 1e6, device=DEVICE)
+    pages = torch.zeros(PAGES, KV_HEADS, PAGE, HEAD_DIM, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.ones(KV_HEADS, device=DEVICE)
+    append_kv(key, -key, torch.zeros(1, dtype=torch.int64, device=DEVICE), pages, pages.clone(), scale, scale)
+    assert pages[0, :, 0].float().eq(448.0).all()
