@@ -60,7 +60,7 @@ def load_model(
     _refuse_unquantized(checkpoint, convention, stored, loader)
     return LoadedModel(
         model=skeleton,
-        tokenizer=_tokenizer(checkpoint),
+        tokenizer=load_tokenizer(checkpoint),
         checkpoint=checkpoint,
         layouts=loader.layouts,
         generation_config=_generation_config(checkpoint, skeleton),
@@ -112,7 +112,7 @@ def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan |
     return plan if plan is not None and plan.device == device_name(device) else None
 
 
-def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer; None where it has none."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((checkpoint.folder / name).is_file() for name in names):

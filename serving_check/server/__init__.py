@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP and text in one process, the engine in another."""

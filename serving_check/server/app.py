@@ -1,0 +1,198 @@
+"""The HTTP routes: OpenAI's completions and chat over one engine, and what an operator asks.
+
+Not for starting anything: `run.py` does.
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from .engine_client import EngineClient
+from .errors import ApiError, engine_unavailable, install_handlers
+from .generation import Delta, Generation
+from .metrics import Metrics
+from .responses import DONE, Api, ChatCompletions, Choice, Completions, TokenTexts, event, usage
+from .schema import ChatCompletionRequest, CompletionRequest, StreamOptions
+from .served_model import ServedModel
+
+T = TypeVar("T")
+CLIENT_CLOSED_REQUEST = 499
+LONG_TEXT = 8192
+"""Characters above which tokenizing goes to a thread, so that it stalls no stream."""
+
+
+def create_app(engine: EngineClient, model: ServedModel, metrics: Metrics, api_key: str | None) -> FastAPI:
+    """The application; `engine` must be ready, and is listened to from the moment the application starts."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.listen()
+        yield
+
+    app = FastAPI(title="Scalegate", version=version("scalegate"), lifespan=lifespan)
+    install_handlers(app)
+    created = int(time.time())
+    texts = TokenTexts(model.tokenizer)
+
+    def authorize(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not secrets.compare_digest(given.encode(), api_key.encode()):
+            raise ApiError(
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    @app.post("/v1/completions", dependencies=[Depends(authorize)])
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        check_model(body.model)
+        prompts = await off_loop(lambda: model.prompts_of(body), size=len(str(body.prompt)))
+        request_id = f"cmpl-{uuid.uuid4().hex}"
+        generation = new_generation(body, request_id, prompts)
+        api = Completions(request_id, model.name, texts, body.wanted_logprobs, body.return_token_ids)
+        echo = model.prompt_texts(body) if body.echo else None
+        return await answer(request, body, generation, api, echo)
+
+    @app.post("/v1/chat/completions", dependencies=[Depends(authorize)])
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        check_model(body.model)
+        prompt = await off_loop(lambda: model.chat_prompt(body), size=len(str(body.messages)))
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        generation = new_generation(body, request_id, [prompt])
+        api = ChatCompletions(request_id, model.name, texts, body.wanted_logprobs, body.return_token_ids)
+        return await answer(request, body, generation, api, None)
+
+    @app.get("/v1/models", dependencies=[Depends(authorize)])
+    async def models() -> dict[str, Any]:
+        entry = {"id": model.name, "object": "model", "created": created, "owned_by": "scalegate"}
+        return {"object": "list", "data": [{**entry, "max_model_len": model.max_model_len}]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if engine.dead is not None:
+            return engine_unavailable(f"the engine has died: {engine.dead}").response()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version_of() -> dict[str, str]:
+        return {"version": version("scalegate")}
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name != model.name:
+            raise ApiError(
+                f"the model {name!r} is not served here; {model.name!r} is",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def new_generation(
+        body: CompletionRequest | ChatCompletionRequest, request_id: str, prompts: list[list[int]]
+    ) -> Generation:
+        params = [model.sampling_params(body, len(prompt)) for prompt in prompts]
+        return Generation(engine, model.tokenizer, request_id, prompts, params, body.n, body.stop_strings)
+
+    return app
+
+
+async def answer(
+    request: Request,
+    body: CompletionRequest | ChatCompletionRequest,
+    generation: Generation,
+    api: Api,
+    echo: list[str] | None,
+) -> Response:
+    """Stream or collect, whichever was asked for."""
+    if not body.stream:
+        return await unless_disconnected(request, collect(generation, api, echo))
+    deltas = generation.deltas()
+    # The first tokens are awaited before the status is sent: a refusal by the engine can still be one.
+    first = await unless_disconnected(request, anext(deltas))
+    events = stream(first, deltas, generation, api, body.stream_options or StreamOptions(), echo)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def collect(generation: Generation, api: Api, echo: list[str] | None) -> Response:
+    choices = [Choice(index, echo[index] if echo else "") for index in range(len(generation.prompts))]
+    async for deltas in generation.deltas():
+        for delta in deltas:
+            choices[delta.index].add(delta)
+    body = {
+        **api.head,
+        "object": api.whole_object,
+        "choices": [
+            api.whole_choice(choice, prompt)
+            for choice, prompt in zip(choices, generation.prompts, strict=True)
+        ],
+        "usage": usage(generation),
+    }
+    return JSONResponse(body)
+
+
+async def stream(
+    first: list[Delta],
+    rest: AsyncIterator[list[Delta]],
+    generation: Generation,
+    api: Api,
+    options: StreamOptions,
+    echo: list[str] | None,
+) -> AsyncIterator[bytes]:
+    """Server-sent events, one for each arrival of a sequence; all that is ready goes out in one write."""
+    head = {**api.head, "object": api.chunk_object}
+
+    def chunk(choices: list[dict[str, Any]]) -> bytes:
+        extra = {"usage": usage(generation)} if options.continuous_usage_stats else {}
+        return event({**head, "choices": choices, **extra})
+
+    try:
+        opening = [chunk([choice]) for choice in api.opening(generation)]
+        if echo:
+            opening += [
+                chunk([api.chunk_choice(Delta(i, text, [], [], None))]) for i, text in enumerate(echo)
+            ]
+        yield b"".join([*opening, *(chunk([api.chunk_choice(delta)]) for delta in first)])
+        async for deltas in rest:
+            yield b"".join([chunk([api.chunk_choice(delta)]) for delta in deltas])
+        if options.include_usage:
+            yield event({**head, "choices": [], "usage": usage(generation)})
+    except ApiError as error:
+        yield event(error.body())
+    finally:
+        await rest.aclose()  # type: ignore[attr-defined]
+    yield DONE
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`; cancel it if the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError("the client closed the connection", status=CLIENT_CLOSED_REQUEST)
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def off_loop(work: Callable[[], T], size: int) -> T:
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

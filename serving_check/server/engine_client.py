@@ -1,0 +1,189 @@
+"""The API process's end of the pipe to the engine: submit, abort, hear, and know when it is dead."""
+
+import asyncio
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...layouts.errors import UserError
+from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
+from .engine_child import Abort, Add, EngineFactory, Failed, Ready, Refused, Stepped, run_engine
+from .errors import ApiError, engine_unavailable
+from .metrics import Metrics
+
+JOIN_SECONDS = 10.0
+
+
+@dataclass
+class Arrival:
+    """Tokens of one sequence that came since its reader last looked; several steps' when it was slow."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Mailbox:
+    """Where the sequences of one HTTP request arrive; one reader, which takes all there is at once.
+
+    Taking all at once is what lets a slow reader catch up: it then writes fewer, longer chunks.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: dict[int, Arrival] = {}
+        self._error: ApiError | None = None
+        self._changed = asyncio.Event()
+
+    def put(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        arrival = self._arrivals.get(index)
+        if arrival is None:
+            arrival = self._arrivals[index] = Arrival()
+        arrival.token_ids.extend(token_ids)
+        arrival.logprobs.extend(logprobs)
+        arrival.finish_reason = finish_reason
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def take(self) -> dict[int, Arrival]:
+        """Wait for something and take everything, by sequence. Raises what went wrong, if something did."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        arrivals, self._arrivals = self._arrivals, {}
+        return arrivals
+
+
+@dataclass
+class _Sequence:
+    """A running sequence: where its tokens go, and the clock readings its metrics need."""
+
+    mailbox: Mailbox
+    index: int
+    submitted: float
+    last_token: float | None = None
+
+
+class EngineClient:
+    """One engine process. `start` blocks until it is ready; `listen` joins it to the running event loop."""
+
+    def __init__(self, factory: EngineFactory, metrics: Metrics):
+        context = multiprocessing.get_context("spawn")
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(
+            target=run_engine, args=(child_end, factory), name="scalegate-engine", daemon=True
+        )
+        self._process.start()
+        child_end.close()
+        self._metrics = metrics
+        self._sequences: dict[str, _Sequence] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self.dead: str | None = None
+        """Why the engine is gone; None while it lives."""
+        self.closing = False
+
+    def wait_until_ready(self) -> Ready:
+        """Block until the model is loaded and warm. UserError where it cannot be."""
+        try:
+            message = self._connection.recv()
+        except EOFError:
+            self._process.join(JOIN_SECONDS)
+            raise UserError(
+                f"the engine's process ended with status {self._process.exitcode} while loading the model; "
+                "killed by the system, it was probably out of memory: lower --kv-cache-tokens"
+            ) from None
+        if isinstance(message, Failed):
+            self._process.join(JOIN_SECONDS)
+            if message.user_error:
+                raise UserError(message.message)
+            raise UserError(f"the engine failed while loading: {message.message} (its traceback is above)")
+        return message
+
+    def listen(self) -> None:
+        """Deliver what the engine sends, from now on, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection.fileno(), self._receive)
+
+    def submit(
+        self, request_id: str, index: int, prompt: list[int], params: SamplingParams, mailbox: Mailbox
+    ) -> None:
+        """Give the engine one sequence; its tokens arrive in `mailbox` under `index`."""
+        if self.dead is not None:
+            raise engine_unavailable(f"the engine has died: {self.dead}")
+        self._sequences[request_id] = _Sequence(mailbox, index, time.perf_counter())
+        self._send(Add(request_id, prompt, params))
+
+    def abort(self, request_id: str) -> None:
+        """Stop one sequence and free its pages; nothing where it has ended already."""
+        if self._sequences.pop(request_id, None) is not None:
+            self._metrics.finished("abort")
+            self._send(Abort(request_id))
+
+    def close(self) -> None:
+        """End the engine's process; what it still runs is lost."""
+        self.closing = True
+        if self._loop is not None and self.dead is None:
+            self._loop.remove_reader(self._connection.fileno())
+        self._connection.close()
+        self._process.join(JOIN_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _send(self, command: Add | Abort) -> None:
+        try:
+            self._connection.send(command)
+        except OSError as error:
+            self._died(str(error))
+
+    def _receive(self) -> None:
+        try:
+            while self._connection.poll():
+                self._dispatch(self._connection.recv())
+        except (EOFError, OSError):
+            self._died("its process ended")
+
+    def _dispatch(self, message: object) -> None:
+        if isinstance(message, Stepped):
+            if message.stats is not None:
+                self._metrics.observe_stats(message.stats)
+            now = time.perf_counter()
+            for request_id, token_ids, logprobs, finish_reason in message.outputs:
+                sequence = self._sequences.get(request_id)
+                if sequence is None:
+                    continue
+                if token_ids:
+                    self._metrics.observe_tokens(now, sequence.submitted, sequence.last_token)
+                    sequence.last_token = now
+                if finish_reason is not None:
+                    del self._sequences[request_id]
+                    self._metrics.finished(finish_reason, now - sequence.submitted)
+                sequence.mailbox.put(sequence.index, token_ids, logprobs, finish_reason)
+        elif isinstance(message, Refused):
+            sequence = self._sequences.pop(message.request_id, None)
+            if sequence is not None:
+                sequence.mailbox.fail(ApiError(message.message, code="request_too_large"))
+        elif isinstance(message, Failed):
+            self._died(message.message)
+
+    def _died(self, reason: str) -> None:
+        if self.dead is not None:
+            return
+        self.dead = reason
+        if self._loop is not None:
+            self._loop.remove_reader(self._connection.fileno())
+        sequences, self._sequences = self._sequences, {}
+        for sequence in sequences.values():
+            sequence.mailbox.fail(engine_unavailable(f"the engine has died: {reason}"))

@@ -1,0 +1,121 @@
+"""One HTTP request's sequences on their way from engine tokens to text, and their end, however it comes.
+
+Not for JSON: that is `responses.py`.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
+from .engine_client import Arrival, EngineClient, Mailbox
+from .text import IncrementalDecoder, StopStrings
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one sequence gained: some tokens, the text that became certain with them, perhaps its end."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+
+
+class Generation:
+    """The sequences of one request: `n` for each prompt, numbered prompt by prompt."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Any | None,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        n: int,
+        stop: Sequence[str],
+    ):
+        self.prompts = [prompt for prompt in prompts for _ in range(n)]
+        """Each sequence's prompt."""
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._engine = engine
+        self._mailbox = Mailbox()
+        self._params = [_nth(each, i) for each in params for i in range(n)]
+        self._ids = [f"{request_id}-{index}" for index in range(len(self.prompts))]
+        self._texts = [SequenceText(tokenizer, stop) for _ in self.prompts]
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(text.tokens for text in self._texts)
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Submit, then yield what came until all have ended. Left early, it aborts whatever still runs."""
+        try:
+            for index, request_id in enumerate(self._ids):
+                self._engine.submit(
+                    request_id, index, self.prompts[index], self._params[index], self._mailbox
+                )
+            unfinished = set(range(len(self._ids)))
+            while unfinished:
+                deltas = []
+                for index, arrival in (await self._mailbox.take()).items():
+                    if index not in unfinished:
+                        continue
+                    delta = self._texts[index].add(index, arrival)
+                    deltas.append(delta)
+                    if delta.finish_reason is not None:
+                        unfinished.discard(index)
+                        self._engine.abort(self._ids[index])
+                if deltas:
+                    yield deltas
+        finally:
+            for request_id in self._ids:
+                self._engine.abort(request_id)
+
+
+class SequenceText:
+    """The text of one sequence, cut at its stop string, and the number of tokens it took."""
+
+    def __init__(self, tokenizer: Any | None, stop: Sequence[str]):
+        self.tokens = 0
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stops = StopStrings(stop)
+        self._one_by_one = bool(stop)
+
+    def add(self, index: int, arrival: Arrival) -> Delta:
+        if not self._one_by_one:
+            return self._add_all(index, arrival)
+        text = ""
+        last = len(arrival.token_ids) - 1
+        for position, token in enumerate(arrival.token_ids):
+            # One token at a time: usage counts up to the token that completed the stop string.
+            reason = arrival.finish_reason if position == last else None
+            one = Arrival([token], arrival.logprobs[position : position + 1], reason)
+            text += self._stops.feed(self._decode(one))
+            self.tokens += 1
+            if self._stops.found:
+                logprobs = arrival.logprobs[: position + 1]
+                return Delta(index, text, arrival.token_ids[: position + 1], logprobs, "stop")
+        if arrival.finish_reason is not None:
+            text += self._stops.flush()
+        return Delta(index, text, arrival.token_ids, arrival.logprobs, arrival.finish_reason)
+
+    def _add_all(self, index: int, arrival: Arrival) -> Delta:
+        self.tokens += len(arrival.token_ids)
+        text = self._decode(arrival)
+        return Delta(index, text, arrival.token_ids, arrival.logprobs, arrival.finish_reason)
+
+    def _decode(self, arrival: Arrival) -> str:
+        """The text of these tokens; the token that ended the sequence is counted but not shown."""
+        shown = arrival.token_ids[:-1] if arrival.finish_reason == "stop" else arrival.token_ids
+        text = self._decoder.add(shown)
+        return text if arrival.finish_reason is None else text + self._decoder.flush()
+
+
+def _nth(params: SamplingParams, index: int) -> SamplingParams:
+    """The same settings for the n-th sequence of a prompt, with a seed of its own."""
+    if params.seed is None or index == 0:
+        return params
+    return dataclasses.replace(params, seed=params.seed + index)

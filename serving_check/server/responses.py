@@ -1,0 +1,185 @@
+"""The JSON of both generation APIs, whole and in chunks; OpenAI's field names and no others but vLLM's."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.request import TokenLogprobs
+from .generation import Delta, Generation
+
+DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; OpenAI and vLLM write the same."""
+
+
+def usage(generation: Generation) -> dict[str, int]:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+class TokenTexts:
+    """The text of single tokens, for logprobs."""
+
+    def __init__(self, tokenizer: Any | None):
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        text = self._known.get(token_id)
+        if text is None:
+            # Without a tokenizer a token is shown by its id, as vLLM does on request.
+            text = f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode([token_id])
+            self._known[token_id] = text
+        return text
+
+
+@dataclass
+class Choice:
+    """One sequence, collected for an answer in one piece."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+
+
+class Completions:
+    """`text_completion` objects of one request."""
+
+    chunk_object = whole_object = "text_completion"
+
+    def __init__(self, request_id: str, model: str, texts: TokenTexts, logprobs: int | None, token_ids: bool):
+        self.head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._texts = texts
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._offsets: dict[int, int] = {}
+        """Characters of each sequence's text before the next token."""
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """Choices of a stream before its first token."""
+        return []
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": self._logprobs_of(delta.index, delta.token_ids, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        return {**choice, "token_ids": delta.token_ids} if self._token_ids else choice
+
+    def whole_choice(self, choice: Choice, prompt: list[int]) -> dict[str, Any]:
+        whole = {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": self._logprobs_of(choice.index, choice.token_ids, choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+        extra = {"token_ids": choice.token_ids, "prompt_token_ids": prompt} if self._token_ids else {}
+        return {**whole, **extra}
+
+    def _logprobs_of(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        tokens = [self._texts[token] for token in token_ids]
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [finite(entry.logprob) for entry in logprobs],
+            "tokens": tokens,
+            "top_logprobs": [
+                {self._texts[token]: finite(logprob) for token, logprob in reversed(entry.top)}
+                for entry in logprobs
+            ],
+        }
+
+
+class ChatCompletions:
+    """`chat.completion` and `chat.completion.chunk` objects of one request."""
+
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def __init__(self, request_id: str, model: str, texts: TokenTexts, logprobs: int | None, token_ids: bool):
+        self.head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._texts = texts
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """The role comes in a chunk of its own, before any text."""
+        return [
+            {
+                "index": i,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            for i in range(len(generation.prompts))
+        ]
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            "delta": {"content": delta.text},
+            "logprobs": self._logprobs_of(delta.token_ids, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        return {**choice, "token_ids": delta.token_ids} if self._token_ids else choice
+
+    def whole_choice(self, choice: Choice, prompt: list[int]) -> dict[str, Any]:
+        whole = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs_of(choice.token_ids, choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+        extra = {"token_ids": choice.token_ids, "prompt_token_ids": prompt} if self._token_ids else {}
+        return {**whole, **extra}
+
+    def _logprobs_of(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        content = [
+            {
+                **self._token(token, entry.logprob),
+                "top_logprobs": [self._token(top, logprob) for top, logprob in entry.top],
+            }
+            for token, entry in zip(token_ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._texts[token_id]
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+Api = Completions | ChatCompletions

@@ -1,0 +1,96 @@
+"""Starting and ending the server: the port first, then the engine's process, then HTTP until told to stop."""
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from ...layouts.errors import UserError
+from ..endpoints.ready_line import ready_line
+from .app import create_app
+from .engine_child import EngineFactory
+from .engine_client import EngineClient
+from .metrics import Metrics
+from .served_model import SamplingDefaults, ServedModel
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the server is reached and how it ends."""
+
+    host: str = "127.0.0.1"
+    """Loopback unless told otherwise: the API has no authentication without a key."""
+    port: int = 8000
+    """0 takes a free one, which the ready line names."""
+    api_key: str | None = None
+    drain_seconds: float = 30.0
+    """On SIGTERM, how long running requests may take to finish."""
+
+
+def run_server(
+    options: ServerOptions,
+    name: str,
+    factory: EngineFactory,
+    load_tokenizer: Callable[[], Any | None],
+    defaults: SamplingDefaults,
+) -> None:
+    """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended."""
+    with bind(options.host, options.port) as listener:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave)
+        metrics = Metrics()
+        metrics.model_name = name
+        engine = EngineClient(factory, metrics)
+        try:
+            tokenizer = load_tokenizer()  # while the engine's process loads the model
+            ready = engine.wait_until_ready()
+            model = ServedModel(name, tokenizer, ready.max_model_len, defaults)
+            app = create_app(engine, model, metrics, options.api_key)
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+            )
+            print(ready_line(name, url_of(listener)), flush=True)
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            engine.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there already, so that the port is ours before the model is loaded."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # Inherited by every connection. asyncio sets it only where the protocol was named, and without it
+        # Nagle's algorithm holds each stream's first tokens back for the 40 ms of a delayed acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except socket.gaierror as error:
+        raise UserError(
+            f"the host {host!r} is unknown ({error.strerror}); give an address of this machine"
+        ) from error
+    except OverflowError as error:
+        raise UserError(f"there is no port {port}; give one from 0 to 65535") from error
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error.strerror}. "
+            "Give another --port, or --port 0 for any free one, or stop what listens there"
+        ) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Before HTTP runs and after it has drained, a signal to stop means a clean end."""
+    sys.exit(0)

@@ -1,0 +1,141 @@
+"""What the API process knows of the model: its name, tokenizer, limits and its maker's sampling defaults.
+
+Not the weights: those are in the engine's process.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.request import SamplingParams
+from .errors import ApiError
+from .schema import ChatCompletionRequest, CompletionRequest
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; chat has none but the context."""
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request gets where it says nothing, from `generation_config.json` as vLLM reads it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    not_applied: tuple[str, ...] = ()
+    """Settings of the file that this engine has no means to honour, as `key=value`."""
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
+        values = {key: config[key] for key in SAMPLING_KEYS if config.get(key) is not None}
+        penalty = config.get("repetition_penalty")
+        ignored = (f"repetition_penalty={penalty}",) if penalty not in (None, 1.0) else ()
+        return cls(**values, max_tokens=config.get("max_new_tokens"), not_applied=ignored)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model behind one server."""
+
+    name: str
+    tokenizer: Any | None
+    """A transformers tokenizer; None serves token ids only."""
+    max_model_len: int
+    """Prompt plus output, in tokens."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    def prompts_of(self, request: CompletionRequest) -> list[list[int]]:
+        """The request's prompts as token ids."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            return [self.encode(prompt)]
+        if isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return [self.encode(item) if isinstance(item, str) else item for item in prompt]  # type: ignore[misc]
+
+    def prompt_texts(self, request: CompletionRequest) -> list[str]:
+        """What `echo` puts before each sequence: the prompt as it was sent, or the text of its tokens."""
+        prompt = request.prompt
+        prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        texts = [item if isinstance(item, str) else self._tokenizer("echo").decode(item) for item in prompts]
+        return [text for text in texts for _ in range(request.n)]
+
+    def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
+        """The conversation through the tokenizer's own template, as token ids."""
+        tokenizer = self._tokenizer("messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ApiError(
+                f"{self.name} has no chat template, so it cannot take messages; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        try:
+            text = tokenizer.apply_chat_template(
+                [message.for_template() for message in request.messages],
+                tokenize=False,
+                add_generation_prompt=request.add_generation_prompt,
+                **(request.chat_template_kwargs or {}),
+            )
+        except Exception as error:  # a template is a program of its maker's and may raise anything
+            raise ApiError(f"the chat template refuses these messages: {error}", param="messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer("prompt").encode(text, add_special_tokens=add_special_tokens))
+
+    def sampling_params(
+        self, request: CompletionRequest | ChatCompletionRequest, prompt_len: int
+    ) -> SamplingParams:
+        """The request's settings over the model's defaults; refuses what does not fit the context."""
+        defaults = self.defaults
+        top_k = defaults.top_k if request.top_k is None else request.top_k
+        return SamplingParams(
+            max_tokens=self._max_tokens(request, prompt_len),
+            temperature=_first(request.temperature, defaults.temperature),
+            top_p=_first(request.top_p, defaults.top_p),
+            top_k=max(top_k, 0),
+            min_p=_first(request.min_p, defaults.min_p),
+            seed=request.seed,
+            logprobs=request.wanted_logprobs,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+        )
+
+    def _max_tokens(self, request: CompletionRequest | ChatCompletionRequest, prompt_len: int) -> int:
+        room = self.max_model_len - prompt_len
+        if prompt_len == 0:
+            raise ApiError("the prompt has no tokens; send at least one", param="prompt")
+        if room < 1:
+            raise ApiError(
+                f"the prompt has {prompt_len} tokens and this model's context is {self.max_model_len}, "
+                "output included; shorten the prompt",
+                param="prompt" if isinstance(request, CompletionRequest) else "messages",
+                code="context_length_exceeded",
+            )
+        asked = request.max_tokens
+        if isinstance(request, ChatCompletionRequest) and asked is None:
+            asked = request.max_completion_tokens
+        if asked is None:
+            usual = COMPLETION_MAX_TOKENS if isinstance(request, CompletionRequest) else math.inf
+            return int(min(room, usual, _first(self.defaults.max_tokens, math.inf)))
+        if asked > room:
+            raise ApiError(
+                f"the prompt has {prompt_len} tokens and {asked} more were asked for, "
+                f"but this model's context is {self.max_model_len}; ask for at most {room}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return asked
+
+    def _tokenizer(self, param: str) -> Any:
+        if self.tokenizer is None:
+            raise ApiError(f"{self.name} has no tokenizer; send the prompt as token ids", param=param)
+        return self.tokenizer
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,97 @@
+"""Tokens to text as they come: no broken characters between chunks, no part of a stop string let out.
+
+Not for whole texts: the tokenizer's own `decode` does those, and these agree with it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_WINDOW = 48
+"""Tokens decoded at once before the window moves on."""
+KEPT_CONTEXT = 8
+"""Tokens that stay in the window when it moves: what a decoder may look back at."""
+
+
+class IncrementalDecoder:
+    """Text of a growing token sequence; `add` returns what became certain, `flush` the uncertain rest.
+
+    The end of a decoded text is uncertain while it is replacement characters: a character of several bytes
+    may be complete only with the next token.
+    """
+
+    def __init__(self, tokenizer: Any | None):
+        # The Rust tokenizer under transformers' wrapper decodes in a tenth of the wrapper's time.
+        self._decode = (
+            None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer).decode
+        )
+        self._window: list[int] = []
+        self._sent = 0
+        """Characters of the window's text that were returned already."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        if self._decode is None:
+            return ""
+        self._window.extend(token_ids)
+        text = self._decode(self._window, skip_special_tokens=True)
+        certain = text.rstrip(REPLACEMENT)
+        if len(self._window) > 4 * MAX_WINDOW:
+            certain = text[: max(len(certain), len(text) - 4)]
+        new = certain[self._sent :]
+        self._sent = max(self._sent, len(certain))
+        if len(self._window) > MAX_WINDOW and len(certain) == len(text):
+            self._move_window(self._decode, text)
+        return new
+
+    def flush(self) -> str:
+        """What was held back, at the end of the sequence."""
+        if self._decode is None:
+            return ""
+        text = self._decode(self._window, skip_special_tokens=True)
+        new = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return new
+
+    def _move_window(self, decode: Callable[..., str], text: str) -> None:
+        """Forget all but the last tokens, unless this tokenizer's text depends on the forgotten ones."""
+        kept = self._window[-KEPT_CONTEXT:]
+        kept_text = decode(kept, skip_special_tokens=True)
+        if text.endswith(kept_text.lstrip(REPLACEMENT)):
+            self._window = kept
+            self._sent = len(kept_text)
+
+
+class StopStrings:
+    """Cuts a text off before the first stop string, holding back whatever may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def feed(self, text: str) -> str:
+        """The part of `text`, and of what was held back, that is certainly before any stop string."""
+        if not self._stops or self.found:
+            return "" if self.found else text
+        text = self._held + text
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.found = True
+            self._held = ""
+            return text[: min(starts)]
+        held = max(self._overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What was held back for a stop string that never came."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+        for length in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:length]):
+                return length
+        return 0
