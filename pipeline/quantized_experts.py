@@ -5,6 +5,7 @@ correct everywhere and fast nowhere; a grouped kernel belongs behind the same cl
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,6 @@ from ..layouts.int4 import Int4Weight
 from ..layouts.layout import QuantizedWeight
 from ..layouts.linear import QuantizedLinear
 from ..layouts.nvfp4 import NVFP4Weight
-
-PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class QuantizedExperts(nn.Module):
@@ -38,12 +37,13 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H]."""
-        experts = self.experts
+        experts: Any = self.experts
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        activate = experts._apply_gate if experts.has_gate else experts.act_fn
         per_choice = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1])
         for expert in torch.unique(top_k_index).tolist():
             token, choice = torch.where(top_k_index == expert)
-            x = self._project("gate_up_proj" if experts.has_gate else "up_proj", expert, hidden_states[token])
-            x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+            x = activate(self._project(first, expert, hidden_states[token]))
             x = self._project("down_proj", expert, x)
             if getattr(experts, "has_post_expert_norm", False):
                 x = experts.post_expert_norm(x)
@@ -52,13 +52,15 @@ class QuantizedExperts(nn.Module):
         return per_choice.sum(dim=1)
 
     def _project(self, name: str, expert: int, x: Tensor) -> Tensor:
-        weights = getattr(self.experts, name)
+        experts: Any = self.experts
+        weights = getattr(experts, name)
         if isinstance(weights, nn.ModuleList):
-            outputs = [linear(x) for linear in weights[expert]]  # type: ignore[union-attr, operator]
+            parts: Any = weights[expert]
+            outputs = [linear(x) for linear in parts]
             y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         else:
-            y = x @ (weights[expert] if self.experts.is_transposed else weights[expert].T)
-        return y + getattr(self.experts, f"{name}_bias")[expert] if self.experts.has_bias else y
+            y = x @ (weights[expert] if experts.is_transposed else weights[expert].T)
+        return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
 
 
 def stack_rows(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..layouts.all_layouts import LAYOUTS
+from ..layouts import all_layouts  # noqa: F401 - registers them
 from ..layouts.choose import default_layout
 from ..layouts.errors import UserError
-from ..layouts.layout import Problem, QuantizedWeight
+from ..layouts.layout import LAYOUTS, Problem, QuantizedWeight
 from ..layouts.linear import QuantizedLinear
 from ..layouts.plan import LayoutPlan
 from .checkpoint import Checkpoint
@@ -125,8 +125,9 @@ class WeightLoader:
             return
         (module, parts), = self.quantized_modules(assignment)  # fmt: skip
         linear = self.model.get_submodule(module)
-        expected = (linear.out_features, linear.in_features)
-        self._check_shape(parts[0], self.stored[parts[0]].shape, expected)
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{module} is a {type(linear).__name__}; only a Linear can be packed")
+        self._check_shape(parts[0], self.stored[parts[0]].shape, (linear.out_features, linear.in_features))
         bias = linear.bias.data if linear.bias is not None else None
         (replacement,) = self._linears(module, parts, bias)
         self.model.set_submodule(module, replacement)

@@ -237,13 +237,14 @@ def _stored_nvfp4(checkpoint: "Checkpoint", module: str) -> StoredWeight:
 def _words(codes: Tensor) -> Tensor:
     """uint8 [N, K/2], two codes a byte, to int32 [N, K/8]: the same bytes on a little-endian machine."""
     _require_little_endian()
-    return codes.contiguous().view(torch.int32)
+    # Flat, because a dimension of size 1 may carry a stride that a wider dtype refuses.
+    return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def _bytes(words: Tensor) -> Tensor:
     """int32 [N, K/8] to uint8 [N, K/2]; undoes `_words`."""
     _require_little_endian()
-    return words.contiguous().view(torch.uint8)
+    return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
 
 
 def _pack_along_n(zero_point: Tensor) -> Tensor:
