@@ -24,10 +24,10 @@ class Block:
     baseline: list[LoadResult] = field(default_factory=list)
 
     def log_ratio(self, figure: Callable[[LoadResult], float | None]) -> float | None:
-        """The block's log ratio of `figure`; None where a repeat has none, or it is not above zero."""
+        """The block's log ratio of `figure`; None where a repeat has none, or the block was broken off."""
         artifact = [figure(result) or 0.0 for result in self.artifact]
         baseline = [figure(result) or 0.0 for result in self.baseline]
-        if min(artifact + baseline) <= 0:
+        if not artifact or not baseline or min(artifact + baseline) <= 0:
             return None
         return block_log_ratio(artifact, baseline)
 

@@ -134,6 +134,13 @@ def compare(
     )
 
 
+def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> float:
+    """Mean negative log-likelihood of `continuation` after `prompt` under `model`."""
+    window = torch.tensor([*prompt, *continuation], dtype=torch.int64)
+    losses = [_nll(logits.log_softmax(-1), targets) for logits, targets in _predictions(model, window)]
+    return torch.cat(losses)[len(prompt) - 1 :].double().mean().item()
+
+
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """fp32 logits [rows, vocab] and the tokens they should have predicted [rows], a slice at a time."""
     device = next(iter(model.parameters())).device

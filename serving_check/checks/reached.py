@@ -10,7 +10,11 @@ NAME = "M reached"
 def check_reached(curve: Sequence[CurvePoint], share: float) -> CheckResult:
     """Fail where the average output token of the artifact saw fewer than `share` of M requests running."""
     short = [point for point in curve if _share(point) < share]
-    lowest = min(curve, key=_share)
+    lowest = min(curve, key=_share, default=None)
+    if lowest is None:
+        return CheckResult(
+            NAME, "inconclusive", "nothing", f"{share:.0%} of M running", "no repeat was finished"
+        )
     return CheckResult(
         name=NAME,
         status="fail" if short else "pass",
