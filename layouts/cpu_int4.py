@@ -1,0 +1,69 @@
+"""torch's int4 product on the CPU, `_weight_int4pack_mm_for_cpu`, in three layouts whose codes lie alike.
+
+The kernel is fast in bfloat16 alone: in float16 and float32 it takes 20 to 60 times as long. So activations
+of those dtypes have two layouts, one that rounds them to bfloat16 and one that computes in float32; the
+chooser measures both.
+
+    codes           uint8 [N', K/2], N' = N padded to 16, as `_convert_weight_to_int4pack_for_cpu` makes them
+    scale_and_zero  [K/g, N', 2] in the dtype computed in (`int4_affine.py`)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .int4 import unpack_nibbles
+from .int4_affine import pad_rows, refuses_format, require_int4, scale_and_zero
+from .layout import PackedWeight, Problem, QuantizedWeight
+
+ROW_TILE = 16
+
+# The binding in `torch` is two microseconds quicker a call than the one under `torch.ops.aten`: a third of
+# the whole product on a small layer.
+_int4_matmul = torch._weight_int4pack_mm_for_cpu
+
+
+@dataclass(frozen=True)
+class CpuInt4:
+    """The product in `compute_dtype`; activations of another dtype are cast to it and the result back."""
+
+    name: str
+    compute_dtype: torch.dtype
+    takes: tuple[torch.dtype, ...]
+    """Dtypes of activations."""
+
+    @property
+    def kernel(self) -> str:
+        return f"_weight_int4pack_mm_for_cpu ({str(self.compute_dtype).removeprefix('torch.')})"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.device.type != "cpu":
+            return f"runs on the CPU, not on {problem.device.type}"
+        if problem.dtype not in self.takes:
+            return f"does not take {str(problem.dtype).removeprefix('torch.')} activations"
+        return refuses_format(problem)
+
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+        weight = require_int4(weight, self.name)
+        padded = pad_rows(weight, ROW_TILE)
+        tensors = {
+            "codes": torch._convert_weight_to_int4pack_for_cpu(unpack_nibbles(padded.codes).int(), 1),
+            "scale_and_zero": scale_and_zero(padded, self.compute_dtype),
+        }
+        meta = {"group_size": weight.group_size, "padded_rows": padded.shape[0] - weight.shape[0]}
+        return PackedWeight(self.name, weight.shape, dtype, tensors, meta)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        tensors, meta = packed.tensors, packed.meta
+        if packed.dtype is not self.compute_dtype:
+            x = x.to(self.compute_dtype)
+        y = _int4_matmul(x, tensors["codes"], meta["group_size"], tensors["scale_and_zero"])
+        if meta["padded_rows"]:
+            y = y[:, : packed.shape[0]]
+        return y if packed.dtype is self.compute_dtype else y.to(packed.dtype)
+
+
+CPU_INT4 = CpuInt4("cpu_int4", torch.bfloat16, (torch.bfloat16,))
+CPU_INT4_CAST = CpuInt4("cpu_int4_cast", torch.bfloat16, (torch.float16, torch.float32))
+CPU_INT4_FLOAT32 = CpuInt4("cpu_int4_float32", torch.float32, (torch.bfloat16, torch.float16, torch.float32))

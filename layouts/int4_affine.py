@@ -1,0 +1,47 @@
+"""torch's own convention for INT4 weights, shared by its CPU and CUDA kernels: `w = (code - 8) * s + z`.
+
+`s` and `z` lie side by side for each group: `[K/g, N, 2]`. Not a layout: the order of the codes is each
+kernel's own.
+"""
+
+import torch
+from torch import Tensor
+
+from .int4 import Int4Weight
+from .layout import Problem, QuantizedWeight
+
+GROUP_SIZES = (32, 64, 128, 256)
+MIDDLE_CODE = 8
+
+
+def refuses_format(problem: Problem) -> str | None:
+    """What both of torch's kernels refuse: other formats and other group sizes."""
+    if problem.weight_format is not Int4Weight:
+        return f"takes Int4Weight, not {problem.weight_format.__name__}"
+    if problem.group_size not in GROUP_SIZES:
+        return f"takes groups of {', '.join(map(str, GROUP_SIZES))}, not {problem.group_size}"
+    return None
+
+
+def require_int4(weight: QuantizedWeight, layout: str) -> Int4Weight:
+    """`weight`, where it is INT4; a caller that did not ask `refuses` first gets a TypeError."""
+    if not isinstance(weight, Int4Weight):
+        raise TypeError(f"layout {layout} packs Int4Weight, not {type(weight).__name__}")
+    return weight
+
+
+def scale_and_zero(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """[K/g, N, 2] in `dtype`: the scale, and the weight of code 8, which is `(8 - zero_point) * scale`."""
+    scale = weight.scale.float()
+    zero = (MIDDLE_CODE - weight.zero_point.float()) * scale
+    return torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().to(dtype)
+
+
+def pad_rows(weight: Int4Weight, multiple: int) -> Int4Weight:
+    """`weight` with rows of scale 0 added until `multiple` divides N."""
+    missing = -weight.shape[0] % multiple
+    if not missing:
+        return weight
+    tensors = (weight.codes, weight.scale, weight.zero_point)
+    padded = [torch.cat((tensor, tensor.new_zeros(missing, tensor.shape[1]))) for tensor in tensors]
+    return Int4Weight(*padded, weight.group_size)
