@@ -81,6 +81,13 @@ def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
 
 
 @triton.jit
+def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr):
+    """The low (even d) or high (odd d) bytes of int16 `pairs`, as fp16: exact for e4m3 and for int8."""
+    byte = (pairs >> 8).to(tl.int8) if HIGH else pairs.to(tl.int8)
+    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16) if SCALES == 1 else byte.to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
 def _attend_splits(
     q_ptr, key_ptr, value_ptr, block_table_ptr, lengths_ptr, key_scale_ptr, value_scale_ptr,
     partial_ptr, lse_ptr,
@@ -89,7 +96,15 @@ def _attend_splits(
     GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one."""
+    """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one.
+
+    Eight-bit pages come as int16 pairs of neighbouring d, and even and odd d are two products: the matrix
+    units want two *tokens* in a register, which the transposing load makes of 16-bit values, never of bytes.
+    """
+    EIGHT_BIT: tl.constexpr = SCALES != 0
+    ROW: tl.constexpr = HEAD_DIM // 2 if EIGHT_BIT else HEAD_DIM
+    COLUMNS: tl.constexpr = DIM // 2 if EIGHT_BIT else DIM
+    STEP: tl.constexpr = 2 if EIGHT_BIT else 1
     row = tl.program_id(2)
     kv_head = tl.program_id(1)
     length = tl.load(lengths_ptr + row)
@@ -98,17 +113,19 @@ def _attend_splits(
         first_token = tl.maximum(length - window, 0)
 
     group = tl.arange(0, GROUP)
-    dim = tl.arange(0, DIM)
+    column = tl.arange(0, COLUMNS)
     head = kv_head * (HEADS // KV_HEADS) + group
     is_head = group < HEADS // KV_HEADS
-    is_dim = dim < HEAD_DIM
-    q_offset = (row * HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
-    q = tl.load(q_ptr + q_offset, mask=is_head[:, None] & is_dim[None, :], other=0.0)
-    # Eight-bit values convert to fp16 in one instruction a pair, and exactly; to bf16 they do not.
-    if SCALES != 0:
-        q = q.to(tl.float16)
+    is_column = column < ROW
+    in_q = is_head[:, None] & is_column[None, :]
+    q_at = q_ptr + (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :] * STEP
+    q = tl.load(q_at, mask=in_q, other=0.0)
+    q_odd = q
     key_scale = 1.0
     value_scale = 1.0
+    if EIGHT_BIT:
+        q = q.to(tl.float16)
+        q_odd = tl.load(q_at + 1, mask=in_q, other=0.0).to(tl.float16)
     if SCALES == 1:
         key_scale = tl.load(key_scale_ptr + kv_head)
         value_scale = tl.load(value_scale_ptr + kv_head)
@@ -119,17 +136,23 @@ def _attend_splits(
         end = tl.minimum(start + SPLIT, length)
         largest = tl.full([GROUP], -float("inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
-        acc = tl.zeros([GROUP, DIM], tl.float32)
+        acc = tl.zeros([GROUP, COLUMNS], tl.float32)
+        acc_odd = tl.zeros([GROUP, COLUMNS], tl.float32)
         for block in range(tl.maximum(start, first_token // BLOCK * BLOCK), end, BLOCK):
             token = block + tl.arange(0, BLOCK)
             valid = (token < end) & (token >= first_token)
             page = tl.load(block_table_ptr + row * table_stride + token // PAGE, mask=valid, other=0)
             slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + token % PAGE
-            where = slot[:, None] * HEAD_DIM + dim[None, :]
-            keep = valid[:, None] & is_dim[None, :]
+            where = slot[:, None] * ROW + column[None, :]
+            keep = valid[:, None] & is_column[None, :]
             key = tl.load(key_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
             value = tl.load(value_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
-            scores = tl.dot(q, key.to(q.dtype).T) * (scale_log2 * key_scale)
+            if EIGHT_BIT:
+                scores = tl.dot(q, _decode_byte(key, False, SCALES).T)
+                scores = tl.dot(q_odd, _decode_byte(key, True, SCALES).T, scores)
+            else:
+                scores = tl.dot(q, key.T)
+            scores *= scale_log2 * key_scale
             if SCALES == 2:
                 scores *= tl.load(key_scale_ptr + slot, mask=valid, other=0.0)[None, :]
             if SOFTCAP:
@@ -144,19 +167,23 @@ def _attend_splits(
             total = total * rescale + tl.sum(probability, axis=1)
             if SCALES == 2:
                 probability *= tl.load(value_scale_ptr + slot, mask=valid, other=0.0)[None, :]
-            acc = tl.dot(probability.to(q.dtype), value.to(q.dtype), acc * rescale[:, None])
+            probability = probability.to(q.dtype)
+            if EIGHT_BIT:
+                acc = tl.dot(probability, _decode_byte(value, False, SCALES), acc * rescale[:, None])
+                acc_odd = tl.dot(probability, _decode_byte(value, True, SCALES), acc_odd * rescale[:, None])
+            else:
+                acc = tl.dot(probability, value, acc * rescale[:, None])
             largest = new_largest
         at = (row * HEADS + head) * max_splits + split
         tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
-        tl.store(
-            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :],
-            acc * (value_scale / total)[:, None],
-            mask=is_head[:, None] & is_dim[None, :],
-        )
+        to = partial_ptr + at[:, None] * HEAD_DIM + column[None, :] * STEP
+        tl.store(to, acc * (value_scale / total)[:, None], mask=in_q)
+        if EIGHT_BIT:
+            tl.store(to + 1, acc_odd * (value_scale / total)[:, None], mask=in_q)
         split += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "max_splits"])
 def _merge_splits(
     partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
@@ -261,8 +288,9 @@ def decode_attention(
     out = torch.empty_like(q) if out is None else out
     dim = triton.next_power_of_2(head_dim)
     splits = min(workspace.max_splits, max(1, triton.cdiv(PROGRAMS_WANTED, batch * kv_heads)))
-    itemsize = key_pages.element_size()
-    block = 64 if dim * itemsize >= 256 else 128
+    eight_bit = key_pages.element_size() == 1
+    if eight_bit:
+        key_pages, value_pages = key_pages.view(torch.int16), value_pages.view(torch.int16)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     _attend_splits[(splits, kv_heads, batch)](
         q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
@@ -270,7 +298,7 @@ def decode_attention(
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
-        BLOCK=block, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        BLOCK=128 if eight_bit or dim <= 64 else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
         num_warps=4, num_stages=3 if dim <= 128 else 2,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
