@@ -17,7 +17,7 @@ from ..layouts.errors import UserError
 from ..layouts.files import fsync_directory
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .bundle import CARD_NAME, CHUNK, REPORT_FOLDER, BundleFile, bundle_digest
-from .push_result import Operation, PushResult
+from .push_result import Operation, PushResult, file_action
 
 
 def plan_folder(files: list[BundleFile], directory: Path) -> PushResult:
@@ -26,7 +26,7 @@ def plan_folder(files: list[BundleFile], directory: Path) -> PushResult:
     operations = []
     for file in files:
         known = before.get(file.path)
-        action = "add" if known is None else "keep" if known == (file.size, file.sha256) else "replace"
+        action = file_action(known is not None, known == (file.size, file.sha256))
         operations.append(Operation(action, file.path, file.size, file.sha256))
     for name in sorted(before.keys() - {file.path for file in files}):
         operations.append(Operation("delete", name, before[name][0]))
@@ -143,7 +143,7 @@ AT_FDCWD = -100
 
 
 def _exchange(left: Path, right: Path) -> None:
-    """Let two folders trade names in one step; in two, with `right` briefly absent, where the system cannot."""
+    """Let two folders trade names in one step; where the system cannot, `right` is absent for a moment."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         names = os.fsencode(left), os.fsencode(right)

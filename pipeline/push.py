@@ -1,6 +1,7 @@
 """Publish an artifact that has passed the gate, to the Hub or into a folder; refuse anything else.
 
-What a release consists of is `bundle.py`, its card `card.py`; how it gets there `hub/` and `folder_target.py`.
+What a release consists of is `bundle.py`, its card `card.py`; how it gets there is `hub/` and
+`folder_target.py`.
 """
 
 from pathlib import Path
@@ -51,12 +52,17 @@ def push(
 
 
 def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
-    """The manifest and the verdict in `folder`. UserError unless the verdict is a pass for exactly these bytes."""
+    """The manifest and the verdict in `folder`.
+
+    Raises UserError unless the verdict is a pass, given for exactly these bytes and this layout plan.
+    """
     manifest = Artifact.read(folder)
     path = folder / VERDICT_NAME
     validate = f"`pipeline validate {folder}`"
     if not path.is_file():
-        raise UserError(f"{folder} has no verdict ({VERDICT_NAME}); nothing is published without one. Run {validate}")
+        raise UserError(
+            f"{folder} has no verdict ({VERDICT_NAME}); nothing is published without one. Run {validate}"
+        )
     changed = manifest.changed_files(folder)
     if changed:
         raise UserError(
@@ -71,7 +77,9 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
             f"{verdict.artifact.bytes_digest[:12]}; these are {manifest.bytes_digest()[:12]}). Run {validate}"
         )
     if manifest.verdict_sha256 is None:
-        raise UserError(f"{folder}'s manifest knows of no verdict, so {VERDICT_NAME} was put there. Run {validate}")
+        raise UserError(
+            f"{folder}'s manifest knows of no verdict, so {VERDICT_NAME} was put there. Run {validate}"
+        )
     if manifest.verdict_sha256 != sha256_of(path):
         raise UserError(f"{path} was edited after it was given. Run {validate}")
     if verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256():

@@ -7,6 +7,13 @@ Action = Literal["create", "add", "replace", "keep", "delete", "commit", "open",
 Status = Literal["planned", "pushed", "unchanged"]
 
 
+def file_action(is_there: bool, is_same: bool) -> Action:
+    """What becomes of a file of the release at a target that has, or has not, one of that name."""
+    if not is_there:
+        return "add"
+    return "keep" if is_same else "replace"
+
+
 @dataclass(frozen=True)
 class Operation:
     """One thing done to the target, in order; size and sha256 where it concerns a file we hold."""

@@ -13,7 +13,9 @@ from ..push_result import PushResult
 @click.option("--private", is_flag=True, help="Leave a repository that this push creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option("--revision", metavar="BRANCH", help="Commit to this branch; created where it does not exist.")
-@click.option("--dry-run", is_flag=True, help="List every operation with sizes and sha256, and change nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="List every operation with sizes and sha256, and change nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     artifact: str, to: str, private: bool, create_pr: bool, revision: str | None, dry_run: bool, as_json: bool
@@ -50,7 +52,9 @@ def print_result(result: PushResult, dry_run: bool = False) -> None:
         sent = [operation for operation in result.operations if operation.action in ("add", "replace")]
         total = sum(operation.size or 0 for operation in sent)
         visible = {True: " It is private.", False: " It is public.", None: ""}[result.private]
-        click.echo(f"Published {len(sent)} files ({total:,} bytes) at {result.url}, and read them back.{visible}")
+        click.echo(
+            f"Published {len(sent)} files ({total:,} bytes) at {result.url}, and read them back.{visible}"
+        )
     if result.commit and not dry_run:
         click.echo(f"Commit {result.commit}")
     for note in result.notes:

@@ -41,7 +41,9 @@ def _explanation(error: BaseException, repo_id: str) -> str | None:
         return _explain_status(error, repo_id)
     # The HTTP library's own base class, whichever library it is: there was no answer at all.
     if isinstance(error, (errors.HTTPError, ConnectionError)):
-        return f"no connection to {constants.ENDPOINT} ({error}). Check the network (or HF_ENDPOINT). {RESUME}"
+        return (
+            f"no connection to {constants.ENDPOINT} ({error}). Check the network (or HF_ENDPOINT). {RESUME}"
+        )
     return None
 
 
@@ -49,7 +51,7 @@ def _explain_status(error: errors.HfHubHTTPError, repo_id: str) -> str:
     status = error.response.status_code
     said = error.server_message or error.response.reason_phrase
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{repo_id} is not on the Hub, or this token may not see it; check the name, or the token's access"
+        return f"{repo_id} is not on the Hub, or this token may not see it; check the name and the token"
     if status == 401:
         return "the Hub refused the access token (401); renew it with `hf auth login`, or correct HF_TOKEN"
     if status == 403:
@@ -64,7 +66,8 @@ def _explain_status(error: errors.HfHubHTTPError, repo_id: str) -> str:
         )
     if status == 429:
         wait = error.response.headers.get("Retry-After")
-        return f"the Hub's rate limit is reached (429); try again {f'in {wait} s' if wait else 'later'}. {RESUME}"
+        when = f"in {wait} s" if wait else "later"
+        return f"the Hub's rate limit is reached (429); try again {when}. {RESUME}"
     if status >= 500:
         return f"the Hub is in trouble ({status}: {said}). {RESUME}"
     return f"the Hub refused a request for {repo_id} ({status}: {said})"

@@ -1,7 +1,7 @@
 """Publishing a release to a Hub repository: uploads first, then one commit, read back, made public last.
 
-Until the commit nothing of the release is visible; before it is read back nothing new is public. Every step looks
-at what the Hub holds already, so that an interrupted push resumes by running it again.
+Until the commit nothing of the release is visible; before it is read back nothing new is public. Every step
+looks at what the Hub holds already, so that an interrupted push resumes by running it again.
 """
 
 import sys
@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from ...layouts.errors import UserError
 from ..bundle import BundleFile, bundle_digest
-from ..push_result import Operation, PushResult
+from ..push_result import Operation, PushResult, file_action
 from .failures import explained
 from .pending import is_pending, set_pending
 from .read_back import require_same
-from .repository import Repository, read_repository, stale_files
+from .repository import read_repository, stale_files
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,12 @@ class _Push:
     """One push of one release; its state is what the Hub held when it began."""
 
     def __init__(self, files: list[BundleFile], target: HubTarget, artifact_folder: Path, progress: bool):
-        self.files, self.target, self.artifact_folder, self.progress = files, target, artifact_folder, progress
+        self.files, self.target, self.artifact_folder, self.progress = (
+            files,
+            target,
+            artifact_folder,
+            progress,
+        )
         self.api = HfApi(token=_token(), library_name="scalegate")
         self.repository = read_repository(self.api, target.repo_id, target.revision)
         self.ours_to_publish = not self.repository.exists or is_pending(artifact_folder, target.repo_id)
@@ -64,7 +69,9 @@ class _Push:
         if self.target.create_pr and not self.repository.exists:
             raise UserError(f"{name} does not exist, so there is nothing to open a pull request against")
         if self.target.private and self.repository.private is False:
-            raise UserError(f"{name} is public and a push does not hide it; make it private first, or drop --private")
+            raise UserError(
+                f"{name} is public and a push does not hide it; make it private first, or drop --private"
+            )
 
     @property
     def is_unchanged(self) -> bool:
@@ -83,7 +90,7 @@ class _Push:
             operations.append(Operation("create", f"branch {target.revision}"))
         for file in self.files:
             remote = repository.files.get(file.path)
-            action = "add" if remote is None else "keep" if remote.is_same_as(file) else "replace"
+            action = file_action(remote is not None, remote is not None and remote.is_same_as(file))
             operations.append(Operation(action, file.path, file.size, file.sha256))
         operations += [Operation("delete", name, repository.files[name].size) for name in self.stale]
         if not self.is_unchanged:
@@ -126,7 +133,9 @@ class _Push:
         result.commit = commit
         result.private = not self.goes_public and self.repository.private is not False
         if result.private and not self.target.private:
-            result.notes.append(f"{self.target.repo_id} was private before and stays so; make it public yourself")
+            result.notes.append(
+                f"{self.target.repo_id} was private before and stays so; make it public yourself"
+            )
         return result
 
     def _prepare(self) -> None:
@@ -169,7 +178,7 @@ class _Push:
         ]
         total = sum(addition.upload_info.size for addition in additions)
         with _client_progress_bars(self.progress), self._bar(total) as bar:
-            # One file after another: what was uploaded before an interruption is complete, and the Hub keeps it.
+            # One file after another: what was uploaded before an interruption is whole, and the Hub keeps it.
             for addition in additions:
                 self.api.preupload_lfs_files(
                     name, [addition], revision=revision, create_pr=create_pr, free_memory=False

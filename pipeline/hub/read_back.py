@@ -1,6 +1,6 @@
 """Checking a commit against the release it should hold: every file's size and digest, and stored bytes.
 
-The digests are what the Hub's index says; the bytes are what its storage gives back. Both must agree with ours.
+The digests are what the Hub's index says, the bytes what its storage gives back; both must agree with ours.
 """
 
 from huggingface_hub import HfApi
@@ -48,5 +48,5 @@ def require_same(api: HfApi, repo_id: str, commit: str, files: list[BundleFile],
         raise UserError(
             f"{repo_id} does not give back what was sent, at commit {commit}:\n  "
             + "\n  ".join(problems[:10])
-            + "\nIts visibility was not changed. Push again; if it stays so, the repository's storage is damaged"
+            + "\nIts visibility was not changed. Push again; if that does not help, push to a new repository"
         )

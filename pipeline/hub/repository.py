@@ -15,7 +15,15 @@ from ...layouts.errors import UserError
 from ..artifact import MANIFEST_NAME, VERDICT_NAME
 from ..bundle import CARD_NAME, REPORT_FOLDER, BundleFile
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".safetensors.index.json",
+    ".bin.index.json",
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> 
     foreign = [name for name in others if name not in stale and name.endswith(WEIGHT_SUFFIXES)]
     if foreign:
         raise UserError(
-            f"{repository.repo_id} already holds other weights ({', '.join(foreign[:3])}), which an engine would "
-            "load together with this release; push to another repository, or to a new branch with --revision"
+            f"{repository.repo_id} already holds other weights ({', '.join(foreign[:3])}), which an engine "
+            "would load together with this release; push to another repository, or to a new branch with --revision"
         )
     return stale

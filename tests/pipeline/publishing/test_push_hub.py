@@ -67,7 +67,12 @@ def test_a_dry_run_lists_every_operation_and_sends_nothing_that_writes(hub, pipe
         content = (artifact / shard).read_bytes()
         assert added[shard]["sha256"] == hashlib.sha256(content).hexdigest()
         assert added[shard]["size"] == len(content)
-    assert [o["action"] for o in operations if o["action"] != "add"] == ["create", "commit", "verify", "publish"]
+    assert [o["action"] for o in operations if o["action"] != "add"] == [
+        "create",
+        "commit",
+        "verify",
+        "publish",
+    ]
     assert hub.requests and hub.written() == []
     assert hub.repos == {}
     assert not list(artifact.glob(".scalegate*"))
@@ -209,7 +214,9 @@ def test_a_refusal_by_the_hub_is_one_clear_message(hub, pipeline, artifact, faul
 def test_a_bad_token_no_token_and_no_network_are_told_apart(hub, pipeline, artifact):
     bad = push(pipeline, hub, artifact, token="hf_expired")
     none = push(pipeline, hub, artifact, token=None)
-    unreachable = pipeline("push", artifact, "--to", REPO, HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN="hf_writer")
+    unreachable = pipeline(
+        "push", artifact, "--to", REPO, HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN="hf_writer"
+    )
     assert "refused the access token" in bad.stderr
     assert "no Hub access token" in none.stderr
     assert "no connection to http://127.0.0.1:9" in unreachable.stderr

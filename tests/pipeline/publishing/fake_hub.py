@@ -1,7 +1,7 @@
-"""A Hugging Face Hub in one thread, speaking the real protocol over HTTP to the real `huggingface_hub` client.
+"""A Hugging Face Hub in a thread, speaking the real protocol over HTTP to the real `huggingface_hub` client.
 
-It keeps repositories with visibility, branches, commits and LFS objects in memory, counts what is uploaded, and
-breaks on request. Not for Xet storage: clients set HF_HUB_DISABLE_XET=1.
+It keeps repositories with visibility, branches, commits and LFS objects in memory, counts what is uploaded,
+and breaks on request. Not for Xet storage: clients set HF_HUB_DISABLE_XET=1.
 """
 
 import base64
@@ -80,7 +80,7 @@ class Refuse(Exception):
 
 
 class FakeHub:
-    """`with FakeHub() as hub:` serves at `hub.url`. Tokens: `hf_writer` writes to `org`, `hf_reader` only reads."""
+    """`with FakeHub() as hub:` serves at `hub.url`. `hf_writer` may write to `org`, `hf_reader` only read."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -107,7 +107,9 @@ class FakeHub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), BoundHandler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -126,11 +128,18 @@ class FakeHub:
         repo = self.repos[repo_id] = Repo(private, repo_id.split("/")[0])
         self.commit(repo, "main", "initial commit", {n: stored(n, c) for n, c in INITIAL_FILES.items()})
         if files:
-            self.commit(repo, "main", "add files", {name: stored(name, content) for name, content in files.items()})
+            self.commit(
+                repo, "main", "add files", {name: stored(name, content) for name, content in files.items()}
+            )
         return repo
 
     def commit(
-        self, repo: Repo, branch: str, title: str, changed: dict[str, StoredFile], deleted: tuple[str, ...] = ()
+        self,
+        repo: Repo,
+        branch: str,
+        title: str,
+        changed: dict[str, StoredFile],
+        deleted: tuple[str, ...] = (),
     ) -> Commit:
         parent = repo.branches.get(branch)
         files = dict(repo.commits[parent].files) if parent else {}
@@ -158,7 +167,9 @@ class FakeHub:
 def stored(path: str, content: bytes) -> StoredFile:
     is_lfs = path.endswith(LFS_SUFFIXES)
     sha256 = hashlib.sha256(content).hexdigest() if is_lfs else None
-    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+    pointer = (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+    )
     return StoredFile(content, len(content), git_oid(pointer if is_lfs else content), sha256)
 
 
@@ -168,9 +179,10 @@ def git_oid(content: bytes) -> str:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body leave in two writes; do not wait 40 ms between them
     hub: FakeHub
 
-    ROUTES = [
+    ROUTES = (
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)", "info"),
@@ -186,8 +198,8 @@ class Handler(BaseHTTPRequestHandler):
         ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/verify", "lfs_verify"),
         ("PUT", r"/lfs/(?P<repo>[^/]+/[^/]+)/(?P<oid>[0-9a-f]{64})", "lfs"),
         ("(GET|HEAD)", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<file>.+)", "resolve"),
-    ]
-    WRITES = {"create", "preupload", "commit", "branch", "settings", "lfs_batch", "lfs_verify"}
+    )
+    WRITES = ("create", "preupload", "commit", "branch", "settings", "lfs_batch", "lfs_verify")
 
     def do_GET(self) -> None:
         self._dispatch()
@@ -201,12 +213,10 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
         self.hub.requests.append((self.command, self.path))
-        for method, pattern, step in self.ROUTES:
-            match = re.fullmatch(pattern, url.path)
-            if match and re.fullmatch(method, self.command):
-                break
-        else:
+        route = self._route(url.path)
+        if route is None:
             return self._answer_refusal(Refuse(404, f"no route {self.command} {self.path}"))
+        match, step = route
         self.groups = {name: unquote(value) for name, value in match.groupdict().items()}
         request = Request(self.command, self.path, f"{self.command} {step}", self)
         try:
@@ -223,6 +233,13 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
         else:
             self._answer(status, value, headers)
+
+    def _route(self, path: str) -> tuple[re.Match[str], str] | None:
+        for method, pattern, step in self.ROUTES:
+            match = re.fullmatch(pattern, path)
+            if match and re.fullmatch(method, self.command):
+                return match, step
+        return None
 
     def _read_body(self, request: Request) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -311,9 +328,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def commits(self) -> tuple:
         commits = self.repo.history(self.groups["rev"])
-        return 200, [
-            {"id": c.oid, "title": c.title, "message": "", "date": DATE, "authors": []} for c in commits
-        ], {}
+        return (
+            200,
+            [{"id": c.oid, "title": c.title, "message": "", "date": DATE, "authors": []} for c in commits],
+            {},
+        )
 
     def discussions(self) -> tuple:
         repo = {"name": self.groups["repo"], "type": "model"}
