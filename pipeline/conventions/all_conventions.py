@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ...layouts.errors import UserError
-from . import compressed_tensors, fp8_blocks, modelopt, plain
+from . import compressed_tensors, fp8_blocks, modelopt, plain, torchao
 from .convention import CONVENTIONS, EXPORTS, Convention
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
 
-READ = "; ".join(module.READS for module in (compressed_tensors, modelopt, fp8_blocks, plain))
+READ = "; ".join(module.READS for module in (compressed_tensors, modelopt, torchao, fp8_blocks, plain))
 
 
 def convention_of(checkpoint: "Checkpoint") -> Convention:

@@ -108,7 +108,9 @@ class CompressedTensors:
             "kv_cache_scheme": None,
         }
 
-    def file_metadata(self, modules: Mapping[str, int]) -> dict[str, str]:
+    def file_metadata(
+        self, modules: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], plain: Sequence[str]
+    ) -> dict[str, str]:
         return {"format": "pt"}
 
 

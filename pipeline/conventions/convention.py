@@ -83,8 +83,13 @@ class ExportConvention(Convention, Protocol):
         """
         ...
 
-    def file_metadata(self, modules: Mapping[str, int]) -> dict[str, str]:
-        """The safetensors header metadata of a file that holds these modules' tensors."""
+    def file_metadata(
+        self, modules: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], plain: Sequence[str]
+    ) -> dict[str, str]:
+        """The safetensors header metadata that every file of the checkpoint carries.
+
+        modules: each quantized module's group size; shapes: its (N, K); plain: names of all other tensors.
+        """
         ...
 
 
