@@ -18,6 +18,7 @@ Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial su
 At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device's copy bandwidth.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,27 @@ def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1, 2)
 
 
+# Two tokens at once, an int16 pair of bytes each: pick the two low (or high) bytes and widen them.
+_E4M3_LOW = tl.constexpr("{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x0020; "
+                         "mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}")  # fmt: skip
+_E4M3_HIGH = tl.constexpr("{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x0031; "
+                          "mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}")  # fmt: skip
+# 0x64 over a byte u is 1024 + u in fp16; u is the value plus 128, so 1152 goes back off, exactly.
+_INT8_LOW = tl.constexpr("{.reg .b32 t, c; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, 0x4240; "
+                         "mov.b32 c, 0x64806480; sub.f16x2 $0, t, c;}")  # fmt: skip
+_INT8_HIGH = tl.constexpr("{.reg .b32 t, c; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, 0x4341; "
+                          "mov.b32 c, 0x64806480; sub.f16x2 $0, t, c;}")  # fmt: skip
+
+
 @triton.jit
-def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr):
+def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr):
     """The low (even d) or high (odd d) bytes of int16 `pairs`, as fp16: exact for e4m3 and for int8."""
+    if ASM:
+        low: tl.constexpr = _E4M3_LOW if SCALES == 1 else _INT8_LOW
+        high: tl.constexpr = _E4M3_HIGH if SCALES == 1 else _INT8_HIGH
+        return tl.inline_asm_elementwise(
+            high if HIGH else low, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
     byte = (pairs >> 8).to(tl.int8) if HIGH else pairs.to(tl.int8)
     return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16) if SCALES == 1 else byte.to(tl.float16)
 
@@ -94,7 +113,7 @@ def _attend_splits(
     scale_log2, softcap, window, table_stride, max_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one.
 
@@ -148,8 +167,8 @@ def _attend_splits(
             key = tl.load(key_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
             value = tl.load(value_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
             if EIGHT_BIT:
-                scores = tl.dot(q, _decode_byte(key, False, SCALES).T)
-                scores = tl.dot(q_odd, _decode_byte(key, True, SCALES).T, scores)
+                scores = tl.dot(q, _decode_byte(key, False, SCALES, ASM).T)
+                scores = tl.dot(q_odd, _decode_byte(key, True, SCALES, ASM).T, scores)
             else:
                 scores = tl.dot(q, key.T)
             scores *= scale_log2 * key_scale
@@ -169,8 +188,10 @@ def _attend_splits(
                 probability *= tl.load(value_scale_ptr + slot, mask=valid, other=0.0)[None, :]
             probability = probability.to(q.dtype)
             if EIGHT_BIT:
-                acc = tl.dot(probability, _decode_byte(value, False, SCALES), acc * rescale[:, None])
-                acc_odd = tl.dot(probability, _decode_byte(value, True, SCALES), acc_odd * rescale[:, None])
+                acc = tl.dot(probability, _decode_byte(value, False, SCALES, ASM), acc * rescale[:, None])
+                acc_odd = tl.dot(
+                    probability, _decode_byte(value, True, SCALES, ASM), acc_odd * rescale[:, None]
+                )
             else:
                 acc = tl.dot(probability, value, acc * rescale[:, None])
             largest = new_largest
@@ -259,6 +280,12 @@ def decode_split_tokens(max_context: int) -> int:
     return max(256, triton.next_power_of_2(triton.cdiv(max_context, 64)))
 
 
+@functools.cache
+def _has_e4m3_conversion(device: torch.device) -> bool:
+    """Whether PTX converts e4m3 pairs: from sm_89 on, and never under the interpreter."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 PROGRAMS_WANTED = 132 * 16
 """Programs that fill a large GPU with room for uneven contexts; beyond that, one takes several splits."""
 
@@ -299,7 +326,7 @@ def decode_attention(
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
         BLOCK=128 if eight_bit or dim <= 64 else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        num_warps=4, num_stages=3 if dim <= 128 else 2,
+        ASM=_has_e4m3_conversion(q.device), num_warps=4, num_stages=3 if dim <= 128 else 2,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
