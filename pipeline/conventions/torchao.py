@@ -1,7 +1,7 @@
 """torchao: tensor subclasses flattened into safetensors, their attributes as JSON in the file's header.
 
-Read: NVFP4Tensor, Int4TilePackedTo4dTensor, Int4Tensor. Written: Int4TilePackedTo4dTensor, the only INT4 form that
-stock torchao both stores and multiplies. Its product needs CUDA (compute capability 8.0), its bytes do not.
+Read: NVFP4Tensor, Int4TilePackedTo4dTensor, Int4Tensor. Written: Int4TilePackedTo4dTensor, the only INT4 form
+stock torchao both stores and multiplies; its product needs CUDA, compute capability 8.0, its bytes do not.
 """
 
 import json
