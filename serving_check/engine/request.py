@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...layouts.errors import UserError
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -21,6 +23,19 @@ class SamplingParams:
     """None for none; otherwise the drawn token's log-probability and the k most likely tokens'."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "0 or more")
+
+
+def _require(holds: bool, name: str, value: object, valid: str) -> None:
+    if not holds:
+        raise UserError(f"{name} is {value}; it must be {valid}")
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,8 @@ class EngineConfig:
     """Tokens the whole pool holds; None takes what memory allows, at most max_num_seqs full contexts."""
     prefill_chunk: int = 512
     """Prompt tokens computed in one step, over all requests."""
+    decode_buckets: tuple[int, ...] | None = None
+    """Batch sizes that decode steps are padded to, ascending; None takes the device's own."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""Attention over paged keys and values: the torch reference, which every GPU kernel has to equal.
+
+Not for deciding which pages a request owns, nor for quantized pages: this is 16- and 32-bit KV.
+
+    key_pages    [pages, P, H_kv, D]       one layer's keys, P tokens to a page
+    value_pages  [pages, P, H_kv, D_v]
+    block_table  row b lists, in order, the pages that hold request b's tokens
+    slot         page * P + offset: where one token's key and value lie
+
+Queries come as one flat list of tokens, [T, H, D], cut into groups. A group is `b` requests with `n` query
+tokens each: a decode step is a few groups with n = 1, a prefill chunk is one group (b = 1) for each prompt in
+it. Each group gathers its pages, which is one copy of whole pages, and attends with everything outside
+causality, window and length at -inf. Rows of very different lengths go into different groups, so that a short
+request never pays for the padding up to a long one: the work is at most twice that of the tokens really there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What distinguishes one layer's attention from plain softmax(q·k)·v."""
+
+    scale: float
+    sliding_window: int | None = None
+    """A query sees this many keys, its own included; None sees all."""
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """`b` requests with `n` query tokens each, and the `m` pages that each of them may look at."""
+
+    tokens: slice | Tensor
+    """Which of the flat query tokens belong here, request by request; b * n of them."""
+    pages: Tensor
+    """int64 [b, m]; page 0 where a request has fewer."""
+    bias: Tensor
+    """[b, 1, n, m * P] in the query's dtype: 0 where the query may look, -inf elsewhere."""
+
+
+def append(key_pages: Tensor, value_pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Store key and value, [T, H_kv, D] each, at slots, int64 [T]."""
+    key_pages.view(-1, *key.shape[1:]).index_copy_(0, slots, key)
+    value_pages.view(-1, *value.shape[1:]).index_copy_(0, slots, value)
+
+
+def attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    groups: Sequence[TokenGroup],
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, H, D] queries → [T, H, D_v]. sinks: [H], a logit each head's softmax counts but gives no value."""
+    if len(groups) == 1:
+        return _attend_group(query, key_pages, value_pages, groups[0], options, sinks)
+    output = query.new_empty(*query.shape[:2], value_pages.shape[-1])
+    for group in groups:
+        output[group.tokens] = _attend_group(
+            query[group.tokens], key_pages, value_pages, group, options, sinks
+        )
+    return output
+
+
+def _attend_group(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    group: TokenGroup,
+    options: AttentionOptions,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One group's queries, [b * n, H, D], against its gathered pages."""
+    requests, num_pages = group.pages.shape
+    tokens, heads, _ = query.shape
+    n = tokens // requests
+    context = num_pages * key_pages.shape[1]
+    kv_heads = key_pages.shape[2]
+    flat_pages = group.pages.view(-1)
+    key = key_pages.index_select(0, flat_pages).view(requests, context, kv_heads, -1).transpose(1, 2)
+    value = value_pages.index_select(0, flat_pages).view(requests, context, kv_heads, -1).transpose(1, 2)
+    if n == 1:  # the query heads that share a key head stand as its query tokens: keys are read once
+        query = query.view(requests, kv_heads, heads // kv_heads, -1)
+    else:
+        query = query.view(requests, n, heads, -1).transpose(1, 2)
+    if options.softcap is None and sinks is None:
+        output = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=group.bias, scale=options.scale, enable_gqa=n > 1
+        )
+    else:
+        output = _softmax_by_hand(query, key, value, group.bias, options, sinks)
+    if n == 1:
+        return output.reshape(tokens, heads, -1)
+    return output.transpose(1, 2).reshape(tokens, heads, -1)
+
+
+def _softmax_by_hand(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions, sinks: Tensor | None
+) -> Tensor:
+    """What torch's own product cannot do: soft-capped scores, and sinks. All tensors are [b, heads, …]."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores + bias
+    if sinks is not None:
+        # [H] lies as [kv heads, queries of the group] in a decode step and as [heads, 1] in a prefill chunk.
+        column = sinks.float().view(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+        return torch.matmul(scores.softmax(dim=-1)[..., :-1].to(value.dtype), value)
+    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+
+
+def decode_groups(
+    block_table: np.ndarray, lengths: np.ndarray, page_size: int, window: int | None, like: Tensor
+) -> list[TokenGroup]:
+    """Groups for one query token per request, its key already stored: lengths, int [B], count it.
+
+    block_table: int [B, at least the pages of the longest]; like: a tensor of the query's dtype and device.
+    """
+    first_page = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
+    counts = (lengths + page_size - 1) // page_size - first_page
+    size_class = np.ceil(np.log2(counts)).astype(np.int64)
+    groups = []
+    for one_class in np.unique(size_class):
+        rows = np.flatnonzero(size_class == one_class)
+        everyone = len(rows) == len(lengths)
+        groups.append(
+            TokenGroup(
+                tokens=slice(None) if everyone else torch.from_numpy(rows).to(like.device),
+                pages=_page_window(block_table[rows], first_page[rows], int(counts[rows].max()), like),
+                bias=_bias(
+                    lengths[rows, None] - 1,
+                    first_page[rows],
+                    int(counts[rows].max()),
+                    page_size,
+                    window,
+                    like,
+                ),
+            )
+        )
+    return groups
+
+
+def prefill_group(
+    first_token: int,
+    start: int,
+    count: int,
+    block_row: np.ndarray,
+    page_size: int,
+    window: int | None,
+    like: Tensor,
+) -> TokenGroup:
+    """One prompt's tokens start .. start + count, which stand in the chunk from first_token on."""
+    first_page = 0 if window is None else max(start - window + 1, 0) // page_size
+    num_pages = (start + count + page_size - 1) // page_size - first_page
+    positions = np.arange(start, start + count)[None]
+    first = np.array([first_page])
+    return TokenGroup(
+        tokens=slice(first_token, first_token + count),
+        pages=_page_window(block_row[None], first, num_pages, like),
+        bias=_bias(positions, first, num_pages, page_size, window, like),
+    )
+
+
+def _page_window(block_table: np.ndarray, first_page: np.ndarray, count: int, like: Tensor) -> Tensor:
+    """Columns first_page .. first_page + count of each row, page 0 past the row's end."""
+    columns = first_page[:, None] + np.arange(count)
+    inside = columns < block_table.shape[1]
+    pages = np.take_along_axis(block_table, np.where(inside, columns, 0), axis=1)
+    return torch.from_numpy(np.where(inside, pages, 0).astype(np.int64)).to(like.device)
+
+
+def _bias(
+    positions: np.ndarray,
+    first_page: np.ndarray,
+    num_pages: int,
+    page_size: int,
+    window: int | None,
+    like: Tensor,
+) -> Tensor:
+    """[b, 1, n, j]: 0 where the query at `positions` [b, n] may look at key first_page * P + j, else -inf."""
+    keys = first_page[:, None, None] * page_size + np.arange(num_pages * page_size)
+    visible = keys <= positions[..., None]
+    if window is not None:
+        visible &= keys > positions[..., None] - window
+    hidden = torch.from_numpy(~visible).to(like.device)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)[
+        :, None
+    ]

@@ -1,0 +1,179 @@
+"""The seam to transformers: an attention implementation that stores and reads paged keys and values.
+
+Not for the arithmetic, which is the KV format's; here a model's layers are found, checked and routed to it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from ...kernels.paged_attention import AttentionOptions
+from ...layouts.errors import UserError
+from ...layouts.kv_format import KVShape, LayerKV, StepTokens
+
+IMPLEMENTATION = "scalegate_paged"
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+ROPE_THAT_DEPENDS_ON_THE_BATCH = {"dynamic", "longrope"}
+
+HARMLESS_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "dropout", "is_causal", "layer_type"}
+"""What some models pass to their attention function beside its options, and paged attention need not know."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer as its model calls it."""
+
+    shape: KVShape
+    options: AttentionOptions
+
+
+class Attention(Protocol):
+    """What a forward pass's attention calls go to."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """query [B, H, T, D], key and value [B, H_kv, T, D] → [B, T, H, D_v]."""
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    paged: Attention | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every attention layer; `paged` comes from the call of the model."""
+    if paged is None:
+        raise RuntimeError(f"{IMPLEMENTATION} attention runs inside an Engine only")
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    return paged.attend(module, query, key, value, options), None
+
+
+# No mask function is registered beside it. For an implementation that has none, transformers returns None at
+# once; for one that has a function returning None, it first searches position_ids for packed sequences.
+AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
+
+
+class PagedAttention:
+    """The attention of one step: its tokens, over the pool's layers."""
+
+    def __init__(self, layers: dict[int, AttentionLayer], pages: dict[int, LayerKV], tokens: StepTokens):
+        self.layers = layers
+        self.pages = pages
+        self.tokens = tokens
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        index = cast(int, module.layer_idx)
+        pages = self.pages[index]
+        pages.append(_flat(key), _flat(value), self.tokens)
+        output = pages.attend(_flat(query), self.tokens, self.layers[index].options, options.get("s_aux"))
+        return output.view(query.shape[0], query.shape[2], *output.shape[1:])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[B, H, T, D] → [B * T, H, D]: a view of what lies token by token, steps being [B, 1] or [1, T]."""
+    return tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
+
+
+class LayerObserver:
+    """Notes what every attention layer is called with, and refuses by name what paged attention cannot do."""
+
+    def __init__(self, architecture: str):
+        self.architecture = architecture
+        self.layers: dict[int, AttentionLayer] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        if index is None or index in self.layers:
+            raise self._refusal(f"{type(module).__name__} does not attend exactly once per layer")
+        if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+            raise self._refusal(f"layer {index} attends bidirectionally")
+        known = {"scaling", "sliding_window", "softcap", "s_aux"}
+        for name, argument in options.items():
+            if name not in known | HARMLESS_ARGUMENTS and argument is not None and argument is not False:
+                raise self._refusal(f"layer {index} passes {name!r} to its attention")
+        scale = options.get("scaling")
+        self.layers[index] = AttentionLayer(
+            KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype),
+            AttentionOptions(
+                query.shape[3] ** -0.5 if scale is None else scale,
+                options.get("sliding_window"),
+                options.get("softcap"),
+            ),
+        )
+        batch, heads, tokens, _ = query.shape
+        return value.new_zeros(batch, tokens, heads, value.shape[3])
+
+    def _refusal(self, reason: str) -> UserError:
+        return unsupported(self.architecture, reason)
+
+
+def unsupported(architecture: str, reason: str) -> UserError:
+    return UserError(
+        f"the embedded engine cannot serve {architecture}: {reason}. Use another engine (--engine vllm, or the "
+        "URL of a running server)."
+    )
+
+
+def attention_layers(model: PreTrainedModel, max_model_len: int) -> dict[int, AttentionLayer]:
+    """Switch the model to paged attention, and find its layers by running two tokens through it."""
+    architecture = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    _check_architecture(model, architecture, config, max_model_len)
+    model.set_attn_implementation(IMPLEMENTATION)
+    observer = LayerObserver(architecture)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(
+            input_ids=tokens,
+            position_ids=torch.arange(2, device=model.device)[None],
+            use_cache=False,
+            logits_to_keep=1,
+            paged=observer,
+        )
+    if len(observer.layers) != config.num_hidden_layers:
+        raise unsupported(
+            architecture,
+            f"only {len(observer.layers)} of its {config.num_hidden_layers} layers attend through transformers' "
+            "AttentionInterface",
+        )
+    return observer.layers
+
+
+def _check_architecture(model: PreTrainedModel, architecture: str, config: Any, max_model_len: int) -> None:
+    if not model._supports_attention_backend or not model._can_set_attn_implementation():
+        raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise unsupported(architecture, "it has an encoder")
+    for layer_type in getattr(config, "layer_types", None) or ():
+        if layer_type not in SUPPORTED_LAYER_TYPES:
+            raise unsupported(architecture, f"it has layers of type {layer_type!r}")
+    if model._is_stateful:
+        raise unsupported(architecture, "it keeps a recurrent state beside its keys and values")
+    for rope in _rope_parameters(config):
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in ROPE_THAT_DEPENDS_ON_THE_BATCH and max_model_len > limit:
+            raise unsupported(
+                architecture,
+                f"past {limit} tokens its {rope['rope_type']!r} position encoding depends on the other requests "
+                f"of the batch; a context of at most {limit} tokens (max_model_len) works",
+            )
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """One dictionary, or one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]

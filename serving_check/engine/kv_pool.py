@@ -1,0 +1,122 @@
+"""The pool of KV pages: every layer's storage, which pages are free, and each running request's block table.
+
+Not for deciding who gets pages next; that is the scheduler's.
+"""
+
+import numpy as np
+import psutil
+import torch
+
+from ...layouts.errors import UserError
+from ...layouts.kv_format import KVFormat, LayerKV
+from .attention import AttentionLayer
+from .sequence import Sequence
+
+CPU_MEMORY_SHARE = 0.25
+"""Of the memory that is free when the engine is built; pages take none until they are written."""
+CUDA_MEMORY_SHARE = 0.8
+"""The rest is for activations."""
+
+
+class KVPool:
+    """Pages for every layer alike: page p of each layer belongs to the same request.
+
+    Page 0 belongs to nobody: rows that only pad a batch write there, and block tables end in it.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, AttentionLayer],
+        kv_format: KVFormat,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ):
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.layers: dict[int, LayerKV] = {
+            index: kv_format.allocate(num_pages + 1, page_size, layer.shape, device)
+            for index, layer in layers.items()
+        }
+        self.block_table = np.zeros((max_num_seqs, pages_for(max_model_len, page_size)), np.int64)
+        self._free_pages = list(range(num_pages, 0, -1))
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - len(self._free_pages) / self.num_pages
+
+    def pages_for(self, length: int) -> int:
+        return pages_for(length, self.page_size)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give it a row, and pages for all its tokens; the caller has seen that both are there."""
+        sequence.row = self._free_rows.pop()
+        self.grow(sequence)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Give it the pages that its tokens need; False, with nothing changed, when there are not enough."""
+        held, needed = len(sequence.pages), pages_for(len(sequence.tokens), self.page_size)
+        if needed - held > len(self._free_pages):
+            return False
+        for index in range(held, needed):
+            page = self._free_pages.pop()
+            sequence.pages.append(page)
+            self.block_table[sequence.row, index] = page
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back its row and pages; what was computed in them is lost."""
+        if sequence.row is None:
+            return
+        self.block_table[sequence.row] = 0
+        self._free_rows.append(sequence.row)
+        self._free_pages.extend(reversed(sequence.pages))
+        sequence.row, sequence.pages, sequence.num_computed = None, [], 0
+
+
+def pages_for(length: int, page_size: int) -> int:
+    return -(-length // page_size)
+
+
+def pool_pages(
+    layers: dict[int, AttentionLayer],
+    kv_format: KVFormat,
+    page_size: int,
+    kv_cache_tokens: int | None,
+    max_num_seqs: int,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """How many pages the pool gets: what was asked, else what memory allows of max_num_seqs full contexts."""
+    full_context = pages_for(max_model_len, page_size)
+    if kv_cache_tokens is not None:
+        num_pages = kv_cache_tokens // page_size
+        origin = f"kv_cache_tokens={kv_cache_tokens}"
+    else:
+        page_bytes = page_size * sum(kv_format.bytes_per_token(layer.shape) for layer in layers.values())
+        memory = _available_memory(device)
+        num_pages = min(max_num_seqs * full_context, memory // page_bytes)
+        origin = f"{memory / 2**30:.1f} GiB of {device.type} memory"
+    if num_pages < full_context:
+        raise UserError(
+            f"the KV pool is too small for one full-length request: {origin} holds {num_pages * page_size} "
+            f"tokens, max_model_len is {max_model_len}. Lower max_model_len, or give the pool more tokens."
+        )
+    return num_pages
+
+
+def _available_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE)
+    return int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)

@@ -1,0 +1,135 @@
+"""Drawing one token for each row of logits, every row by its own settings.
+
+A row's token depends on its logits, settings, seed and position, and on nothing else in the batch.
+"""
+
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .request import TokenLogprobs
+from .sequence import Sequence
+
+FULL_MANTISSA = 1 << 24
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The settings of a batch's rows as tensors; the same from step to step while the rows are the same."""
+
+    any_sampled: bool
+    greedy: Tensor
+    """bool [B]."""
+    temperature: Tensor
+    """float32 [B], 1 where greedy."""
+    seed: Tensor
+    """int64 [B]."""
+    filtered: list[int]
+    """Rows with top_k, top_p or min_p."""
+    top_k: Tensor
+    """int64 [len(filtered), 1]; the vocabulary's size or more for all."""
+    top_p: Tensor
+    """float32 [len(filtered), 1]."""
+    log_min_p: Tensor
+    """float32 [len(filtered), 1]; -inf for none."""
+    candidates: int
+    """How many of the most likely tokens the filters have to see; 0 for all."""
+    with_logprobs: list[int]
+    """Rows that want log-probabilities."""
+    num_top: list[int]
+    """How many of the most likely tokens each of these wants beside the drawn one."""
+
+    @classmethod
+    def of(cls, sequences: Rows[Sequence], device: torch.device) -> "SamplingBatch":
+        params = [sequence.params for sequence in sequences]
+        filtered = [
+            row
+            for row, p in enumerate(params)
+            if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        ]
+        chosen = [params[row] for row in filtered]
+        needs_all = any(p.top_p < 1 and p.top_k == 0 for p in chosen)
+        with_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
+
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            any_sampled=any(p.temperature > 0 for p in params),
+            greedy=column([p.temperature == 0 for p in params], torch.bool),
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            seed=column([sequence.seed for sequence in sequences], torch.int64),
+            filtered=filtered,
+            top_k=column([p.top_k or 1 << 62 for p in chosen], torch.int64)[:, None],
+            top_p=column([p.top_p for p in chosen], torch.float32)[:, None],
+            log_min_p=column(
+                [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in chosen], torch.float32
+            )[:, None],
+            candidates=0 if needs_all else max((p.top_k for p in chosen), default=0) or 1,
+            with_logprobs=with_logprobs,
+            num_top=[params[row].logprobs or 0 for row in with_logprobs],
+        )
+
+
+def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
+    """logits [B, V], positions int64 [B] of the tokens to be drawn → tokens int64 [B]."""
+    greedy_tokens = logits.argmax(dim=-1)
+    if not batch.any_sampled:
+        return greedy_tokens
+    scores = logits.float() / batch.temperature[:, None]
+    if batch.filtered:
+        rows = scores[batch.filtered]
+        scores[batch.filtered] = rows.masked_fill(rows < _lowest_kept(rows, batch), -math.inf)
+    # One uniform number a row, looked up in the cumulative distribution: the first token whose sum is above.
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
+    draw = uniform(batch.seed, positions)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    return torch.where(batch.greedy, greedy_tokens, tokens)
+
+
+def _lowest_kept(scores: Tensor, batch: SamplingBatch) -> Tensor:
+    """The score of the least likely token that top_k, min_p and then top_p keep, [rows, 1]."""
+    count = min(batch.candidates or scores.shape[1], scores.shape[1])
+    best = scores.topk(count, dim=-1).values
+    rank = torch.arange(count, device=scores.device)
+    best = best.masked_fill(rank >= batch.top_k, -math.inf)
+    best = best.masked_fill(best < best[:, :1] + batch.log_min_p, -math.inf)
+    probabilities = best.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = (probabilities > 0) & ((before < batch.top_p) | (batch.top_p >= 1))
+    kept[:, 0] = True
+    lowest = torch.where(kept, best, math.inf).amin(dim=-1, keepdim=True)
+    # Where only min_p filters, not all that it keeps are among the candidates; its own bound says the same.
+    only_min_p = (batch.top_k >= scores.shape[1]) & (batch.top_p >= 1)
+    return torch.where(only_min_p, best[:, :1] + batch.log_min_p, lowest)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """float32 in [0, 1): a hash (splitmix64) of seed and position, int64 [B], so no state to carry or lose."""
+    state = seed + (position + 1) * -0x61C8864680B583EB
+    state = (state ^ _shift(state, 30)) * -0x40A7B892E31B1A47
+    state = (state ^ _shift(state, 27)) * -0x6B2FB644ECCEEE15
+    state = state ^ _shift(state, 31)
+    return _shift(state, 40).float() / FULL_MANTISSA
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical shift right; torch's own carries the sign down."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
+    """For each row that wants them: log-softmax of the logits as the model gave them, before any setting."""
+    if not batch.with_logprobs:
+        return {}
+    logprobs = logits[batch.with_logprobs].float().log_softmax(dim=-1)
+    drawn = logprobs.gather(1, tokens[batch.with_logprobs][:, None])[:, 0].tolist()
+    best = logprobs.topk(max(batch.num_top), dim=-1)
+    values, indices = best.values.tolist(), best.indices.tolist()
+    return {
+        row: TokenLogprobs(drawn[i], tuple(zip(indices[i][:count], values[i][:count], strict=True)))
+        for i, (row, count) in enumerate(zip(batch.with_logprobs, batch.num_top, strict=True))
+    }

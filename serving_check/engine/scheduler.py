@@ -1,0 +1,107 @@
+"""Who computes what in the next step: admission, chunked prefill, growth, preemption. No tensors here."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .kv_pool import KVPool
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    """Consecutive tokens of one sequence, computed in this step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the sequence's last token is among them, so that the next one can be drawn."""
+        return self.start + self.count == self.sequence.length
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step."""
+
+    decode: list[Sequence] = field(default_factory=list)
+    prefill: list[PrefillPiece] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served. Every running request has a row and pages for all its tokens.
+
+    When the pool is full, the request admitted last gives its pages back and waits, first in line, to be
+    computed again; the one admitted first always goes on, and the pool holds one full context: all finish.
+    """
+
+    def __init__(self, pool: KVPool, prefill_chunk: int):
+        self.pool = pool
+        self.prefill_chunk = prefill_chunk
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In the order they were admitted."""
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Schedule:
+        self._grow_or_preempt()
+        decode = [sequence for sequence in self.running if not sequence.is_prefilling]
+        return Schedule(decode, self._fill_chunk())
+
+    def remove(self, sequence: Sequence) -> None:
+        """Finished or aborted: its row and pages are free at once."""
+        (self.running if sequence.row is not None else self.waiting).remove(sequence)
+        self.pool.release(sequence)
+
+    def _grow_or_preempt(self) -> None:
+        """Give each decoding sequence room for its last token, taking from those admitted after it."""
+        index = 0
+        while index < len(self.running):
+            while not self.pool.grow(self.running[index]):
+                if self._preempt_last() == index:
+                    return
+            index += 1
+
+    def _preempt_last(self) -> int:
+        """Send the sequence admitted last back to wait; the place it had in the order."""
+        victim = self.running.pop()
+        self.pool.release(victim)
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        return len(self.running)
+
+    def _fill_chunk(self) -> list[PrefillPiece]:
+        """Up to prefill_chunk prompt tokens: of those running first, then of those that can be admitted."""
+        pieces: list[PrefillPiece] = []
+        budget = self.prefill_chunk
+        for sequence in self.running:
+            if budget == 0:
+                return pieces
+            if sequence.is_prefilling:
+                pieces.append(_piece(sequence, budget))
+                budget -= pieces[-1].count
+        while budget > 0 and self.waiting and self._can_admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self.pool.admit(sequence)
+            self.running.append(sequence)
+            pieces.append(_piece(sequence, budget))
+            budget -= pieces[-1].count
+        return pieces
+
+    def _can_admit(self, sequence: Sequence) -> bool:
+        """Room for all its tokens, and a page for each that is running: admitting must not preempt at once."""
+        needed = self.pool.pages_for(sequence.length) + len(self.running)
+        return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
+
+
+def _piece(sequence: Sequence, budget: int) -> PrefillPiece:
+    start = sequence.num_computed
+    return PrefillPiece(sequence, start, min(budget, sequence.length - start))

@@ -1,0 +1,54 @@
+"""One request on its way through the engine: its tokens so far, and where it stands."""
+
+from dataclasses import dataclass, field
+
+from .request import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request. It waits while it has no row, prefills until all its tokens but the last are computed, then
+    decodes; preempted, it waits again and recomputes prompt and output alike."""
+
+    request_id: str
+    tokens: list[int]
+    """The prompt, then the output."""
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    """params.seed, or one drawn for this request: tokens depend on it and the position only."""
+    max_len: int
+    """Length at which it ends, whatever it says."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in the pool."""
+    row: int | None = None
+    """Its row in the block table."""
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < len(self.tokens) - 1
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether the token just appended was the last one, and why."""
+        token = self.tokens[-1]
+        if token in self.params.stop_token_ids or (not self.params.ignore_eos and token in eos_token_ids):
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_len else None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the offline API gives for one prompt."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
