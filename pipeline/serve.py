@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from ..layouts.errors import UserError
 from ..serving_check.engine.request import EngineConfig
 from ..serving_check.server.run import ServerOptions, run_server
-from ..serving_check.server.served_model import SamplingDefaults
+from ..serving_check.server.served_model import ModelDescription, SamplingDefaults
 from .checkpoint import Checkpoint, open_checkpoint, read_json_object
 from .load import load_model, load_tokenizer
 
@@ -81,10 +81,12 @@ def serve(
         )
     run_server(
         ServerOptions(host, port, api_key, drain_seconds),
-        served_model_name or str(artifact),
+        ModelDescription(
+            name=served_model_name or str(artifact),
+            load_tokenizer=functools.partial(load_tokenizer, checkpoint),
+            defaults=defaults,
+        ),
         functools.partial(build_engine, options, config),
-        functools.partial(load_tokenizer, checkpoint),
-        defaults,
     )
 
 

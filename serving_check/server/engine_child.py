@@ -11,10 +11,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...layouts.errors import UserError
 from ..engine.request import EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
@@ -27,8 +27,9 @@ class SteppedEngine(Protocol):
     """What this process needs of an engine."""
 
     max_model_len: int
+    vocab_size: int
 
-    def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None: ...
+    def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[StepOutput]: ...
     @property
@@ -56,6 +57,7 @@ class Abort:
 @dataclass(frozen=True)
 class Ready:
     max_model_len: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def run_engine(connection: Connection, factory: EngineFactory) -> None:
         engine.warm_up()
         gc.collect()
         gc.freeze()
-        connection.send(Ready(engine.max_model_len))
+        connection.send(Ready(engine.max_model_len, engine.vocab_size))
         _step_forever(engine, connection, commands)
     except UserError as error:
         connection.send(Failed(error.message, user_error=True))
@@ -146,7 +148,3 @@ def _obey(engine: SteppedEngine, connection: Connection, command: Add | Abort) -
 
 def _plain(output: StepOutput) -> Output:
     return output.request_id, output.token_ids, output.logprobs, output.finish_reason
-
-
-Message = Any
-"""Ready, Failed, Refused or Stepped."""

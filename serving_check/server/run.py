@@ -3,10 +3,8 @@
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
@@ -16,7 +14,7 @@ from .app import create_app
 from .engine_child import EngineFactory
 from .engine_client import EngineClient
 from .metrics import Metrics
-from .served_model import SamplingDefaults, ServedModel
+from .served_model import ModelDescription, ServedModel
 
 
 @dataclass(frozen=True)
@@ -34,22 +32,22 @@ class ServerOptions:
 
 def run_server(
     options: ServerOptions,
-    name: str,
+    description: ModelDescription,
     factory: EngineFactory,
-    load_tokenizer: Callable[[], Any | None],
-    defaults: SamplingDefaults,
 ) -> None:
     """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended."""
     with bind(options.host, options.port) as listener:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
         metrics = Metrics()
-        metrics.model_name = name
+        metrics.model_name = description.name
         engine = EngineClient(factory, metrics)
         try:
-            tokenizer = load_tokenizer()  # while the engine's process loads the model
+            tokenizer = description.load_tokenizer()  # while the engine's process loads the model
             ready = engine.wait_until_ready()
-            model = ServedModel(name, tokenizer, ready.max_model_len, defaults)
+            model = ServedModel(
+                description.name, tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
+            )
             app = create_app(engine, model, metrics, options.api_key)
             config = uvicorn.Config(
                 app,
@@ -58,7 +56,7 @@ def run_server(
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             )
-            print(ready_line(name, url_of(listener)), flush=True)
+            print(ready_line(description.name, url_of(listener)), flush=True)
             uvicorn.Server(config).run(sockets=[listener])
         finally:
             engine.close()

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_LOGPROBS = 20
 TokenIds = list[Annotated[int, Field(ge=0)]]
+Prompt = str | TokenIds | list[str] | list[TokenIds]
 
 
 class Strict(BaseModel):
@@ -64,7 +65,7 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Prompt
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 

@@ -4,13 +4,13 @@ Not the weights: those are in the engine's process.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.request import SamplingParams
 from .errors import ApiError
-from .schema import ChatCompletionRequest, CompletionRequest
+from .schema import ChatCompletionRequest, CompletionRequest, Prompt
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat has none but the context."""
@@ -38,6 +38,15 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True)
+class ModelDescription:
+    """What is known of a model before its weights are loaded."""
+
+    name: str
+    load_tokenizer: Callable[[], Any | None]
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """One model behind one server."""
 
@@ -46,21 +55,20 @@ class ServedModel:
     """A transformers tokenizer; None serves token ids only."""
     max_model_len: int
     """Prompt plus output, in tokens."""
+    vocab_size: int
+    """Rows of the embedding; a token id at or above it would end the engine, not the request."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def prompts_of(self, request: CompletionRequest) -> list[list[int]]:
         """The request's prompts as token ids."""
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            return [self.encode(prompt)]
-        if isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return [self.encode(item) if isinstance(item, str) else item for item in prompt]  # type: ignore[misc]
+        prompts = [self.encode(item) if isinstance(item, str) else item for item in _listed(request.prompt)]
+        for prompt in prompts:
+            self._check_token_ids(prompt, "prompt")
+        return prompts
 
     def prompt_texts(self, request: CompletionRequest) -> list[str]:
         """What `echo` puts before each sequence: the prompt as it was sent, or the text of its tokens."""
-        prompt = request.prompt
-        prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        prompts = _listed(request.prompt)
         texts = [item if isinstance(item, str) else self._tokenizer("echo").decode(item) for item in prompts]
         return [text for text in texts for _ in range(request.n)]
 
@@ -92,6 +100,7 @@ class ServedModel:
     ) -> SamplingParams:
         """The request's settings over the model's defaults; refuses what does not fit the context."""
         defaults = self.defaults
+        self._check_token_ids(request.stop_token_ids or (), "stop_token_ids")
         top_k = defaults.top_k if request.top_k is None else request.top_k
         return SamplingParams(
             max_tokens=self._max_tokens(request, prompt_len),
@@ -131,10 +140,24 @@ class ServedModel:
             )
         return asked
 
+    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        highest = max(token_ids, default=0)
+        if highest >= self.vocab_size:
+            raise ApiError(
+                f"token id {highest} is outside this model's vocabulary of {self.vocab_size}", param=param
+            )
+
     def _tokenizer(self, param: str) -> Any:
         if self.tokenizer is None:
             raise ApiError(f"{self.name} has no tokenizer; send the prompt as token ids", param=param)
         return self.tokenizer
+
+
+def _listed(prompt: Prompt) -> Sequence[str | list[int]]:
+    """The prompts of a request that may have sent one alone."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return prompt if isinstance(prompt[0], str | list) else [prompt]  # type: ignore[list-item, return-value]
 
 
 def _first(value: Any, default: Any) -> Any:

@@ -1,0 +1,124 @@
+"""What a real server refuses, and how: OpenAI's shape, the status that fits, and a message that helps."""
+
+import httpx
+import pytest
+from scalegate.serving_check.server.errors import ApiError
+from scalegate.serving_check.server.schema import ChatCompletionRequest, CompletionRequest
+from scalegate.serving_check.server.served_model import SamplingDefaults, ServedModel
+from transformers import AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+        yield client
+
+
+def refusal(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"best_of": 2}, "best_of", "unknown parameter 'best_of'"),
+        ({"min_tokens": 2}, "min_tokens", "unknown parameter"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "less than or equal to 0"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": "12"}, "max_tokens", "valid integer"),
+        ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"stop": ["a", ""]}, None, "stop holds an empty string"),
+        ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "unknown parameter"),
+        ({"echo": True, "logprobs": 1}, None, "echo together with logprobs"),
+        ({"prompt": []}, None, "prompt is empty"),
+        ({"prompt": ""}, None, "prompt is empty"),
+        ({"prompt": [[1], []]}, None, "prompt is empty"),
+        ({"prompt": [-1]}, "prompt", ""),
+        ({"prompt": 5}, "prompt", ""),
+        ({"prompt": [9000]}, "prompt", "token id 9000"),
+        ({"stop_token_ids": [9000]}, "stop_token_ids", "token id 9000"),
+        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "ask for at most 12"),
+        ({"prompt": [1] * 512}, "prompt", "shorten the prompt"),
+    ],
+)
+def test_a_wrong_completion_request(client, change, param, message):
+    error = refusal(client.post("/v1/completions", json={"prompt": "x", **change}), 400)
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"content": "x"}]}, "'messages.0.role' is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "no tools here"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, ""),
+        ({"tools": []}, "unknown parameter 'tools'"),
+        ({"top_logprobs": 2}, "set logprobs to true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+        ({"messages": [{"role": "user", "content": "x " * 600}]}, "shorten the prompt"),
+    ],
+)
+def test_a_wrong_chat_request(client, change, message):
+    error = refusal(client.post("/v1/chat/completions", json={"messages": USER, **change}), 400)
+    assert message in error["message"]
+
+
+def test_a_missing_prompt_and_a_body_that_is_not_json(client):
+    assert "'prompt' is missing" in refusal(client.post("/v1/completions", json={}), 400)["message"]
+    headers = {"Content-Type": "application/json"}
+    broken = client.post("/v1/completions", content=b'{"prompt": ', headers=headers)
+    assert "not valid JSON" in refusal(broken, 400)["message"]
+
+
+def test_another_model_and_another_path_are_not_found(client):
+    error = refusal(client.post("/v1/completions", json={"model": "gpt-4", "prompt": "x"}), 404)
+    assert error["code"] == "model_not_found" and "'pycode'" in error["message"]
+    refusal(client.get("/v1/nothing"), 404)
+    refusal(client.get("/v1/completions"), 405)
+
+
+def test_a_refused_request_leaves_nothing_running(client):
+    client.post("/v1/completions", json={"prompt": [1] * 512})
+    text = client.get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="pycode"} 0.0' in text
+
+
+def test_a_model_without_a_chat_template_says_so(example_checkpoint):
+    model = ServedModel("m", AutoTokenizer.from_pretrained(example_checkpoint), 100, 8192)
+    with pytest.raises(ApiError, match="no chat template"):
+        model.chat_prompt(ChatCompletionRequest(messages=USER))
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only():
+    model = ServedModel("m", None, 100, 8192)
+    assert model.prompts_of(CompletionRequest(prompt=[1, 2])) == [[1, 2]]
+    with pytest.raises(ApiError, match="token ids"):
+        model.prompts_of(CompletionRequest(prompt="x"))
+
+
+def test_the_models_own_sampling_defaults_apply_and_the_request_has_the_last_word():
+    config = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 40, "repetition_penalty": 1.1}
+    defaults = SamplingDefaults.from_generation_config(config)
+    assert defaults.not_applied == ("repetition_penalty=1.1",)
+    model = ServedModel("m", None, 100, 8192, defaults)
+    params = model.sampling_params(CompletionRequest(prompt=[1], top_k=-1, temperature=0), 1)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0, 0, 0.95, 0.0)
+    chat = ChatCompletionRequest(messages=USER)
+    assert model.sampling_params(chat, 1).max_tokens == 40
+    assert model.sampling_params(chat, 80).max_tokens == 20
+    assert model.sampling_params(chat, 1).temperature == 0.6
+    assert ServedModel("m", None, 100, 8192).sampling_params(chat, 1).temperature == 1.0
