@@ -1,9 +1,132 @@
-"""Which layout serves a layer: by measurement where there is one, else by the order of preference."""
+"""Which layout serves a layer: by measurement where there is one, else by the order of preference.
+
+The objective, for each distinct layer shape: among the layouts that nowhere lose more than LOSS_BOUND to the
+unquantized product, the one with the highest geometric mean, over the gate's Ms, of its speed as a multiple
+of the unquantized product's. Where every layout loses more than that somewhere, the one that loses least at
+its worst M, because that M is where a gate would decide. Layouts within TIE_MARGIN of the best count as
+equal, and the first of them in the order of preference is taken, so that noise does not change the pick.
+
+One layout serves a shape at every M: two would need both packings in memory. A layout may switch kernels by
+bucket of M inside its own `matmul`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tqdm import tqdm
 
 from .all_layouts import LAYOUTS
+from .errors import UserError
+from .explain import lowest_ratio, mean_ratio
 from .layout import Problem
+from .measure import ShapeMeasurements, measure
+from .measurement_cache import cached, store
+from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions, shape_key
+
+LOSS_BOUND = 0.05
+"""How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
+TIE_MARGIN = 0.03
+
+DEFAULT_MS = (1, 2, 4, 8, 16, 32)
+CUDA_MS = (*DEFAULT_MS, 64, 128)
+
+
+def default_ms(device: torch.device) -> tuple[int, ...]:
+    """The Ms to measure at where the user names none: those of the gate."""
+    return CUDA_MS if device.type == "cuda" else DEFAULT_MS
 
 
 def default_layout(problem: Problem) -> str:
     """The first layout, in the order of preference, that serves the problem; nothing is measured."""
     return next(name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None)
+
+
+def choose(
+    problems: Mapping[str, Problem],
+    ms: Sequence[int] | None = None,
+    *,
+    force: str | None = None,
+    fresh: bool = False,
+    progress: bool = True,
+) -> LayoutPlan:
+    """A layout for every distinct problem, from measurements of all that serve it.
+
+    problems: by module name, all on one device
+    ms:       None takes `default_ms`
+    force:    the layout to record whatever the measurements say; they are taken and kept all the same
+    fresh:    measure again what is in the cache
+    """
+    if not problems:
+        raise UserError("there is no quantized linear layer to choose a layout for")
+    device = next(iter(problems.values())).device
+    ms = tuple(sorted(set(ms or default_ms(device))))
+    if ms[0] < 1:
+        raise UserError(f"M={ms[0]}: M is a number of requests, so 1 or more")
+    if force is not None:
+        _refuse_impossible(force, problems)
+    modules: dict[Problem, list[str]] = {}
+    for module, problem in problems.items():
+        modules.setdefault(problem, []).append(module)
+
+    layouts = list(LAYOUTS)
+    choices = []
+    total = len(modules) * len(ms)
+    with tqdm(total=total, desc="measuring layouts", unit="M", disable=None if progress else True) as bar:
+        for problem, names in modules.items():
+            bar.set_postfix_str(f"{problem.n}x{problem.k}")
+            found = None if fresh else cached(problem, ms, layouts)
+            if found is None:
+                found = measure(problem, ms, layouts, on_measured=lambda m: bar.update())
+                store(problem, ms, layouts, found)
+            else:
+                bar.update(len(ms))
+            choices.append(pick(shape_key(problem), tuple(names), found, force))
+    return LayoutPlan(device_name(device), kernel_versions(), tuple(choices))
+
+
+def pick(
+    shape: str, modules: tuple[str, ...], found: ShapeMeasurements, force: str | None = None
+) -> ShapeChoice:
+    """The choice for one shape, by the objective above; pure arithmetic on the measurements."""
+    measured = ShapeChoice(shape, "", modules, tuple(found.measurements), "", found.refusals)
+    layouts = measured.measured_layouts
+    if force is not None:
+        layout, reason = force, "forced by the user"
+        if force not in layouts:
+            raise UserError(f"layout {force!r} cannot serve {shape}: {found.refusals.get(force, 'unknown')}")
+    else:
+        layout, reason = _best(measured, layouts)
+    return ShapeChoice(
+        shape, layout, modules, measured.measurements, reason, found.refusals, force is not None
+    )
+
+
+def _best(measured: ShapeChoice, layouts: Sequence[str]) -> tuple[str, str]:
+    lowest = {layout: lowest_ratio(measured, layout) for layout in layouts}
+    sound = [layout for layout in layouts if lowest[layout] >= 1 - LOSS_BOUND]
+    if sound:
+        score = {layout: mean_ratio(measured, layout) for layout in sound}
+        layout = _first_of_the_best(score)
+        return layout, (
+            f"{score[layout]:.2f}× the unquantized product on average over M, "
+            f"at least {lowest[layout]:.2f}× at every M"
+        )
+    layout = _first_of_the_best(lowest)
+    return layout, (
+        f"every layout here is more than {LOSS_BOUND:.0%} slower than the unquantized product at some M; "
+        f"this one loses least, at least {lowest[layout]:.2f}×"
+    )
+
+
+def _first_of_the_best(score: Mapping[str, float]) -> str:
+    """The first name, in the order of preference, whose score is within TIE_MARGIN of the best."""
+    best = max(score.values())
+    return next(name for name in LAYOUTS if score.get(name, 0.0) >= best * (1 - TIE_MARGIN))
+
+
+def _refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
+    layout = LAYOUTS[force]
+    for module, problem in problems.items():
+        reason = layout.refuses(problem)
+        if reason is not None:
+            raise UserError(f"layout {force!r} does not serve {module} ({shape_key(problem)}): {reason}")

@@ -3,12 +3,19 @@
 Plain data, written into `scalegate.json`; the measuring is `choose.py`.
 """
 
+import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .layout import Problem
+
+KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite", "mslk")
+"""Distributions that bring kernels: another version of one may measure differently."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,19 @@ class ShapeChoice:
     modules: tuple[str, ...]
     measurements: tuple[Measurement, ...] = ()
     reason: str = ""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Layouts that were not measured here, with the reason."""
+    forced: bool = False
+    """True where the user named the layout, whatever the measurements say."""
+
+    def curve(self, layout: str) -> dict[int, Measurement]:
+        """The measurements of one layout by M, ascending; empty where it was not measured."""
+        found = [one for one in self.measurements if one.layout == layout]
+        return {one.m: one for one in sorted(found, key=lambda one: one.m)}
+
+    @property
+    def measured_layouts(self) -> list[str]:
+        return list(dict.fromkeys(one.layout for one in self.measurements))
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,11 @@ class LayoutPlan:
         key = shape_key(problem)
         return next((choice.layout for choice in self.choices if choice.shape == key), None)
 
+    def matches(self, device: torch.device, versions: Mapping[str, str] | None = None) -> bool:
+        """Whether the plan was made on this kind of device with these versions (None: the installed ones)."""
+        versions = kernel_versions() if versions is None else versions
+        return self.device == device_name(device) and self.versions == dict(versions)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -64,6 +89,8 @@ class LayoutPlan:
                 modules=tuple(choice["modules"]),
                 measurements=tuple(Measurement(**m) for m in choice["measurements"]),
                 reason=choice["reason"],
+                refusals=dict(choice.get("refusals", {})),
+                forced=choice.get("forced", False),
             )
             for choice in value["choices"]
         )
@@ -78,9 +105,27 @@ def shape_key(problem: Problem) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as a plan records it: the GPU's product name, or the CPU's model."""
+    """The device as a plan records it: the GPU's product name, or the CPU's model and its threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with open("/proc/cpuinfo", encoding="utf-8") as info:
-        models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    return f"{models[0]} x{torch.get_num_threads()}" if models else "cpu"
+    return f"{_cpu_model()} x{torch.get_num_threads()}"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def kernel_versions() -> dict[str, str]:
+    """The installed versions of everything a measurement depends on."""
+    found = {}
+    for package in KERNEL_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,68 @@
+"""Measurements kept on disk, so that the same shapes on the same device are measured once.
+
+`~/.cache/scalegate/layouts`, or `layouts` in the directory that SCALEGATE_CACHE names. A file that cannot be
+read is as good as absent; deleting the directory is always safe.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from .files import write_json
+from .layout import Problem
+from .measure import ShapeMeasurements
+from .plan import Measurement, device_name, kernel_versions, shape_key
+
+CACHE_VARIABLE = "SCALEGATE_CACHE"
+_SOURCE_FOLDERS = ("layouts", "kernels")
+
+
+def cache_directory() -> Path:
+    root = os.environ.get(CACHE_VARIABLE)
+    return (Path(root) if root else Path.home() / ".cache" / "scalegate") / "layouts"
+
+
+def cached(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> ShapeMeasurements | None:
+    """What was measured before for exactly this problem, these Ms and layouts; None where nothing was."""
+    try:
+        value = json.loads(_path(problem, ms, layouts).read_text(encoding="utf-8"))
+        measurements = [Measurement(**one) for one in value["measurements"]]
+        return ShapeMeasurements(measurements, dict(value["refusals"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(problem: Problem, ms: Sequence[int], layouts: Sequence[str], found: ShapeMeasurements) -> None:
+    """Keep `found` for the next time; a cache that cannot be written costs a measurement, not the plan."""
+    try:
+        write_json(_path(problem, ms, layouts), {"key": _key(problem, ms, layouts)} | asdict(found))
+    except OSError:
+        return
+
+
+def _path(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> Path:
+    key = json.dumps(_key(problem, ms, layouts), sort_keys=True)
+    return cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[str, object]:
+    return {
+        "device": device_name(problem.device),
+        "versions": kernel_versions(),
+        "source": _source_digest(),
+        "shape": shape_key(problem),
+        "ms": list(ms),
+        "layouts": list(layouts),
+    }
+
+
+def _source_digest() -> str:
+    """Changes whenever a layout or a kernel of ours does, which a version number does not."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    for path in sorted(path for folder in _SOURCE_FOLDERS for path in (root / folder).glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,112 @@
+"""Timing several ways of doing the same thing against each other, fairly: interleaved and warm.
+
+On CUDA the calls run inside graphs, as they do in a decode step, and the figure is the median. On a CPU it is
+the lower quartile: other processes only ever add time, and what they add is not the contestant's. Not for
+deciding anything with the figures.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[int], object]
+"""`call(i)` does the work once, on the i-th copy of the weights."""
+
+HOPELESS = 4.0
+"""A contestant this many times slower than the first one is timed fewer times: no figure hangs on it."""
+HOPELESS_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class TimingBudget:
+    """How long to look: more samples make the figures steadier."""
+
+    samples: int = 32
+    sample_seconds: float = 0.0005
+    """A sample repeats a quick call for about this long."""
+    seconds: float = 2.0
+    """No new round of samples is begun after this, once there are HOPELESS_SAMPLES rounds."""
+    warmup_calls: int = 3
+
+
+def interleaved_microseconds(
+    calls: Mapping[str, Call], copies: int, device: torch.device, budget: TimingBudget
+) -> dict[str, float]:
+    """Microseconds of one call of each contestant, all sampled in turn in the same run.
+
+    The first contestant is the one the others are compared with. Every other round runs backwards, so that
+    none always comes after the same neighbour.
+    """
+    make = _GraphContestant if device.type == "cuda" else _CpuContestant
+    contestants = {name: make(call, copies, budget) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    reference = next(iter(calls))
+    names = list(calls)
+    started = time.perf_counter()
+    for turn in range(budget.samples):
+        if turn >= HOPELESS_SAMPLES:
+            if time.perf_counter() - started > budget.seconds:
+                break
+            names = [name for name in names if min(samples[name]) <= HOPELESS * min(samples[reference])]
+        for name in names if turn % 2 == 0 else reversed(names):
+            samples[name].append(contestants[name].sample())
+    quantile = 0.5 if device.type == "cuda" else 0.25
+    return {name: _quantile(seconds, quantile) * 1e6 for name, seconds in samples.items()}
+
+
+def _quantile(values: list[float], quantile: float) -> float:
+    return sorted(values)[int(quantile * len(values))]
+
+
+class _CpuContestant:
+    """Repeats a call, copy after copy, long enough for the clock."""
+
+    def __init__(self, call: Call, copies: int, budget: TimingBudget):
+        self.call = call
+        self.copies = copies
+        self.repeats = 1
+        for copy in range(min(copies, budget.warmup_calls)):
+            call(copy)
+        once = self.sample()
+        self.repeats = max(1, round(budget.sample_seconds / max(once, 1e-9)))
+
+    def sample(self) -> float:
+        """Seconds of one call, averaged over the repeats."""
+        call, copies = self.call, self.copies
+        start = time.perf_counter()
+        for repeat in range(self.repeats):
+            call(repeat % copies)
+        return (time.perf_counter() - start) / self.repeats
+
+
+class _GraphContestant:
+    """One CUDA graph that runs the call on every copy of the weights, in turn."""
+
+    MIN_CALLS = 16
+
+    def __init__(self, call: Call, copies: int, budget: TimingBudget):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Compilation and autotuning happen here, outside the capture.
+            for _ in range(budget.warmup_calls):
+                call(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.calls = copies * -(-self.MIN_CALLS // copies)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for repeat in range(self.calls):
+                call(repeat % copies)
+        self.graph.replay()
+        torch.cuda.synchronize()
+
+    def sample(self) -> float:
+        """Seconds of one call, averaged over the graph."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / self.calls
