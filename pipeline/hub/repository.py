@@ -106,6 +106,7 @@ def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> 
     if foreign:
         raise UserError(
             f"{repository.repo_id} already holds other weights ({', '.join(foreign[:3])}), which an engine "
-            "would load together with this release; push to another repository, or to a new branch with --revision"
+            "would load together with this release; push to another repository, or to a new branch "
+            "with --revision"
         )
     return stale
