@@ -1,0 +1,57 @@
+"""`pipeline layout`: parses options, calls `layout` and prints the table."""
+
+import json
+
+import click
+
+from .validate import WholeNumbers
+
+
+@click.command("layout")
+@click.argument("artifact")
+@click.option("--m", type=WholeNumbers(), help="Requests at once; default 1,2,4,8,16,32, on CUDA 64,128 too.")
+@click.option("--layout", "force", metavar="NAME", help="Record this layout, whatever is measured.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of activations; auto is the checkpoint's own.",
+)
+@click.option("--fresh", is_flag=True, help="Measure again, whatever was measured before.")
+@click.option("--revision", help="Branch, tag or commit, where ARTIFACT is a Hub id.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def command(
+    artifact: str,
+    m: tuple[int, ...] | None,
+    force: str | None,
+    device: str,
+    dtype: str,
+    fresh: bool,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Measure every packing layout for ARTIFACT's layers at every M, and record which serves them best.
+
+    Each layout is timed on each distinct layer shape beside the unquantized product. The plan goes into
+    ARTIFACT's scalegate.json; `pipeline serve` and `pipeline validate` follow it. Measurements are cached in
+    ~/.cache/scalegate (SCALEGATE_CACHE names another directory).
+
+    \b
+    Examples:
+        pipeline layout work/Qwen3-8B-INT4
+        pipeline layout work/Qwen3-8B-INT4 --m 1,8,64,256 --fresh
+        pipeline layout work/Qwen3-8B-INT4 --layout tinygemm
+        pipeline layout ORG/Qwen3-8B-AWQ --json
+    """
+    from ..layout import layout
+    from ..layout_table import layout_table
+
+    result = layout(artifact, ms=m, force=force, device=device, dtype=dtype, fresh=fresh, revision=revision)
+    if as_json:
+        click.echo(json.dumps(result.plan.to_json() | {"stored": result.stored}, indent=2))
+    else:
+        click.echo(layout_table(result.plan))
+        click.echo()
+    click.echo(result.note, err=as_json)

@@ -1,0 +1,113 @@
+"""Measures the layouts for a checkpoint's layers on this device, and records the plan in the artifact.
+
+Not for measuring itself: that is `layouts/choose.py`. A plan that was made here, with these versions, stands.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..layouts.all_layouts import LAYOUTS
+from ..layouts.choose import choose, default_ms
+from ..layouts.errors import UserError
+from ..layouts.layout import Problem
+from ..layouts.plan import LayoutPlan, ShapeChoice, shape_key
+from .artifact import MANIFEST_NAME, Artifact
+from .checkpoint import open_checkpoint
+from .load import problems
+from .serve import DTYPES, resolve_device
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """The plan in force, and what became of it."""
+
+    plan: LayoutPlan
+    measured: bool
+    """False where the recorded plan was made on this device for all of this, and stands."""
+    stored: bool
+    """False where there is no `scalegate.json` to write it into."""
+    note: str
+    """What became of the plan and of a verdict, in a sentence."""
+
+
+def layout(
+    artifact: str | Path,
+    *,
+    ms: Sequence[int] | None = None,
+    force: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    fresh: bool = False,
+    revision: str | None = None,
+    progress: bool = True,
+) -> LayoutResult:
+    """Choose a layout for every distinct shape of `artifact`'s quantized layers, and record the plan.
+
+    artifact: folder or Hub id, of any convention we read; the plan is stored where the folder is an artifact
+    ms:       None takes the gate's for the device
+    force:    one layout for every layer, whatever the measurements say; they are recorded all the same
+    fresh:    measure again, whatever was measured before
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}")
+    on = torch.device(resolve_device(device))
+    checkpoint = open_checkpoint(str(artifact), revision)
+    to_serve = problems(checkpoint, DTYPES[dtype], on)
+    if not to_serve:
+        raise UserError(f"{checkpoint.source} has no quantized linear layer, so there is no layout to choose")
+    ms = tuple(sorted(set(ms or default_ms(on))))
+
+    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into.
+    ours = Path(artifact).is_dir() and (checkpoint.folder / MANIFEST_NAME).is_file()
+    manifest = Artifact.read(checkpoint.folder) if ours else None
+    recorded = LayoutPlan.from_json(manifest.layout_plan) if manifest and manifest.layout_plan else None
+    if recorded is not None and not fresh and _stands(recorded, to_serve, on, ms, force):
+        return LayoutResult(recorded, False, True, "The recorded plan was made on this device and stands.")
+
+    plan = choose(to_serve, ms, force=force, fresh=fresh, progress=progress)
+    if manifest is None:
+        note = f"The plan was not stored: {checkpoint.source} has no {MANIFEST_NAME}."
+        return LayoutResult(plan, True, False, note)
+    return LayoutResult(plan, True, True, _store(plan, manifest, checkpoint.folder))
+
+
+def _stands(
+    plan: LayoutPlan,
+    to_serve: Mapping[str, Problem],
+    device: torch.device,
+    ms: Sequence[int],
+    force: str | None,
+) -> bool:
+    """Whether measuring again could only repeat what the plan holds."""
+    if not plan.matches(device):
+        return False
+    choices = {choice.shape: choice for choice in plan.choices}
+    for module, problem in to_serve.items():
+        choice = choices.get(shape_key(problem))
+        if choice is None or module not in choice.modules or not _measured_all(choice, ms):
+            return False
+        if choice.forced != (force is not None) or (force is not None and choice.layout != force):
+            return False
+    return True
+
+
+def _measured_all(choice: ShapeChoice, ms: Sequence[int]) -> bool:
+    """Every layout there is now was measured at every M, or refused."""
+    measured = choice.measured_layouts
+    return set(LAYOUTS) == {*measured, *choice.refusals} and all(
+        set(ms) <= set(choice.curve(name)) for name in measured
+    )
+
+
+def _store(plan: LayoutPlan, manifest: Artifact, folder: Path) -> str:
+    """Write the plan; a verdict given with another plan in force no longer holds, so it is let go."""
+    note = f"The plan is in {folder / MANIFEST_NAME}."
+    if manifest.verdict_sha256 is not None:
+        manifest.verdict_sha256 = None
+        note += f" The verdict was given with another plan: run `pipeline validate {folder}` again."
+    manifest.layout_plan = plan.to_json()
+    manifest.write(folder)
+    return note
