@@ -1,0 +1,185 @@
+"""What this machine can do: devices, versions, layouts, engines, Hub login, and what to install for the rest.
+
+Looks only at this machine: no request goes out, so nothing can hang.
+"""
+
+import importlib.metadata
+import platform
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from huggingface_hub import constants, get_token
+
+from ..layouts.all_layouts import LAYOUTS
+from ..layouts.int4 import Int4Weight
+from ..layouts.layout import Problem
+from ..layouts.nvfp4 import GROUP_SIZE, NVFP4Weight
+from ..layouts.plan import device_name
+
+PACKAGES = (
+    "scalegate",
+    "torch",
+    "triton",
+    "transformers",
+    "torchao",
+    "safetensors",
+    "huggingface_hub",
+    "humming-kernels",
+    "mslk",
+    "gemlite",
+    "vllm",
+)
+INSTALL = {
+    "triton": "pip install triton (Linux), for kernels on CUDA",
+    "humming-kernels": "pip install humming-kernels, for its INT4 and NVFP4 layouts on CUDA",
+    "mslk": "pip install mslk from the wheel index on pytorch.org, for its INT4 layout on Hopper",
+    "gemlite": "pip install gemlite, for its INT4 layout on CUDA",
+    "vllm": "pip install vllm in an environment of its own, and put its `vllm` on PATH, for --engine vllm",
+}
+PROBE_SHAPE = (4096, 4096)
+"""A layer of an 8 B model: N and K that every layout takes whose kernel runs here at all."""
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    kind: str
+    memory_bytes: int
+    free_bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class LayoutState:
+    """Whether one layout serves one kind of weight on one device, asked with a layer of an 8 B model."""
+
+    layout: str
+    kernel: str
+    device: str
+    problem: str
+    refusal: str | None
+
+
+@dataclass(frozen=True)
+class Engine:
+    name: str
+    available: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class HubLogin:
+    endpoint: str
+    token: bool
+    """Whether there is one; whether the Hub takes it, `hf auth whoami` asks."""
+    offline: bool
+    cache: str
+
+
+@dataclass
+class Diagnosis:
+    """What `pipeline doctor` shows."""
+
+    platform: str
+    devices: list[Device]
+    versions: dict[str, str | None]
+    """None for what is not installed."""
+    layouts: list[LayoutState]
+    engines: list[Engine]
+    hub: HubLogin
+    disk_free_bytes: int
+    """Where the command runs, which is where artifacts go unless told otherwise."""
+    cache_free_bytes: int
+    advice: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def doctor() -> Diagnosis:
+    """Look at this machine."""
+    versions = {name: _version(name) for name in PACKAGES}
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    cache = Path(constants.HF_HUB_CACHE)
+    return Diagnosis(
+        platform=f"Python {platform.python_version()}, {platform.platform()}",
+        devices=[_device(device) for device in devices],
+        versions=versions,
+        layouts=[state for device in devices for state in _layouts(device)],
+        engines=[
+            Engine("embedded", True, "Scalegate's own, on every device above"),
+            _vllm(versions["vllm"]),
+        ],
+        hub=HubLogin(constants.ENDPOINT, get_token() is not None, constants.is_offline_mode(), str(cache)),
+        disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
+        cache_free_bytes=shutil.disk_usage(_existing(cache)).free,
+        advice=_advice(versions),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device(device: torch.device) -> Device:
+    if device.type == "cpu":
+        memory = psutil.virtual_memory()
+        detail = f"{psutil.cpu_count(logical=False) or '?'} cores, {torch.get_num_threads()} threads in torch"
+        return Device(device_name(device), "cpu", memory.total, memory.available, detail)
+    free, total = torch.cuda.mem_get_info(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    detail = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+    return Device(device_name(device), str(device), total, free, detail)
+
+
+def _layouts(device: torch.device) -> list[LayoutState]:
+    n, k = PROBE_SHAPE
+    probes = {
+        "INT4 g128": Problem(Int4Weight, 128, True, n, k, torch.bfloat16, device),
+        "INT4 g128 fractional": Problem(Int4Weight, 128, False, n, k, torch.bfloat16, device),
+        "NVFP4": Problem(NVFP4Weight, GROUP_SIZE, True, n, k, torch.bfloat16, device),
+    }
+    return [
+        LayoutState(name, layout.kernel, str(device), probe, layout.refuses(problem))
+        for name, layout in LAYOUTS.items()
+        for probe, problem in probes.items()
+    ]
+
+
+def _vllm(version: str | None) -> Engine:
+    command = shutil.which("vllm")
+    if command is None:
+        return Engine("vllm", False, "no `vllm` command on PATH")
+    return Engine("vllm", True, f"{command}{f', {version}' if version else ''}")
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _advice(versions: dict[str, str | None]) -> list[str]:
+    advice = []
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        advice.append(f"no CUDA device is seen, by a torch {built}; for a GPU, see pytorch.org/get-started")
+    wanted = [name for name, version in versions.items() if version is None and name in INSTALL]
+    if not torch.cuda.is_available():
+        # Kernels for CUDA help nobody here; another engine may still run elsewhere.
+        wanted = [name for name in wanted if name == "vllm"]
+    if shutil.which("vllm") is not None:
+        wanted = [name for name in wanted if name != "vllm"]
+    advice += [INSTALL[name] for name in wanted]
+    if get_token() is None:
+        advice.append("no Hub token: log in with `hf auth login`, or set HF_TOKEN, before pushing to the Hub")
+    return advice

@@ -1,0 +1,156 @@
+"""What a checkpoint is, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
+
+Reads headers and records only, but for hashing an artifact's files; it judges nothing.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..layouts.errors import UserError
+from ..serving_check.verdict import Verdict
+from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from .checkpoint import Checkpoint, open_checkpoint
+from .conventions.all_conventions import convention_of
+from .conventions.convention import StoredWeight
+
+FORMAT_NAMES = {"Int4Weight": "INT4", "NVFP4Weight": "NVFP4", "Tensor": "FP8 blocks"}
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class FormatSummary:
+    """The modules that are stored in one way."""
+
+    format: str
+    modules: int
+    weights: int
+    """Numbers that the format stands for: the sum of N·K."""
+    nbytes: int
+    """Codes, scales, zero points and shapes together."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.nbytes * 8 / self.weights
+
+
+@dataclass
+class Inspection:
+    """What `pipeline inspect` shows."""
+
+    model: str
+    revision: str | None
+    convention: str
+    formats: list[FormatSummary]
+    kept_modules: list[str]
+    """Matrices that are stored unquantized: embeddings, the output projection, routers."""
+    kept_nbytes: int
+    """Everything that is not in `formats`, norms and biases included."""
+    weight_nbytes: int
+    shards: int
+    is_artifact: bool
+    """Whether it has a manifest of ours; the fields below are empty where it has none."""
+    source: str | None = None
+    source_revision: str | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    changed_files: list[str] = field(default_factory=list)
+    layout_plan: dict[str, Any] | None = None
+    verdict: Verdict | None = None
+    verdict_problem: str | None = None
+    """Why the verdict does not hold for this artifact as it is now; None where it does, or there is none."""
+
+    @property
+    def quantized_modules(self) -> int:
+        return sum(summary.modules for summary in self.formats)
+
+    def to_json(self) -> dict[str, Any]:
+        value = asdict(self) | {"verdict": self.verdict.to_json() if self.verdict else None}
+        value["formats"] = [asdict(s) | {"bits_per_weight": s.bits_per_weight} for s in self.formats]
+        return value
+
+
+def inspect(model: str | Path, revision: str | None = None) -> Inspection:
+    """Describe `model`, a folder or a Hub id of any convention we read."""
+    folder = Path(model).expanduser()
+    manifest = Artifact.read(folder) if (folder / MANIFEST_NAME).is_file() else None
+    try:
+        checkpoint = open_checkpoint(str(model), revision)
+    except UserError as error:
+        changed = manifest.changed_files(folder) if manifest else []
+        if not changed:
+            raise
+        lines = "\n  ".join(changed[:10])
+        raise UserError(f"{error.message}\n{folder} is not what was quantized:\n  {lines}") from error
+    convention = convention_of(checkpoint)
+    stored = convention.modules(checkpoint)
+    in_formats = {name for weight in stored.values() for name in weight.tensors}
+    inspection = Inspection(
+        model=checkpoint.source,
+        revision=checkpoint.revision,
+        convention=convention.name,
+        formats=_formats(checkpoint, stored),
+        kept_modules=_kept(checkpoint, in_formats),
+        kept_nbytes=sum(t.nbytes for name, t in checkpoint.tensors.items() if name not in in_formats),
+        weight_nbytes=checkpoint.nbytes,
+        shards=len(checkpoint.shards),
+        is_artifact=False,
+    )
+    if (checkpoint.folder / MANIFEST_NAME).is_file():
+        _add_records(inspection, checkpoint.folder)
+    return inspection
+
+
+def _formats(checkpoint: Checkpoint, stored: dict[str, StoredWeight]) -> list[FormatSummary]:
+    groups: dict[str, list[StoredWeight]] = {}
+    for weight in stored.values():
+        groups.setdefault(_format_name(weight), []).append(weight)
+    summaries = []
+    for name, weights in sorted(groups.items()):
+        # A fused tensor stands behind several modules and lies there once.
+        tensors = {tensor for weight in weights for tensor in weight.tensors}
+        summaries.append(
+            FormatSummary(
+                format=name,
+                modules=len(weights),
+                weights=sum(math.prod(weight.shape) for weight in weights),
+                nbytes=sum(checkpoint.tensors[tensor].nbytes for tensor in tensors),
+            )
+        )
+    return summaries
+
+
+def _format_name(weight: StoredWeight) -> str:
+    name = FORMAT_NAMES.get(weight.weight_format.__name__, weight.weight_format.__name__)
+    zero = ", fractional zero points" if not weight.integer_zero else ""
+    return f"{name}, groups of {weight.group_size}{zero}"
+
+
+def _kept(checkpoint: Checkpoint, in_formats: set[str]) -> list[str]:
+    return [
+        name.removesuffix(WEIGHT)
+        for name, tensor in checkpoint.tensors.items()
+        if name not in in_formats and len(tensor.shape) >= 2
+    ]
+
+
+def _add_records(inspection: Inspection, folder: Path) -> None:
+    manifest = Artifact.read(folder)
+    inspection.is_artifact = True
+    inspection.source, inspection.source_revision = manifest.source, manifest.source_revision
+    inspection.recipe, inspection.versions = manifest.recipe, manifest.versions
+    inspection.changed_files = manifest.changed_files(folder)
+    inspection.layout_plan = manifest.layout_plan
+    path = folder / VERDICT_NAME
+    if not path.is_file():
+        return
+    inspection.verdict = verdict = Verdict.read(path)
+    if verdict.artifact.bytes_digest != manifest.bytes_digest():
+        inspection.verdict_problem = "given for other bytes"
+    elif inspection.changed_files:
+        inspection.verdict_problem = "files have changed since"
+    elif manifest.verdict_sha256 != sha256_of(path):
+        inspection.verdict_problem = "edited after it was given"
+    elif verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256():
+        inspection.verdict_problem = "laid out again since"
