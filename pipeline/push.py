@@ -78,7 +78,8 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
         )
     if manifest.verdict_sha256 is None:
         raise UserError(
-            f"{folder}'s manifest knows of no verdict, so {VERDICT_NAME} was put there. Run {validate}"
+            f"{folder}'s manifest names no verdict: {VERDICT_NAME} is from before the layout plan changed, "
+            f"or was put there by hand. Run {validate}"
         )
     if manifest.verdict_sha256 != sha256_of(path):
         raise UserError(f"{path} was edited after it was given. Run {validate}")

@@ -92,21 +92,35 @@ def read_bytes(api: HfApi, repo_id: str, revision: str, path: str, start: int, l
 def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> list[str]:
     """What an earlier release of ours left there and this one no longer has.
 
-    Raises UserError where the repository holds weights that are not ours to delete: a server would load both.
+    Raises UserError where the repository holds weights that are not ours: to replace them would be to delete
+    somebody's model, and to leave them would have a server load both.
     """
-    kept = {file.path for file in files}
-    others = sorted(repository.files.keys() - kept)
-    stale: list[str] = []
+    sent = {file.path: file for file in files}
+    ours: set[str] = set()
     if MANIFEST_NAME in repository.files and repository.head is not None:
         size = repository.files[MANIFEST_NAME].size
         content = read_bytes(api, repository.repo_id, repository.head, MANIFEST_NAME, 0, size)
-        ours = {*json.loads(content)["files"], MANIFEST_NAME, VERDICT_NAME, CARD_NAME}
-        stale = [name for name in others if name in ours or name.startswith(f"{REPORT_FOLDER}/")]
-    foreign = [name for name in others if name not in stale and name.endswith(WEIGHT_SUFFIXES)]
+        ours = _named_in(content) | {
+            name for name in repository.files if name.startswith(f"{REPORT_FOLDER}/")
+        }
+    foreign = [
+        name
+        for name, remote in sorted(repository.files.items())
+        if name.endswith(WEIGHT_SUFFIXES)
+        and name not in ours
+        and not (name in sent and remote.is_same_as(sent[name]))
+    ]
     if foreign:
         raise UserError(
-            f"{repository.repo_id} already holds other weights ({', '.join(foreign[:3])}), which an engine "
-            "would load together with this release; push to another repository, or to a new branch "
-            "with --revision"
+            f"{repository.repo_id} already holds weights that are not a release of ours "
+            f"({', '.join(foreign[:3])}); push to another repository, or to a new branch with --revision"
         )
-    return stale
+    return sorted(ours & repository.files.keys() - sent.keys())
+
+
+def _named_in(manifest: bytes) -> set[str]:
+    """The files that an earlier release's manifest claims; none where it is not one of ours."""
+    try:
+        return {*json.loads(manifest)["files"], MANIFEST_NAME, VERDICT_NAME, CARD_NAME}
+    except (ValueError, KeyError, TypeError):
+        return set()

@@ -131,11 +131,12 @@ def test_a_new_branch_holds_the_release_and_not_what_main_holds(hub, pipeline, a
     assert hub.visible_files(REPO) == sorted(["model.safetensors", *INITIAL_FILES])
 
 
-def test_weights_of_another_model_are_never_mixed_with_ours(hub, pipeline, artifact):
-    hub.add_repo(REPO, {"pytorch_model.bin": b"another model"})
+@pytest.mark.parametrize("name", ["pytorch_model.bin", SHARDS[0]])
+def test_weights_of_another_model_are_neither_kept_nor_replaced(hub, pipeline, artifact, name):
+    hub.add_repo(REPO, {name: b"another model"})
     result = push(pipeline, hub, artifact)
     assert result.returncode == 2
-    assert "pytorch_model.bin" in result.stderr and "--revision" in result.stderr
+    assert name in result.stderr and "--revision" in result.stderr
     assert hub.written() == []
 
 

@@ -103,7 +103,7 @@ def break_the_verdict(artifact):
         (edit_the_config, "config.json"),
         (take_another_artifacts_verdict, "a verdict on other bytes"),
         (take_another_artifacts_verdict_and_say_so_in_the_manifest, "a verdict on other bytes"),
-        (put_a_verdict_there_by_hand, "knows of no verdict"),
+        (put_a_verdict_there_by_hand, "names no verdict"),
         (edit_the_verdict, "was edited after it was given"),
         (fail, "throughput: 0.41 at M=32, bound >= 0.93. down 256x768 on a slow kernel"),
         (fail_and_edit_it_to_a_pass, "was edited after it was given"),
