@@ -1,0 +1,123 @@
+"""Every layout that this machine can run gives `x @ dequantize().T`, on fresh random data."""
+
+import pytest
+import torch
+from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.int4 import Int4Weight
+from scalegate.layouts.layout import Problem
+from scalegate.layouts.linear import QuantizedLinear
+from scalegate.layouts.measure import random_weight
+from scalegate.layouts.nvfp4 import NVFP4Weight
+
+BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
+CASTING_BOUND = 6e-3
+"""For the layout that rounds float16 and float32 activations to bfloat16 as well."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def serving(problem: Problem) -> list[str]:
+    return [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
+
+
+def bound(name: str, dtype: torch.dtype) -> float:
+    return CASTING_BOUND if name == "cpu_int4_cast" else BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("integer_zero", [True, False], ids=["integer", "fractional"])
+@pytest.mark.parametrize(
+    ("group_size", "n", "k"), [(32, 24, 96), (64, 100, 192), (128, 256, 640), (128, 8, 128), (256, 48, 512)]
+)
+def test_int4_products_agree_with_float64(device, dtype, integer_zero, group_size, n, k):
+    problem = Problem(Int4Weight, group_size, integer_zero, n, k, dtype, torch.device(device))
+    names = serving(problem)
+    assert len(names) >= 2
+    weight = random_weight(problem)
+    truth = weight.dequantize(torch.float64)
+    for name in names:
+        packed = LAYOUTS[name].pack(weight, dtype)
+        x = torch.randn(33, k, device=device).to(dtype)
+        expected = x.double() @ truth.T
+        for m in (1, 2, 3, 4, 5, 8, 15, 16, 17, 33):
+            # Whatever the allocator hands out next must not hold an answer already.
+            poison = torch.full((m, n), float("nan"), dtype=dtype, device=device)
+            del poison
+            y = LAYOUTS[name].matmul(x[:m], packed)
+            assert y.dtype is dtype and y.shape == (m, n), name
+            # A single row of eight outputs is a small sample of the error.
+            slack = 1 if m * n >= 256 else 3
+            assert relative_error(y, expected[:m]) <= slack * bound(name, dtype), (name, m)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nvfp4_products_agree_with_float64(device, dtype):
+    problem = Problem(NVFP4Weight, 16, True, 72, 176, dtype, torch.device(device))
+    weight = random_weight(problem)
+    names = serving(problem)
+    assert "dequantize" in names
+    for name in names:
+        x = torch.randn(7, problem.k, device=device).to(dtype)
+        y = LAYOUTS[name].matmul(x, LAYOUTS[name].pack(weight, dtype))
+        expected = x.double() @ weight.dequantize(torch.float64).T
+        assert relative_error(y, expected) <= bound(name, dtype), name
+
+
+def test_a_wrong_zero_point_is_seen_by_these_bounds():
+    """Negative control: a weight off by one zero step in one group of one row in eight is not within them."""
+    problem = Problem(Int4Weight, 32, True, 64, 256, torch.bfloat16, torch.device("cpu"))
+    weight = random_weight(problem)
+    zero = weight.zero_point.clone()
+    zero[::8, 0] += 1
+    wrong = Int4Weight(weight.codes, weight.scale, zero, 32)
+    x = torch.randn(8, 256).bfloat16()
+    y = LAYOUTS["cpu_int4"].matmul(x, LAYOUTS["cpu_int4"].pack(wrong, torch.bfloat16))
+    assert relative_error(y, x.double() @ weight.dequantize(torch.float64).T) > BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_module_stands_where_a_linear_stood(bias):
+    problem = Problem(Int4Weight, 64, True, 100, 192, torch.bfloat16, torch.device("cpu"))
+    weight = random_weight(problem)
+    linear = torch.nn.Linear(192, 100, bias=bias, dtype=torch.bfloat16)
+    linear.weight.data = weight.dequantize(torch.bfloat16)
+    for name in serving(problem):
+        packed = LAYOUTS[name].pack(weight, torch.bfloat16)
+        module = QuantizedLinear(packed, linear.bias.data.clone() if bias else None)
+        hidden = torch.randn(2, 9, 192, dtype=torch.bfloat16)
+        for x in (hidden, hidden[:, -1:], hidden[:, -1], hidden[0, 0], hidden.transpose(0, 1)):
+            with torch.inference_mode():
+                y, expected = module(x), linear(x)
+            assert y.shape == expected.shape and y.dtype is expected.dtype
+            assert relative_error(y, expected.double()) < 8e-3, name
+
+
+def test_packed_tensors_are_buffers_that_move_with_the_module():
+    problem = Problem(Int4Weight, 64, True, 32, 64, torch.bfloat16, torch.device("cpu"))
+    module = QuantizedLinear(LAYOUTS["cpu_int4"].pack(random_weight(problem), torch.bfloat16), None)
+    assert set(dict(module.named_buffers())) == set(module.packed.tensors)
+    moved = module.to("meta")
+    assert {tensor.device.type for tensor in moved.packed.tensors.values()} == {"meta"}
+    assert module.state_dict() == {}
+
+
+def test_a_quantized_layer_takes_a_quarter_of_the_memory():
+    problem = Problem(Int4Weight, 128, True, 1024, 1024, torch.bfloat16, torch.device("cpu"))
+    packed = LAYOUTS["cpu_int4"].pack(random_weight(problem), torch.bfloat16)
+    assert packed.nbytes < 0.27 * 1024 * 1024 * 2
+
+
+def test_layouts_refuse_what_they_cannot_serve_and_say_why():
+    on_cpu = Problem(NVFP4Weight, 16, True, 64, 64, torch.bfloat16, torch.device("cpu"))
+    assert "takes Int4Weight" in (LAYOUTS["cpu_int4"].refuses(on_cpu) or "")
+    assert "CUDA" in (LAYOUTS["tinygemm"].refuses(on_cpu) or "")
+    odd = Problem(Int4Weight, 48, True, 64, 96, torch.bfloat16, torch.device("cpu"))
+    assert "48" in (LAYOUTS["cpu_int4"].refuses(odd) or "")
+    with pytest.raises(TypeError, match="packs Int4Weight"):
+        LAYOUTS["cpu_int4"].pack(random_weight(on_cpu), torch.bfloat16)
