@@ -61,17 +61,11 @@ class TensorInfo:
         shape = (stop - start, *self.shape[1:])
         return self._read(shape, start * row_bytes, (stop - start) * row_bytes)
 
-    def read_chunks(self) -> Iterator[bytes]:
-        """The raw bytes in order, a bounded piece at a time."""
-        with open(self.file, "rb") as file:
-            file.seek(self.offset)
-            left = self.nbytes
-            while left:
-                chunk = file.read(min(left, CHUNK_BYTES))
-                if not chunk:
-                    raise _short_read(self)
-                left -= len(chunk)
-                yield chunk
+    def read_chunks(self) -> Iterator[Tensor]:
+        """The elements in order, one-dimensional, a bounded piece at a time."""
+        for start in range(0, self.nbytes, CHUNK_BYTES):
+            nbytes = min(CHUNK_BYTES, self.nbytes - start)
+            yield self._read((nbytes // self.dtype.itemsize,), start, nbytes)
 
     def _read(self, shape: tuple[int, ...], skip: int, nbytes: int) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8)

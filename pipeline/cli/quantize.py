@@ -1,0 +1,84 @@
+"""`pipeline quantize`: options in, `pipeline.quantize.quantize` called, a summary out."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..artifact import Artifact
+
+
+@click.command("quantize")
+@click.argument("model")
+@click.option("--recipe", default="int4-hqq", show_default=True, help="A shipped recipe or a YAML file.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of the artifact."
+)
+@click.option("--export", default="compressed-tensors", show_default=True, help="Or: torchao.")
+@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option("--device", help="cpu, cuda or cuda:N; a GPU where there is one, unless said.")
+@click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def command(
+    model: str,
+    recipe: str,
+    out: Path,
+    export: str,
+    revision: str | None,
+    device: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Quantize MODEL, a folder or a Hub id, into an artifact: a checkpoint folder and scalegate.json.
+
+    It reads and writes shard by shard. Interrupted, the same command takes it up where it stopped.
+
+    \b
+    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, or a YAML file of your own.
+
+    \b
+    Examples:
+        pipeline quantize Qwen/Qwen3-8B --out qwen3-8b-int4
+        pipeline quantize ./my-model --recipe int4-hqq-g64 --out out
+        pipeline quantize ./my-model --recipe mine.yaml --export torchao --out out
+    """
+    from ..quantize import quantize
+
+    artifact = quantize(
+        model, recipe, out, revision=revision, export=export, device=device, overwrite=overwrite
+    )
+    summary = _summary(artifact, out)
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    click.echo(_as_text(summary))
+
+
+def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
+    quantization = artifact.quantization
+    return {
+        "artifact": str(out),
+        "source": artifact.source,
+        "revision": artifact.source_revision,
+        "recipe": artifact.recipe["name"],
+        "export": quantization["export"],
+        "quantized": len(quantization["modules"]),
+        "group_sizes": dict(Counter(str(m["group_size"]) for m in quantization["modules"].values())),
+        "kept": {reason: len(names) for reason, names in quantization["kept"].items()},
+        "bits_per_weight": quantization["bits_per_weight"],
+        "relative_error": quantization["relative_error"],
+        "bytes": sum(record.size for record in artifact.files.values()),
+    }
+
+
+def _as_text(summary: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{count} in groups of {size}" for size, count in summary["group_sizes"].items())
+    lines = [
+        f"{summary['artifact']}: {summary['quantized']} linear weights in INT4 ({sizes}), "
+        f"{summary['bits_per_weight']:g} bits each, {summary['bytes'] / 1e6:,.1f} MB in all",
+        f"  relative error of the weights {summary['relative_error']:.4f}",
+    ]
+    lines += [f"  kept: {count} × {reason}" for reason, count in summary["kept"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,366 @@
+"""Quantizing a checkpoint into an artifact folder: shard by shard, in bounded memory, resumable.
+
+What is quantized, and how, is the recipe's (`quantization_plan.py`); the bytes are the convention's.
+"""
+
+import errno
+import importlib.metadata
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from ..layouts.errors import UserError
+from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
+from .artifact import Artifact, FileRecord, record_files, sha256_of
+from .base_metadata import read_base_metadata
+from .checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
+from .conventions.all_conventions import EXPORTS
+from .conventions.convention import ExportConvention
+from .quantization_plan import QuantizationPlan, Step, make_plan
+from .recipe import Recipe, load_recipe
+from .shard_writer import ShardWriter, header_room
+from .skeleton import default_dtype
+from .step_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
+from .work_record import (
+    FinishedShard,
+    WorkRecord,
+    clear_folder,
+    finished_artifact,
+    locked_folder,
+    open_record,
+    parameters_digest,
+)
+
+DEFAULT_EXPORT = "compressed-tensors"
+MAX_SHARD_BYTES = 2 << 30
+SCALE_DTYPES = (torch.bfloat16, torch.float16)
+TENSORS_OF_A_LINEAR = ("packed", "scale", "zero_point", "shape")
+NOT_COPIED = ("hf_quant_config.json",)
+"""Files about a quantization of the source, which the artifact's own replaces."""
+VERSIONED_PACKAGES = ("scalegate", "torch", "transformers", "torchao")
+ERROR_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class QuantizeJob:
+    """Everything decided before the first weight is read."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    plan: QuantizationPlan
+    export: str
+    convention: ExportConvention
+    quantization_config: dict[str, Any]
+    file_metadata: dict[str, str]
+    solver: WeightSolver
+
+
+def quantize(
+    model: str | Path,
+    recipe: str | Path | Recipe = "int4-hqq",
+    out: str | Path = "artifact",
+    *,
+    revision: str | None = None,
+    export: str = DEFAULT_EXPORT,
+    device: str | torch.device | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
+) -> Artifact:
+    """Quantize `model` (a folder or a Hub id) by `recipe` into the folder `out`.
+
+    An interrupted call is taken up where it stopped by the same call again; a finished one returns at once.
+    The bytes written do not depend on interruptions, threads or, for integer zero points, the device.
+    """
+    checkpoint = open_checkpoint(model, revision)
+    job = prepare(checkpoint, load_recipe(recipe), export, device)
+    folder = Path(out).expanduser()
+    copied = _copied_files(checkpoint)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    _refuse_inside_itself(checkpoint, folder)
+    parameters = _parameters(job, max_shard_bytes, progress)
+    with _writing(folder), locked_folder(folder):
+        if overwrite:
+            clear_folder(folder, [*copied, CONFIG_NAME])
+        artifact = finished_artifact(folder, parameters)
+        if artifact is not None:
+            _notice(f"{folder} is finished already, by the same recipe from the same source", progress)
+            return artifact
+        record = open_record(folder, parameters)
+        damaged = record.drop_damaged()
+        if damaged:
+            _notice(f"{', '.join(damaged)} changed since it was written; making it again", progress)
+        for leftover in folder.rglob(f"*{PARTIAL_SUFFIX}"):
+            leftover.unlink()
+        shards = _divide(checkpoint, job.plan.steps, max_shard_bytes)
+        _write_shards(job, record, shards, progress)
+        _write_rest(job, record, shards, copied)
+        artifact = _artifact(job, record, parameters)
+        artifact.write(folder)
+        record.remove()
+    return artifact
+
+
+def prepare(
+    checkpoint: Checkpoint, recipe: Recipe, export: str, device: str | torch.device | None
+) -> QuantizeJob:
+    """Decide everything about a job, refusing what cannot work before any time is spent on it."""
+    convention = EXPORTS[export]
+    if recipe.zero_point == "fractional" and export != "torchao":
+        raise UserError(
+            f"the recipe {recipe.name!r} asks for fractional zero points, which {export} cannot store; "
+            "add `--export torchao`, or use `zero_point: integer`"
+        )
+    plan = make_plan(checkpoint, recipe)
+    config = convention.quantization_config(plan.group_sizes, recipe.symmetric, plan.ignore)
+    steps = [step for step in plan.steps if step.group_size is not None and step.linear is not None]
+    shapes = {step.linear.module: (step.linear.n, step.linear.k) for step in steps if step.linear}
+    plain = [_plain_name(step) for step in plan.steps if step.group_size is None]
+    metadata = convention.file_metadata(plan.group_sizes, shapes, plain)
+    dtype = default_dtype(checkpoint)
+    solver = WeightSolver(recipe, dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
+    return QuantizeJob(checkpoint, recipe, plan, export, convention, config, metadata, solver)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UserError(f"{device!r} is not a device; give cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is available to this torch; leave --device out to use the CPU")
+    return chosen
+
+
+def _plain_name(step: Step) -> str:
+    return f"{step.linear.module}.weight" if step.linear else step.tensor
+
+
+def _parameters(job: QuantizeJob, max_shard_bytes: int, progress: bool) -> dict[str, Any]:
+    """Everything that decides the artifact's bytes."""
+    checkpoint = job.checkpoint
+    source: dict[str, Any] = {"name": checkpoint.source, "revision": checkpoint.revision}
+    if checkpoint.revision is None:
+        paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *_copied_files(checkpoint).values()]
+        total = sum(path.stat().st_size for path in paths)
+        with _bar(total, "checking the source", progress) as bar:
+            files = {}
+            for path in paths:
+                name = path.relative_to(checkpoint.folder).as_posix()
+                files[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+                bar.update(path.stat().st_size)
+        source["files"] = files
+    return {
+        "source": source,
+        "recipe": job.recipe.to_json(),
+        "export": job.export,
+        "shard size": max_shard_bytes,
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES},
+    }
+
+
+def _divide(checkpoint: Checkpoint, steps: list[Step], max_shard_bytes: int) -> dict[str, list[Step]]:
+    """Consecutive steps to files of at most `max_shard_bytes`, unless one step alone is larger."""
+    groups: list[list[Step]] = [[]]
+    size = 0
+    for step in steps:
+        nbytes = _output_bytes(checkpoint, step)
+        if groups[-1] and size + nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(step)
+        size += nbytes
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _output_bytes(checkpoint: Checkpoint, step: Step) -> int:
+    info = checkpoint.tensors[step.tensor]
+    if step.linear is None:
+        return info.nbytes * (2 if info.dtype.itemsize == 1 else 1)
+    elements = step.linear.n * step.linear.k
+    return elements * 2 if step.group_size is None else elements // 2 + 3 * elements // step.group_size
+
+
+def _source_bytes(checkpoint: Checkpoint, step: Step) -> int:
+    info = checkpoint.tensors[step.tensor]
+    return info.nbytes if step.linear is None else step.linear.n * step.linear.k * info.dtype.itemsize
+
+
+def _write_shards(
+    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[Step]], progress: bool
+) -> None:
+    steps = [step for group in shards.values() for step in group]
+    total = sum(_source_bytes(job.checkpoint, step) for step in steps)
+    done_steps = [step for name in record.shards for step in shards[name]]
+    done = sum(_source_bytes(job.checkpoint, step) for step in done_steps)
+    count = len(done_steps)
+    with _bar(total, "quantizing", progress, done) as bar:
+        for name, group in shards.items():
+            if name in record.shards:
+                continue
+            modules: dict[str, dict[str, Any]] = {}
+            path = record.folder / name
+            room = header_room(_names_with_room(group), job.file_metadata)
+            with atomic_path(path) as partial, ShardWriter(partial, room, job.file_metadata) as writer:
+                for step in group:
+                    modules |= _carry_out(job, step, writer)
+                    count += 1
+                    bar.set_postfix_str(f"{count}/{len(steps)} tensors", refresh=False)
+                    bar.update(_source_bytes(job.checkpoint, step))
+            record.finish(name, FinishedShard(FileRecord(path.stat().st_size, sha256_of(path)), modules))
+
+
+def _names_with_room(steps: list[Step]) -> Iterator[str]:
+    """Names at least as long and as many as the tensors these steps make."""
+    for step in steps:
+        if step.linear is None:
+            yield step.tensor
+        else:
+            for tensor in TENSORS_OF_A_LINEAR:
+                yield f"{step.linear.module}._weight_{tensor}_and_more"
+
+
+def _carry_out(job: QuantizeJob, step: Step, writer: ShardWriter) -> dict[str, dict[str, Any]]:
+    """Write one step's tensors; what was measured on a quantized module, by its name."""
+    checkpoint, linear = job.checkpoint, step.linear
+    if linear is None:
+        info = checkpoint.tensors[step.tensor]
+        dtype, chunks = read_kept(checkpoint, info)
+        writer.add_chunks(step.tensor, dtype, info.shape, chunks)
+        return {}
+    if step.group_size is None:
+        values = read_linear(checkpoint, linear, 0, linear.n)
+        refuse_non_finite(checkpoint, linear.tensor, values)
+        wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
+        writer.add(_plain_name(step), values.to(torch.bfloat16) if wide else values)
+        return {}
+    solved = job.solver.solve(checkpoint, linear, step.group_size)
+    for name, tensor in job.convention.tensors(linear.module, solved.weight, job.recipe.symmetric).items():
+        writer.add(name, tensor)
+    measured = {
+        "shape": [linear.n, linear.k],
+        "group_size": step.group_size,
+        "relative_error": _rounded(solved.relative_error),
+        "squared_error": _rounded(solved.squared_error),
+        "squared_norm": _rounded(solved.squared_norm),
+    }
+    return {linear.module: measured}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{ERROR_DIGITS}g}")
+
+
+def _write_rest(
+    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[Step]], copied: Mapping[str, Path]
+) -> None:
+    """Everything but the shards: the index, the config and the files that travel along."""
+    folder = record.folder
+    if len(shards) > 1:
+        _write_index(folder, list(shards))
+    for name, path in copied.items():
+        with atomic_path(folder / name) as partial:
+            shutil.copyfile(path, partial)
+    config = {k: v for k, v in job.checkpoint.config.items() if k != "quantization_config"}
+    if job.plan.untied:
+        config["tie_word_embeddings"] = False
+        if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:
+            config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
+    config["quantization_config"] = job.quantization_config
+    write_json(folder / CONFIG_NAME, config)
+
+
+def _write_index(folder: Path, names: list[str]) -> None:
+    from .safetensors_file import read_header
+
+    headers = {name: read_header(folder / name) for name in names}
+    total = sum(info.nbytes for header in headers.values() for info in header.tensors.values())
+    weight_map = {tensor: name for name, header in headers.items() for tensor in header.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_NAME, index)
+
+
+def _copied_files(checkpoint: Checkpoint) -> dict[str, Path]:
+    paths = {path.relative_to(checkpoint.folder).as_posix(): path for path in checkpoint.other_files()}
+    return {name: path for name, path in paths.items() if name not in NOT_COPIED}
+
+
+def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) -> Artifact:
+    checkpoint, recipe = job.checkpoint, job.recipe
+    measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
+    measured = {module: measured[module] for module in job.plan.group_sizes}
+    elements = {module: value["shape"][0] * value["shape"][1] for module, value in measured.items()}
+    bits_beside_codes = 16 + (0 if recipe.symmetric else 16 if job.export == "torchao" else 4)
+    bits = sum(
+        elements[module] * (4 + bits_beside_codes / value["group_size"]) for module, value in measured.items()
+    )
+    norm = sum(value["squared_norm"] for value in measured.values())
+    error = sum(value["squared_error"] for value in measured.values())
+    quantization = {
+        "format": recipe.format,
+        "zero_point": "symmetric" if recipe.symmetric else recipe.zero_point,
+        "export": job.export,
+        "bits_per_weight": round(bits / sum(elements.values()), 4),
+        "relative_error": _rounded((error / norm) ** 0.5) if norm else 0.0,
+        "modules": {
+            module: {key: value[key] for key in ("shape", "group_size", "relative_error")}
+            for module, value in measured.items()
+        },
+        "kept": job.plan.kept,
+        "untied_lm_head": job.plan.untied,
+        "source": parameters["source"],
+        "parameters_sha256": parameters_digest(parameters),
+    }
+    return Artifact(
+        source=checkpoint.source,
+        source_revision=checkpoint.revision,
+        recipe=recipe.to_json(),
+        versions=parameters["versions"],
+        files=record_files(record.folder),
+        quantization=quantization,
+        base_metadata=read_base_metadata(checkpoint.folder),
+    )
+
+
+def _refuse_inside_itself(checkpoint: Checkpoint, folder: Path) -> None:
+    if folder.resolve() == checkpoint.folder.resolve():
+        raise UserError(f"{folder} is the checkpoint itself; give another folder with --out")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what a full or read-only disk says into a message that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(
+                f"no room to write in {folder} ({reason}); make room and run the same command again: "
+                "finished shards are kept"
+            ) from error
+        raise UserError(
+            f"cannot write in {folder} ({reason}); give a folder that can be written with --out"
+        ) from error
+
+
+def _bar(total: int, what: str, progress: bool, done: int = 0) -> tqdm:
+    return tqdm(
+        total=total, initial=done, desc=what, unit="B", unit_scale=True, disable=None if progress else True
+    )
+
+
+def _notice(text: str, progress: bool) -> None:
+    if progress:
+        click.echo(text, err=True)
