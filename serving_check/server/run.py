@@ -3,6 +3,9 @@
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -36,9 +39,7 @@ def run_server(
     factory: EngineFactory,
 ) -> None:
     """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended."""
-    with bind(options.host, options.port) as listener:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _leave)
+    with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
         metrics.model_name = description.name
         engine = EngineClient(factory, metrics)
@@ -89,6 +90,19 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@contextmanager
+def leave_on_signal() -> Iterator[None]:
+    """Inside, a signal to stop means a clean end: before HTTP runs, and after it has drained."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Before HTTP runs and after it has drained, a signal to stop means a clean end."""
     sys.exit(0)

@@ -26,13 +26,19 @@ def chat_checkpoint(example_checkpoint: Path, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def serve_command(checkpoint: Path, *options: str) -> list[str]:
-    command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(checkpoint), "--port", "0"]
-    return [*command, "--device", "cpu", *options]
+@pytest.fixture(scope="session")
+def serve_command():
+    """The command that serves a checkpoint on this machine's CPU, on a port of its own choosing."""
+
+    def command(checkpoint: Path, *options: str) -> list[str]:
+        serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(checkpoint)]
+        return [*serve, "--port", "0", "--device", "cpu", *options]
+
+    return command
 
 
 @pytest.fixture(scope="session")
-def server(chat_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
+def server(chat_checkpoint: Path, serve_command, tmp_path_factory: pytest.TempPathFactory):
     """An Endpoint: float32, 64 requests together, contexts of 512 tokens."""
     options = ["--served-model-name", "pycode", "--dtype", "float32", "--max-num-seqs", "64"]
     options += ["--max-model-len", "512", "--kv-cache-tokens", "16384"]

@@ -1,0 +1,75 @@
+"""The real server over an engine without a model: every request gets the tokens 1, 2, 3, … one a step.
+
+It starts in a second, for tests of processes and sockets: `python -P counting_server.py STEP_SECONDS [KEY]`.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Sequence
+
+from scalegate.layouts.errors import UserError
+from scalegate.serving_check.engine.request import EngineStats, SamplingParams, StepOutput
+from scalegate.serving_check.server.run import ServerOptions, run_server
+from scalegate.serving_check.server.served_model import ModelDescription
+
+REFUSED, FATAL = 666, 667
+"""Prompts of one such token: refused by the engine, and the end of the engine."""
+
+
+class CountingEngine:
+    max_model_len = 4096
+    vocab_size = 8192
+
+    def __init__(self, step_seconds: float):
+        self.step_seconds = step_seconds
+        self.running: dict[str, tuple[int, int]] = {}
+        self.steps = 0
+        self.generated = 0
+        self.running_by_step: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def warm_up(self, progress: bool | None = None) -> None:
+        pass
+
+    def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        if list(prompt) == [REFUSED]:
+            raise UserError("this engine never takes that prompt")
+        if list(prompt) == [FATAL]:
+            raise RuntimeError("the engine broke")
+        self.running[request_id] = (0, params.max_tokens)
+
+    def abort(self, request_id: str) -> None:
+        self.running.pop(request_id, None)
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(self.step_seconds)
+        self.steps += 1
+        self.generated += len(self.running)
+        self.running_by_step.append(len(self.running))
+        outputs = []
+        for request_id, (count, limit) in list(self.running.items()):
+            self.running[request_id] = (count + 1, limit)
+            reason = "length" if count + 1 == limit else None
+            outputs.append(StepOutput(request_id, (count + 1,), (), reason))
+            if reason:
+                del self.running[request_id]
+        return outputs
+
+    def stats(self) -> EngineStats:
+        by_step, self.running_by_step = tuple(self.running_by_step), []
+        return EngineStats(
+            len(self.running), 0, len(self.running) / 1000, 0, 0, self.generated, self.steps, 0.0, by_step
+        )
+
+
+if __name__ == "__main__":
+    key = sys.argv[2] if len(sys.argv) > 2 else None
+    run_server(
+        ServerOptions(port=0, api_key=key),
+        ModelDescription("counting", lambda: None),
+        functools.partial(CountingEngine, float(sys.argv[1])),
+    )

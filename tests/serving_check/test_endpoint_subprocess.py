@@ -1,0 +1,129 @@
+"""Servers started as processes of ours, and servers that somebody else started."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.serving_check.endpoints import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
+from scalegate.serving_check.endpoints.prometheus_text import by_label, parse_metrics, total
+
+COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
+COMMAND = [sys.executable, "-P", str(COUNTING_SERVER), "0.001"]
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    """Whether the process ends within that time; a zombie has ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_it_starts_on_a_port_of_its_own_serves_and_stops(tmp_path):
+    endpoint = SubprocessEndpoint(COMMAND, "counting", log=tmp_path / "log.txt")
+    with endpoint as first, SubprocessEndpoint(COMMAND, "second", log=tmp_path / "2.txt") as second:
+        assert first.base_url != second.base_url
+        assert first.model == "counting"
+        assert total(first.metrics(), "vllm:num_requests_running") == 0
+        assert UrlEndpoint(first.base_url + "/v1/").start() == first
+        processes = psutil.Process(endpoint._process.pid).children(recursive=True)
+        assert len(processes) >= 2
+    assert all(gone(process.pid, 1) for process in processes)
+    endpoint.stop()
+
+
+def test_a_command_that_dies_is_reported_with_its_last_words(tmp_path):
+    script = "import sys; print('loading'); print('no such device: tpu', file=sys.stderr); sys.exit(3)"
+    endpoint = SubprocessEndpoint([sys.executable, "-c", script], "broken", log=tmp_path / "log.txt")
+    with pytest.raises(UserError, match=r"broken ended before it served(.|\n)*no such device: tpu") as raised:
+        endpoint.start()
+    assert str(tmp_path / "log.txt") in raised.value.message
+
+
+def test_a_command_that_does_not_exist_is_reported(tmp_path):
+    with pytest.raises(UserError, match="cannot start no-such-engine"):
+        SubprocessEndpoint(["no-such-engine"], "absent", log=tmp_path / "log.txt").start()
+
+
+def test_a_command_that_never_serves_is_ended(tmp_path):
+    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    endpoint = SubprocessEndpoint(command, "hung", log=tmp_path / "log.txt", startup_timeout=1.5)
+    with pytest.raises(UserError, match="did not serve within"):
+        endpoint.start()
+    assert gone(int((tmp_path / "log.txt").read_text()))
+
+
+def test_one_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
+    script = (
+        "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
+    )
+    log = tmp_path / "log.txt"
+    endpoint = SubprocessEndpoint(
+        [sys.executable, "-c", script], "stubborn", log=log, startup_timeout=1.5, stop_timeout=0.5
+    )
+    with pytest.raises(UserError, match="did not serve"):
+        endpoint.start()
+    pids = [int(pid) for pid in log.read_text().split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+def test_nothing_is_orphaned_when_the_parent_is_killed(tmp_path):
+    log = tmp_path / "log.txt"
+    parent = (
+        "import sys, time; from pathlib import Path;"
+        "from scalegate.serving_check.endpoints import SubprocessEndpoint;"
+        f"SubprocessEndpoint({COMMAND!r}, 'counting', log=Path({str(log)!r})).start();"
+        "print('up', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert all(gone(child.pid) for child in children)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("http://127.0.0.1:9", "no server answers"), ("nonsense", "is not a URL")],
+)
+def test_a_url_where_nothing_serves(url, message):
+    with pytest.raises(UserError, match=message):
+        UrlEndpoint(url).start()
+
+
+def test_a_url_that_wants_a_key(tmp_path):
+    with SubprocessEndpoint([*COMMAND, "key"], "keyed", log=tmp_path / "log.txt", api_key="key") as endpoint:
+        with pytest.raises(UserError, match="answered 401"):
+            UrlEndpoint(endpoint.base_url).start()
+        assert UrlEndpoint(endpoint.base_url, api_key="key").start() == endpoint
+
+
+def test_vllm_is_started_by_its_own_command_and_missed_by_name(tmp_path):
+    with pytest.raises(UserError, match="no 'vllm-is-not-here' command"):
+        vllm_endpoint("model", log=tmp_path / "log.txt", executable="vllm-is-not-here")
+    endpoint = vllm_endpoint("m", log=tmp_path / "log.txt", executable=sys.executable, max_model_len=64)
+    assert endpoint.command[1:3] == ["serve", "m"]
+    assert endpoint.base_url == "http://127.0.0.1:" + endpoint.command[endpoint.command.index("--port") + 1]
+    assert "--no-enable-prefix-caching" in endpoint.command
+
+
+def test_prometheus_text_is_read_and_summed():
+    samples = parse_metrics(
+        '# HELP a x\na{model_name="m",engine="0"} 3.0\na{model_name="m",engine="1"} 4\n'
+        'b_total{running="8"} 2\nb_total{running="16"} 5e0\nbroken\n'
+    )
+    assert total(samples, "a") == 7
+    assert total(samples, "b") == total(samples, "b_total") == 7
+    assert total(samples, "c") is None
+    assert by_label(samples, "b_total", "running") == {"8": 2.0, "16": 5.0}
