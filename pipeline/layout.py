@@ -16,8 +16,8 @@ from ..layouts.layout import Problem
 from ..layouts.plan import LayoutPlan, ShapeChoice, shape_key
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoint import open_checkpoint
+from .device import DTYPES, resolve_device
 from .load import problems
-from .serve import DTYPES, resolve_device
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-
-from ..layouts.errors import UserError
 from ..serving_check.engine.request import EngineConfig
 from ..serving_check.server.run import ServerOptions, run_server
 from ..serving_check.server.served_model import ModelDescription, SamplingDefaults
-from .checkpoint import Checkpoint, open_checkpoint, read_json_object
-from .load import load_model, load_tokenizer
 
+# torch and transformers are imported inside functions here: this process starts the engine's process first,
+# and both then import them at the same time instead of one after the other.
 if TYPE_CHECKING:
-    from ..serving_check.engine.engine import Engine
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    from ..serving_check.engine.engine import Engine
+    from .checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """What the engine's process loads; picklable."""
 
-    checkpoint: Path
-    device: str
+    folder: Path
+    device: str = "auto"
     dtype: str = "auto"
-    """A key of DTYPES; auto is the checkpoint's own."""
+    """A name in `device.py`; auto is the checkpoint's own."""
     layout: str | None = None
     """One layout for every quantized layer, whatever the artifact's plan says."""
 
@@ -60,49 +57,67 @@ def serve(
     port:              0 takes a free one, which the ready line names
     served_model_name: what clients call the model; None takes `artifact` as it was given
     device:            `auto` is CUDA where there is one
-    dtype:             of activations and unquantized weights; a key of DTYPES
+    dtype:             of activations and unquantized weights; a name in `device.py`
     layout:            one layout for every quantized layer; None takes the artifact's plan
     """
-    if dtype not in DTYPES:
-        raise UserError(f"unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}")
-    checkpoint = open_checkpoint(str(artifact), revision)
-    options = ModelOptions(checkpoint.folder, resolve_device(device), dtype, layout)
+    folder = checkpoint_folder(artifact, revision)
+    name = served_model_name or str(artifact)
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_tokens=kv_cache_tokens,
         prefill_chunk=prefill_chunk,
     )
-    defaults = sampling_defaults(checkpoint)
-    for setting in defaults.not_applied:
-        print(
-            f"Note: generation_config.json asks for {setting}; this server does not apply it.",
-            file=sys.stderr,
-        )
     run_server(
         ServerOptions(host, port, api_key, drain_seconds),
-        ModelDescription(
-            name=served_model_name or str(artifact),
-            load_tokenizer=functools.partial(load_tokenizer, checkpoint),
-            defaults=defaults,
-        ),
-        functools.partial(build_engine, options, config),
+        name,
+        functools.partial(build_engine, ModelOptions(folder, device, dtype, layout), config),
+        functools.partial(describe, folder),
     )
+
+
+def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
+    """Where the checkpoint lies, once it is here: a Hub id is downloaded."""
+    folder = Path(artifact).expanduser()
+    if folder.is_dir() and revision is None:
+        return folder
+    from .checkpoint import open_checkpoint
+
+    return open_checkpoint(str(artifact), revision).folder
 
 
 def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
     """Load the model and put the engine around it; runs in the engine's process."""
     from ..serving_check.engine.engine import Engine
+    from .device import resolve_device, resolve_dtype
+    from .load import load_model
 
     loaded = load_model(
-        options.checkpoint, device=options.device, dtype=DTYPES[options.dtype], layout=options.layout
+        options.folder,
+        device=resolve_device(options.device),
+        dtype=resolve_dtype(options.dtype),
+        layout=options.layout,
     )
     ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
     return Engine(loaded.model, config, ends)
 
 
+def describe(folder: Path) -> ModelDescription:
+    """What the API process has to know of the model: its tokenizer and its maker's sampling defaults."""
+    from .checkpoint import open_checkpoint
+    from .load import load_tokenizer
+
+    checkpoint = open_checkpoint(str(folder))
+    defaults = sampling_defaults(checkpoint)
+    for setting in defaults.not_applied:
+        print(
+            f"Note: generation_config.json asks for {setting}; not applied by this server.", file=sys.stderr
+        )
+    return ModelDescription(load_tokenizer(checkpoint), defaults)
+
+
 def eos_token_ids(
-    generation: GenerationConfig, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    generation: "GenerationConfig", config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> frozenset[int]:
     """Every token that ends a sequence: the generation config's, else the model's; and the tokenizer's."""
     ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
@@ -112,20 +127,9 @@ def eos_token_ids(
     return frozenset(listed)
 
 
-def resolve_device(device: str) -> str:
-    """`auto` made concrete, anything else checked."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise UserError(f"unknown device {device!r}; give cpu, cuda or cuda:N") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("this machine has no CUDA device that PyTorch can use; give --device cpu")
-    return device
-
-
-def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
+def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
     """What the checkpoint's maker recommends, from `generation_config.json`."""
+    from .checkpoint import read_json_object
+
     path = checkpoint.folder / "generation_config.json"
     return SamplingDefaults.from_generation_config(read_json_object(path) if path.is_file() else {})

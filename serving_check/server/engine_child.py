@@ -4,6 +4,7 @@ A process of its own because tokenizing, detokenizing and writing to sockets wou
 that the next step needs.
 """
 
+import contextlib
 import gc
 import os
 import queue
@@ -100,10 +101,16 @@ def run_engine(connection: Connection, factory: EngineFactory) -> None:
         connection.send(Ready(engine.max_model_len, engine.vocab_size))
         _step_forever(engine, connection, commands)
     except UserError as error:
-        connection.send(Failed(error.message, user_error=True))
+        _send_last(connection, Failed(error.message, user_error=True))
     except BaseException as error:
         traceback.print_exc()
-        connection.send(Failed(f"{type(error).__name__}: {error}", user_error=False))
+        _send_last(connection, Failed(f"{type(error).__name__}: {error}", user_error=False))
+
+
+def _send_last(connection: Connection, message: Failed) -> None:
+    """Say why the engine is gone, to a parent that may be gone too."""
+    with contextlib.suppress(OSError):
+        connection.send(message)
 
 
 def _receive(connection: Connection, commands: "queue.SimpleQueue[Add | Abort]") -> None:

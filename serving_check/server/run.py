@@ -4,7 +4,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -35,19 +35,20 @@ class ServerOptions:
 
 def run_server(
     options: ServerOptions,
-    description: ModelDescription,
+    name: str,
     factory: EngineFactory,
+    describe: Callable[[], ModelDescription],
 ) -> None:
     """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended."""
     with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
-        metrics.model_name = description.name
+        metrics.model_name = name
         engine = EngineClient(factory, metrics)
         try:
-            tokenizer = description.load_tokenizer()  # while the engine's process loads the model
+            description = describe()  # while the engine's process loads the model
             ready = engine.wait_until_ready()
             model = ServedModel(
-                description.name, tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
+                name, description.tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
             )
             app = create_app(engine, model, metrics, options.api_key)
             config = uvicorn.Config(
@@ -57,7 +58,7 @@ def run_server(
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             )
-            print(ready_line(description.name, url_of(listener)), flush=True)
+            print(ready_line(name, url_of(listener)), flush=True)
             uvicorn.Server(config).run(sockets=[listener])
         finally:
             engine.close()

@@ -4,7 +4,7 @@ Not the weights: those are in the engine's process.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What is known of a model before its weights are loaded."""
+    """What a checkpoint says of itself besides its weights."""
 
-    name: str
-    load_tokenizer: Callable[[], Any | None]
+    tokenizer: Any | None
+    """A transformers tokenizer; None serves token ids only."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 

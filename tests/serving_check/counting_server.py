@@ -70,6 +70,7 @@ if __name__ == "__main__":
     key = sys.argv[2] if len(sys.argv) > 2 else None
     run_server(
         ServerOptions(port=0, api_key=key),
-        ModelDescription("counting", lambda: None),
+        "counting",
         functools.partial(CountingEngine, float(sys.argv[1])),
+        lambda: ModelDescription(tokenizer=None),
     )
