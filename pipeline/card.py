@@ -4,6 +4,7 @@ Nothing here measures anything, and what nobody measured or declared is left out
 """
 
 import json
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import jinja2
 import yaml
 
-from ..serving_check.settings import Bounds
+from ..serving_check.settings import Bounds, LoadSettings
 from ..serving_check.verdict import CurvePoint, Verdict
 from .artifact import Artifact
 from .bundle import report_files
 from .card_engines import engines
+from .recipe import load_recipe, shipped_recipes
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 HUB = "https://huggingface.co"
+DEFAULT_EXPORT = "compressed-tensors"
+DEFAULT_ENGINE = "embedded"
 LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 UNKNOWN = "not known"
 
@@ -38,16 +42,15 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
     method = (config.get("quantization_config") or {}).get("quant_method")
     on_hub = artifact.source_revision is not None
     base = artifact.source if on_hub else Path(artifact.source).name
-    recipe_name = artifact.recipe.get("name") or "recipe.yaml"
-    revision = f" --revision {artifact.source_revision}" if on_hub else ""
     return {
         "front_matter": front_matter(artifact, method),
         "name": name.split("/")[-1],
         "base": base,
         "base_url": f"{HUB}/{artifact.source}" if on_hub else None,
         "base_revision": artifact.source_revision,
-        "quantization": verdict.artifact.quantization,
-        "bits_per_weight": _bits(artifact.quantization.get("bits_per_weight")),
+        "quantization": _quantization(artifact, method),
+        "bits_per_weight": artifact.quantization.get("bits_per_weight"),
+        "relative_error": artifact.quantization.get("relative_error"),
         "size": _bytes(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "baseline": _baseline(verdict),
         "licence": _licence(artifact.base_metadata),
@@ -64,6 +67,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         ],
         "quality_tokens": f"{verdict.quality_tokens:,}",
         "recipe": yaml.safe_dump(artifact.recipe, sort_keys=False, allow_unicode=True).rstrip(),
+        "recipe_file": None if _is_shipped(artifact.recipe) else f"{artifact.recipe.get('name')}.yaml",
         "layouts": ", ".join(f"{count} {layout}" for layout, count in verdict.artifact.layouts.items()),
         "device": verdict.environment.device,
         "platform": verdict.environment.platform,
@@ -71,7 +75,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "dtype": verdict.environment.dtype,
         "versions": _versions(verdict.environment.versions),
         "quantize_versions": _versions(artifact.versions),
-        "reproduce": f"pipeline release {base}{revision} --recipe {recipe_name} --to {_public(to)}",
+        "reproduce": _reproduce(artifact, verdict, base, to),
         "bytes_digest": verdict.artifact.bytes_digest,
     }
 
@@ -161,10 +165,6 @@ def _number(value: float | None, digits: int) -> str:
     return UNKNOWN if value is None else f"{value:,.{digits}f}"
 
 
-def _bits(value: Any) -> str | None:
-    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, int | float) else None
-
-
 def _bytes(count: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
@@ -176,13 +176,45 @@ def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or UNKNOWN
 
 
+def _quantization(artifact: Artifact, method: str | None) -> str:
+    """`INT4 in groups of 128, asymmetric, stored as compressed-tensors`."""
+    what = str(artifact.recipe["format"]).upper()
+    sizes = {module["group_size"] for module in artifact.quantization.get("modules", {}).values()}
+    groups = " and ".join(str(size) for size in sorted(sizes)) or artifact.recipe.get("group_size")
+    symmetry = "symmetric" if artifact.recipe.get("symmetric") else "with zero points"
+    return f"{what} in groups of {groups}, {symmetry}" + (f", stored as {method}" if method else "")
+
+
+def _is_shipped(recipe: dict[str, Any]) -> bool:
+    name = recipe.get("name")
+    return name in shipped_recipes() and load_recipe(str(name)).to_json() == recipe
+
+
+def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
+    """The one command, with every setting that is not the default, and no folder of this machine in it."""
+    recipe = artifact.recipe
+    words = ["pipeline", "release", base]
+    if artifact.source_revision is not None:
+        words += ["--revision", artifact.source_revision]
+    words += ["--recipe", str(recipe.get("name")) if _is_shipped(recipe) else f"{recipe.get('name')}.yaml"]
+    export = artifact.quantization.get("export", DEFAULT_EXPORT)
+    words += [] if export == DEFAULT_EXPORT else ["--export", export]
+    load, usual = verdict.load, LoadSettings()
+    words += [] if load.ms == usual.ms else ["--m", ",".join(map(str, load.ms))]
+    words += [] if load.input_len == usual.input_len else ["--input-len", str(load.input_len)]
+    words += [] if load.output_len == usual.output_len else ["--output-len", str(load.output_len)]
+    floor = verdict.bounds.throughput_floor
+    words += (
+        [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
+    )
+    engine = verdict.environment.engine
+    words += [] if engine == DEFAULT_ENGINE or "://" in engine else ["--engine", engine]
+    target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
+    return shlex.join([*words, "--to", target])
+
+
 def _title(path: str) -> str:
-    return Path(path).stem.replace("_", " ").replace("-", " ")
-
-
-def _public(to: str) -> str:
-    """`to` without this machine's folders in it."""
-    return f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
+    return f"{Path(path).stem.replace('_', ' ')} against M"
 
 
 def _cell(text: str) -> str:

@@ -33,8 +33,7 @@ def push(
     """
     folder = Path(artifact).expanduser()
     directory = _directory(to)
-    if directory is not None and (private or create_pr or revision is not None):
-        raise UserError("--private, --create-pr and --revision are for the Hub; a folder has none of them")
+    _refuse_hub_options(directory, private, create_pr, revision)
     manifest, verdict = require_passing_verdict(folder)
     if directory is not None:
         if directory.resolve().is_relative_to(folder.resolve()):
@@ -49,6 +48,27 @@ def push(
     if dry_run:
         return plan_hub(files, target, folder)
     return publish_to_hub(files, target, folder, f"Release of {manifest.source}, quantized", progress)
+
+
+def check_target(
+    artifact: Path, to: str, private: bool = False, create_pr: bool = False, revision: str | None = None
+) -> None:
+    """Refuse what `push` to `to` would refuse whatever the artifact holds; sends nothing that writes."""
+    directory = _directory(to)
+    _refuse_hub_options(directory, private, create_pr, revision)
+    if directory is not None:
+        plan_folder([], directory)
+        return
+    from .hub.publish import HubTarget, plan_hub
+
+    plan_hub([], HubTarget(to, private, create_pr, revision), artifact)
+
+
+def _refuse_hub_options(
+    directory: Path | None, private: bool, create_pr: bool, revision: str | None
+) -> None:
+    if directory is not None and (private or create_pr or revision is not None):
+        raise UserError("--private, --create-pr and --revision are for the Hub; a folder has none of them")
 
 
 def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:

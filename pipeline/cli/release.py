@@ -1,0 +1,88 @@
+"""`pipeline release`: parses options, calls `release`, prints the verdict and what was published."""
+
+import json
+import sys
+
+import click
+
+from .push import print_result
+from .validate import INTERRUPTED, WholeNumbers
+
+
+@click.command("release")
+@click.argument("model")
+@click.option("--recipe", default="int4-hqq", show_default=True, help="A shipped recipe, or a YAML file.")
+@click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
+@click.option("--work", default="scalegate-work", show_default=True, metavar="DIR", help="Where to work.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, where it is a Hub id.")
+@click.option(
+    "--export",
+    type=click.Choice(["compressed-tensors", "torchao"]),
+    default="compressed-tensors",
+    show_default=True,
+    help="The convention to write.",
+)
+@click.option("--overwrite", is_flag=True, help="Quantize anew where DIR holds another or older job.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of activations; auto is the checkpoint's own.",
+)
+@click.option("--layout", metavar="NAME", help="One layout for every layer, whatever is measured.")
+@click.option("--baseline", metavar="MODEL", help="What to compare with; default MODEL itself.")
+@click.option(
+    "--m", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(), help="Requests at once."
+)
+@click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
+@click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
+@click.option("--max-repeats", default=15, show_default=True, help="Blocks of repeats at one M at most.")
+@click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
+@click.option("--engine", default="embedded", show_default=True, help="embedded or vllm.")
+@click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
+@click.option(
+    "--quality-tokens",
+    type=click.IntRange(min=1024),
+    default=16384,
+    show_default=True,
+    help="Held-out tokens to measure quality on.",
+)
+@click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
+@click.option("--to-revision", metavar="BRANCH", help="Push to this branch of the repository.")
+@click.option("--json", "as_json", is_flag=True, help="Print steps, verdict and push as JSON.")
+@click.pass_context
+def command(
+    context: click.Context, model: str, recipe: str, to: str, work: str, as_json: bool, **options: object
+) -> None:
+    """Quantize MODEL, lay it out, prove that it scales, and publish it.
+
+    Interrupted, run it again: what is done is found in the work folder and not done twice. Nothing is
+    published unless the gate passes.
+
+    Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 130 interrupted.
+
+    \b
+    Examples:
+        pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+        pipeline release ./my-model --recipe my-recipe.yaml --to folder:release/my-model-int4
+    """
+    from ..release import ReleaseOptions, release
+    from ..report.table import verdict_table
+
+    try:
+        result = release(model, recipe, to, work=work, options=ReleaseOptions(**options))  # type: ignore[arg-type]
+    except KeyboardInterrupt:
+        click.echo("Interrupted; run the same command again to resume.", err=True)
+        sys.exit(INTERRUPTED)
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
+    elif result.verdict is not None:
+        click.echo(verdict_table(result.verdict))
+    if result.push is not None and not as_json:
+        print_result(result.push)
+    if result.push is None and result.verdict is not None:
+        click.echo(f"Not published: the gate says {result.verdict.status}.", err=True)
+        context.exit(result.verdict.exit_status)

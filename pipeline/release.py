@@ -1,0 +1,213 @@
+"""The whole way in one call: quantize, layout, validate, push; resumed at the step where it stopped.
+
+What is done is read off the artifact itself, not off a log of steps: a step counts as done when its result is
+there and belongs to the same model, recipe, device, load and bytes. The steps are files of their own.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..serving_check.settings import Bounds, LoadSettings
+from ..serving_check.verdict import Verdict
+from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from .layout import layout as lay_out
+from .push import check_target, push
+from .push_result import PushResult
+from .quantize import DEFAULT_EXPORT, quantize
+from .recipe import Recipe, load_recipe
+from .validate import validate
+
+DEFAULT_WORK = "scalegate-work"
+
+
+@dataclass(frozen=True)
+class ReleaseOptions:
+    """What the steps are run with; the names are those of the steps' own options."""
+
+    revision: str | None = None
+    """Of the model, where it is a Hub id."""
+    export: str = DEFAULT_EXPORT
+    overwrite: bool = False
+    """Quantize anew where the work folder holds another or an older job."""
+    device: str = "auto"
+    dtype: str = "auto"
+    layout: str | None = None
+    """One layout for every layer, whatever is measured; None takes the fastest."""
+    baseline: str | None = None
+    m: Sequence[int] = LoadSettings().ms
+    input_len: int = LoadSettings.input_len
+    output_len: int = LoadSettings.output_len
+    max_repeats: int = LoadSettings.max_blocks
+    floor: float | None = None
+    engine: str = "embedded"
+    text: str | Path | None = None
+    quality_tokens: int = 16384
+    private: bool = False
+    create_pr: bool = False
+    to_revision: str | None = None
+    """The branch to push to."""
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    skipped: bool
+    reason: str
+
+
+@dataclass
+class ReleaseResult:
+    """push is None where the gate did not pass: nothing was published."""
+
+    artifact: Path
+    steps: list[Step] = field(default_factory=list)
+    verdict: Verdict | None = None
+    push: PushResult | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "artifact": str(self.artifact),
+            "steps": [vars(step) for step in self.steps],
+            "verdict": self.verdict.to_json() if self.verdict else None,
+            "push": self.push.to_json() if self.push else None,
+        }
+
+
+def release(
+    model: str | Path,
+    recipe: str | Path,
+    to: str,
+    *,
+    work: str | Path = DEFAULT_WORK,
+    options: ReleaseOptions | None = None,
+    progress: bool = True,
+) -> ReleaseResult:
+    """Quantize `model` by `recipe` in a folder under `work`, prove that it scales, and publish it to `to`.
+
+    A verdict other than a pass ends it: the result then holds the verdict and no push.
+    """
+    options = options or ReleaseOptions()
+    model = str(model)
+    chosen = load_recipe(recipe)
+    folder = Path(work).expanduser() / f"{Path(model).name}-{chosen.name}"
+    # Asked first: a push that cannot succeed should not be found out after hours of work.
+    check_target(folder, to, options.private, options.create_pr, options.to_revision)
+    result = ReleaseResult(folder)
+    _quantize(result, model, chosen, options, progress)
+    _lay_out(result, options, progress)
+    result.verdict = _validate(result, options, progress)
+    if result.verdict.status != "pass":
+        return result
+    result.push = push(
+        folder,
+        to,
+        private=options.private,
+        create_pr=options.create_pr,
+        revision=options.to_revision,
+        progress=progress,
+    )
+    unchanged = result.push.status == "unchanged"
+    _note(
+        result, "push", unchanged, f"{result.push.url} {'holds it already' if unchanged else 'holds it now'}"
+    )
+    return result
+
+
+def _quantize(
+    result: ReleaseResult, model: str, recipe: Recipe, options: ReleaseOptions, progress: bool
+) -> None:
+    # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
+    finished = not options.overwrite and (result.artifact / MANIFEST_NAME).is_file()
+    artifact = quantize(
+        model,
+        recipe,
+        result.artifact,
+        revision=options.revision,
+        export=options.export,
+        device=None if options.device == "auto" else options.device,
+        overwrite=options.overwrite,
+        progress=progress,
+    )
+    at = f" at {artifact.source_revision}" if artifact.source_revision else ""
+    _note(result, "quantize", finished, f"{result.artifact} is {model}{at} by {recipe.name}")
+
+
+def _lay_out(result: ReleaseResult, options: ReleaseOptions, progress: bool) -> None:
+    plan = lay_out(
+        result.artifact,
+        ms=options.m,
+        force=options.layout,
+        device=options.device,
+        dtype=options.dtype,
+        progress=progress,
+    )
+    _note(result, "layout", not plan.measured, plan.note)
+
+
+def _validate(result: ReleaseResult, options: ReleaseOptions, progress: bool) -> Verdict:
+    verdict, why_not = _standing_pass(result.artifact, options)
+    if verdict is not None:
+        _note(result, "validate", True, f"a pass of {verdict.created} stands for these bytes and this load")
+        return verdict
+    verdict = validate(
+        result.artifact,
+        options.baseline,
+        m=options.m,
+        engine=options.engine,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        max_repeats=options.max_repeats,
+        floor=options.floor,
+        text=options.text,
+        quality_tokens=options.quality_tokens,
+        device=options.device,
+        dtype=options.dtype,
+        progress=progress,
+    )
+    _note(result, "validate", False, f"{verdict.status} ({why_not})")
+    return verdict
+
+
+def _standing_pass(folder: Path, options: ReleaseOptions) -> tuple[Verdict | None, str]:
+    """A passing verdict that answers what is asked now, or why there is none."""
+    manifest = Artifact.read(folder)
+    path = folder / VERDICT_NAME
+    if not path.is_file() or manifest.verdict_sha256 is None:
+        return None, "there was no verdict"
+    if manifest.verdict_sha256 != sha256_of(path):
+        return None, "the verdict there was edited"
+    verdict = Verdict.read(path)
+    if (
+        verdict.artifact.bytes_digest != manifest.bytes_digest()
+        or verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256()
+    ):
+        return None, "the verdict there was given for other bytes"
+    load, asked = verdict.load, _asked_load(options)
+    if (load.ms, load.input_len, load.output_len) != (asked.ms, asked.input_len, asked.output_len):
+        return None, "the verdict there was given under another load"
+    if verdict.bounds.throughput_floor != _asked_floor(manifest, options):
+        return None, "the verdict there was given with another floor"
+    if verdict.environment.engine != options.engine:
+        return None, "the verdict there was given on another engine"
+    if verdict.status != "pass":
+        return None, f"the verdict there was {verdict.status}"
+    return verdict, ""
+
+
+def _asked_load(options: ReleaseOptions) -> LoadSettings:
+    return LoadSettings(tuple(sorted(options.m)), options.input_len, options.output_len)
+
+
+def _asked_floor(manifest: Artifact, options: ReleaseOptions) -> float:
+    if options.floor is not None:
+        return options.floor
+    return manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
+
+
+def _note(result: ReleaseResult, name: str, skipped: bool, reason: str) -> None:
+    """Record a step, and say it at once: the next one may take hours."""
+    result.steps.append(Step(name, skipped, reason))
+    print(f"{name}: {'done before, skipped; ' if skipped else ''}{reason}", file=sys.stderr, flush=True)

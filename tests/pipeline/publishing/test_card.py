@@ -1,0 +1,192 @@
+"""The model card: measured figures, the base's own metadata, and nothing unfilled or made up."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import yaml
+from passed_artifact import curve_point, give_verdict, make_artifact, passing_verdict
+from scalegate.pipeline import card, engines, quantize
+from scalegate.pipeline.artifact import Artifact, record_files
+from scalegate.pipeline.base_metadata import read_base_metadata
+from scalegate.pipeline.card import write_card
+from scalegate.pipeline.push import require_passing_verdict
+from scalegate.pipeline.recipe import load_recipe
+from scalegate.serving_check.settings import Bounds, LoadSettings
+
+NAME = "org/base-INT4"
+
+
+def card_of(folder, name=NAME, to=NAME, verdict=None, **changes):
+    """The text with fields of the manifest and of the verdict changed."""
+    manifest = replace(Artifact.read(folder), **changes)
+    given = replace(passing_verdict(manifest), **(verdict or {}))
+    give_verdict(folder, manifest, given)
+    return write_card(folder, *require_passing_verdict(folder), name, to)
+
+
+def front_matter(text):
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"base_metadata": {}},
+        {"source": "somewhere/else/base", "source_revision": None},
+        {"versions": {}},
+        {"quantization": {"bits_per_weight": 4.1563, "relative_error": 0.0872, "export": "torchao"}},
+        {"recipe": {"name": "mine", "format": "int4", "group_size": 64, "throughput_floor": 0.8}},
+    ],
+)
+def test_no_field_is_left_unfilled(artifact, changes):
+    slow = curve_point(8, 1.0, 2.0)
+    unknown = replace(
+        slow,
+        ratio=None,
+        ratio_low=None,
+        ratio_high=None,
+        artifact=replace(slow.artifact, tpot_p50_ms=None, ttft_p50_ms=None),
+    )
+    text = card_of(artifact, verdict={"curve": (curve_point(1, 100.0, 96.0), unknown)}, **changes)
+    for hole in ("None", "nan", "inf ", "{{", "{%", "To be filled", "More Information Needed", "undefined"):
+        assert hole not in text
+    assert not re.search(r"\| *\|", text), "an empty cell"
+    assert "\n\n\n" not in text
+
+
+def test_the_table_holds_the_measured_figures(artifact):
+    text = card_of(artifact, verdict={"curve": (curve_point(32, 1234.4, 1000.0),)})
+    assert "| 32 | 1,234 | 1,000 | 1.23 | 1.21 to 1.26 | 9.5 | 9.5 | 12 | 12 |" in text
+    assert "| throughput | 1.02 at M=4 | >= 0.93 | pass |" in text
+    assert "1,234 tokens of held-out text" in text
+
+
+def test_the_plots_are_shown_from_where_they_are_pushed_to(artifact):
+    text = card_of(artifact)
+    shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert shown == ["serving_check/ratio.png", "serving_check/throughput.png"]
+    assert all((artifact / path).is_file() for path in shown)
+
+
+def test_licence_languages_and_tags_are_the_bases(artifact):
+    metadata = front_matter(card_of(artifact))
+    assert metadata["license"] == "apache-2.0"
+    assert metadata["language"] == ["en", "no"], "Norwegian is not the boolean"
+    assert metadata["base_model"] == "maker/base"
+    assert metadata["base_model_relation"] == "quantized"
+    assert metadata["tags"] == ["code", "scalegate", "int4", "compressed-tensors"]
+
+
+def test_a_licence_of_its_own_keeps_its_name_and_link(artifact):
+    base = {"license": "other", "license_name": "maker-terms", "license_link": "LICENSE"}
+    text = card_of(artifact, base_metadata=base)
+    metadata = front_matter(text)
+    assert metadata["license"] == "other" and metadata["license_name"] == "maker-terms"
+    revision = Artifact.read(artifact).source_revision
+    assert metadata["license_link"] == f"https://huggingface.co/maker/base/blob/{revision}/LICENSE"
+    assert "Licence: maker-terms" in text
+
+
+def test_a_licence_file_among_ours_is_linked_as_it_is(artifact):
+    (artifact / "LICENSE").write_text("the terms")
+    base = {"license": "other", "license_name": "maker-terms", "license_link": "LICENSE"}
+    text = card_of(artifact, base_metadata=base, files=record_files(artifact))
+    assert front_matter(text)["license_link"] == "LICENSE"
+
+
+def test_an_unknown_licence_is_left_out_and_said(artifact):
+    text = card_of(artifact, base_metadata={})
+    assert "license" not in front_matter(text)
+    assert "names none" in text
+    (artifact / "LICENSE.txt").write_text("the terms")
+    assert "LICENSE.txt is among the files" in card_of(
+        artifact, base_metadata={}, files=record_files(artifact)
+    )
+
+
+def test_a_floor_of_its_own_is_said_openly(artifact):
+    assert "bounds of its own" not in card_of(artifact)
+    text = card_of(artifact, verdict={"bounds": Bounds(throughput_floor=0.8)})
+    assert "bounds of its own" in text
+    assert "throughput floor: 0.8 (the default is 0.93)" in text
+
+
+def test_one_command_makes_it_again(artifact):
+    revision = Artifact.read(artifact).source_revision
+    shipped = Artifact.read(artifact).recipe
+    load = LoadSettings(ms=(1, 2, 4, 8, 16, 32))
+    plain = card_of(artifact, verdict={"load": load})
+    # The recipe is named like a shipped one and differs from it.
+    assert f"pipeline release maker/base --revision {revision} --recipe int4-hqq.yaml --to {NAME}\n" in plain
+    assert "save the recipe above as `int4-hqq.yaml`" in plain
+    changed = card_of(
+        artifact,
+        recipe=shipped | {"name": "mine", "throughput_floor": 0.8},
+        verdict={"load": LoadSettings(ms=(1, 8)), "bounds": Bounds(throughput_floor=0.7)},
+    )
+    assert f"--recipe mine.yaml --m 1,8 --floor 0.7 --to {NAME}\n" in changed
+
+
+def test_the_card_knows_the_defaults_of_the_command_it_shows():
+    assert card.DEFAULT_EXPORT == quantize.DEFAULT_EXPORT
+    assert card.DEFAULT_ENGINE == engines.EMBEDDED
+
+
+def test_a_shipped_recipe_is_named_and_not_saved(artifact):
+    text = card_of(artifact, recipe=load_recipe("int4-hqq").to_json())
+    assert "--recipe int4-hqq --m 1,4 --to" in text
+    assert "ships with Scalegate" in text and "save the recipe" not in text
+
+
+def test_no_folder_of_this_machine_is_told(artifact, tmp_path):
+    text = card_of(
+        artifact,
+        name="release",
+        to=f"folder:{tmp_path}/release",
+        source=f"{tmp_path}/models/base",
+        source_revision=None,
+    )
+    assert str(tmp_path) not in text
+    assert "pipeline release base --recipe" in text and "--to folder:release" in text
+    assert "base_model" not in {k for k in front_matter(text) if k != "base_model_relation"}
+
+
+def test_only_engines_that_read_the_convention_are_named(artifact):
+    assert "sglang" in card_of(artifact)
+    (artifact / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    text = card_of(artifact, files=record_files(artifact))
+    assert "sglang" not in text and "pip install transformers torchao" in text
+
+
+def test_a_card_is_the_same_whenever_it_is_written(artifact):
+    assert card_of(artifact) == card_of(artifact)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "---\nlicense: mit\nlanguage: [en, no]\nwidget: []\n---\n# x",
+            {"license": "mit", "language": ["en", "no"]},
+        ),
+        ("# no front matter", {}),
+        ("---\nlicense: mit", {}),
+        ("---\n: [\n---\n", {}),
+        ("---\n- a list\n---\n", {}),
+        ("", {}),
+    ],
+)
+def test_base_metadata_is_read_from_front_matter_and_nothing_else(tmp_path, text, expected):
+    (tmp_path / "README.md").write_text(text)
+    assert read_base_metadata(tmp_path) == expected
+
+
+def test_a_base_without_a_card_has_no_metadata(tmp_path):
+    assert read_base_metadata(tmp_path) == {}
+
+
+def test_two_artifacts_have_two_cards(tmp_path):
+    one, other = (make_artifact(tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    assert card_of(one) != card_of(other), "the digest of the bytes is in it"
