@@ -7,10 +7,14 @@ first of them. A new layout is one file and one line here.
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
 from .layout import LAYOUTS, Layout
+from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
 from .tinygemm import Tinygemm
 
 IN_ORDER: tuple[Layout, ...] = (
+    SWAP_AB,
     Tinygemm(),
+    SWAP_AB_PORTABLE,
+    SWAP_AB_INVARIANT,
     CPU_INT4,
     # What stands behind the exact product is picked by a measurement or by the user alone: the one rounds
     # what was asked for in float32, the other is slower still.

@@ -1,0 +1,105 @@
+"""Our own INT4 layout: the weight in the order of the matrix unit's registers, unpacked without conversions.
+
+What the bytes are and why they are fast is in `kernels/int4_swap_ab.py`; here are the layouts that read them. Not
+for the CPU.
+
+    swap_ab            Hopper; kernel and split of K chosen by the bucket of M, the library's product for large M
+    swap_ab_invariant  Hopper; one order of summation for every M, so a row's bits do not depend on its company
+    swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels import int4_hopper, int4_swap_ab
+from .int4 import Int4Weight, unpack_nibbles
+from .int4_affine import require_int4
+from .layout import PackedWeight, Problem, QuantizedWeight
+
+GROUP_SIZES = (32, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+HOPPER = (9, 0)
+PORTABLE = (8, 0)
+
+
+class SwapAB:
+    """The Hopper kernel on the packed bytes."""
+
+    kernel = "int4_hopper_kernel"
+
+    def __init__(self, name: str, batch_invariant: bool):
+        self.name = name
+        self.batch_invariant = batch_invariant
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = refuses_format(problem)
+        if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
+            return "is written for compute capability 9.0 (Hopper)"
+        return refusal
+
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+        packed = pack(self.name, weight, dtype)
+        arrivals = torch.zeros(int4_hopper.ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
+        tensors = {**packed.tensors, "arrivals": arrivals}
+        return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        tensors, meta = packed.tensors, packed.meta
+        x = x.contiguous()
+        if x.data_ptr() % 16:
+            x = x.clone()
+        return int4_hopper.matmul(
+            x, tensors["words"], tensors["meta"], tensors["arrivals"],
+            packed.shape[0], meta["group_size"], bool(meta["fractional"]), self.batch_invariant,
+        )  # fmt: skip
+
+
+class SwapABPortable:
+    """The plain Triton kernel on the packed bytes."""
+
+    name = "swap_ab_portable"
+    kernel = "int4_swap_ab_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = refuses_format(problem)
+        if refusal is None and torch.cuda.get_device_capability(problem.device) < PORTABLE:
+            return "needs compute capability 8.0"
+        return refusal
+
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+        return pack(self.name, weight, dtype)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        tensors, meta = packed.tensors, packed.meta
+        return int4_swap_ab.matmul(
+            x.contiguous(), tensors["words"], tensors["meta"],
+            packed.shape[0], meta["group_size"], bool(meta["fractional"]),
+        )  # fmt: skip
+
+
+def refuses_format(problem: Problem) -> str | None:
+    """What every kernel on these bytes refuses."""
+    if problem.weight_format is not Int4Weight:
+        return f"takes Int4Weight, not {problem.weight_format.__name__}"
+    if problem.device.type != "cuda":
+        return f"runs on CUDA, not on {problem.device.type}"
+    if problem.dtype not in DTYPES:
+        return f"takes bfloat16 or float16 activations, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.group_size not in GROUP_SIZES and problem.group_size % 128:
+        return f"takes groups of 32, 64 or a multiple of 128, not {problem.group_size}"
+    return None
+
+
+def pack(layout: str, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    weight = require_int4(weight, layout)
+    tensors = {
+        "words": int4_swap_ab.pack_words(unpack_nibbles(weight.codes)),
+        "meta": int4_swap_ab.pack_meta(weight.scale, weight.zero_point, weight.group_size, dtype),
+    }
+    meta = {"group_size": min(weight.group_size, 128), "fractional": int(not weight.has_integer_zero)}
+    return PackedWeight(layout, weight.shape, dtype, tensors, meta)
+
+
+SWAP_AB = SwapAB("swap_ab", batch_invariant=False)
+SWAP_AB_INVARIANT = SwapAB("swap_ab_invariant", batch_invariant=True)
+SWAP_AB_PORTABLE = SwapABPortable()
