@@ -301,9 +301,10 @@ def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) 
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
     measured = {module: measured[module] for module in job.plan.group_sizes}
     elements = {module: value["shape"][0] * value["shape"][1] for module, value in measured.items()}
-    bits_beside_codes = 16 + (0 if recipe.symmetric else 16 if job.export == "torchao" else 4)
+    bits_of_zero = 16 if job.export == "torchao" else 0 if recipe.symmetric else 4
     bits = sum(
-        elements[module] * (4 + bits_beside_codes / value["group_size"]) for module, value in measured.items()
+        elements[module] * (4 + (16 + bits_of_zero) / value["group_size"])
+        for module, value in measured.items()
     )
     norm = sum(value["squared_norm"] for value in measured.values())
     error = sum(value["squared_error"] for value in measured.values())
