@@ -41,13 +41,17 @@ class QuantizedLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        # On a small model this method's own overhead is most of the layer's time: the packed weight and the
-        # bias flag are plain attributes, because a buffer or parameter is looked up four times slower.
+        # On a small model this method's own overhead is a good part of the layer's time. So the packed weight
+        # and the bias flag are plain attributes, since a buffer or parameter is looked up four times slower,
+        # and the shape that decoders use is written out, since unpacking it costs another microsecond.
         rows = x.reshape(-1, self.in_features).contiguous()
         y = self.layout.matmul(rows, self._packed)
         if self._has_bias:
             y.add_(self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
+        shape = x.shape
+        if len(shape) == 3:
+            return y.view(shape[0], shape[1], self.out_features)
+        return y.view(*shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return (

@@ -25,8 +25,8 @@ class TimingBudget:
 
     samples: int = 32
     sample_seconds: float = 0.0005
-    """A sample repeats a quick call for about this long."""
-    seconds: float = 2.0
+    """A sample repeats a quick call for about this long, and is cut off where it takes ten times as long."""
+    seconds: float = 1.0
     """No new round of samples is begun after this, once there are HOPELESS_SAMPLES rounds."""
     warmup_calls: int = 3
 
@@ -67,6 +67,7 @@ class _CpuContestant:
         self.call = call
         self.copies = copies
         self.repeats = 1
+        self.longest = 10 * budget.sample_seconds
         for copy in range(min(copies, budget.warmup_calls)):
             call(copy)
         once = self.sample()
@@ -74,11 +75,15 @@ class _CpuContestant:
 
     def sample(self) -> float:
         """Seconds of one call, averaged over the repeats."""
-        call, copies = self.call, self.copies
-        start = time.perf_counter()
+        call, copies, clock = self.call, self.copies, time.perf_counter
+        start = clock()
+        deadline = start + self.longest
         for repeat in range(self.repeats):
             call(repeat % copies)
-        return (time.perf_counter() - start) / self.repeats
+            now = clock()
+            if now > deadline:
+                break
+        return (now - start) / (repeat + 1)
 
 
 class _GraphContestant:

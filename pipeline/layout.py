@@ -16,7 +16,7 @@ from ..layouts.layout import Problem
 from ..layouts.plan import LayoutPlan, ShapeChoice, shape_key
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoint import open_checkpoint
-from .device import DTYPES, resolve_device
+from .device import resolve_device, resolve_dtype
 from .load import problems
 
 
@@ -51,11 +51,9 @@ def layout(
     force:    one layout for every layer, whatever the measurements say; they are recorded all the same
     fresh:    measure again, whatever was measured before
     """
-    if dtype not in DTYPES:
-        raise UserError(f"unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}")
     on = torch.device(resolve_device(device))
     checkpoint = open_checkpoint(str(artifact), revision)
-    to_serve = problems(checkpoint, DTYPES[dtype], on)
+    to_serve = problems(checkpoint, resolve_dtype(dtype), on)
     if not to_serve:
         raise UserError(f"{checkpoint.source} has no quantized linear layer, so there is no layout to choose")
     ms = tuple(sorted(set(ms or default_ms(on))))
