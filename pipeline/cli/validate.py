@@ -1,0 +1,142 @@
+"""`pipeline validate`: parses options, calls `validate`, prints the verdict and exits by it."""
+
+import json
+import sys
+
+import click
+
+INTERRUPTED = 130
+
+
+class WholeNumbers(click.ParamType):
+    """`1,2,4` as a tuple of whole numbers."""
+
+    name = "M,M,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            return tuple(int(word) for word in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 1,2,4,8", param, ctx)
+
+
+@click.command("validate")
+@click.argument("artifact")
+@click.option(
+    "--baseline", metavar="MODEL", help="What to compare with; default what ARTIFACT was made from."
+)
+@click.option(
+    "--m", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(), help="Requests at once."
+)
+@click.option("--report", metavar="DIR", help="Also write the verdict, an HTML page and the plots here.")
+@click.option("--engine", default="embedded", show_default=True, help="embedded, vllm, or a server's URL.")
+@click.option("--baseline-engine", metavar="ENGINE", help="The same for the baseline; default as --engine.")
+@click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
+@click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
+@click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
+@click.option(
+    "--max-repeats",
+    default=15,
+    show_default=True,
+    help="Blocks of four interleaved repeats at one M before giving up undecided.",
+)
+@click.option("--warmups", default=1, show_default=True, help="Unmeasured repeats at each M, on each side.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
+@click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
+@click.option(
+    "--quality-tokens",
+    type=click.IntRange(min=1024),
+    default=8192,
+    show_default=True,
+    help="Held-out tokens to measure quality on.",
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of activations and unquantized weights, on both sides; auto is each checkpoint's own.",
+)
+@click.option("--layout", metavar="NAME", help="Try one layout for every quantized layer.")
+@click.option("--revision", help="Of ARTIFACT, where it is a Hub id.")
+@click.option("--baseline-revision", help="Of the baseline, where it is a Hub id.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
+@click.pass_context
+def command(
+    context: click.Context,
+    artifact: str,
+    baseline: str | None,
+    m: tuple[int, ...],
+    report: str | None,
+    engine: str,
+    baseline_engine: str | None,
+    input_len: int,
+    output_len: int,
+    waves: int,
+    max_repeats: int,
+    warmups: int,
+    seed: int,
+    floor: float | None,
+    text: str | None,
+    quality_tokens: int,
+    device: str,
+    dtype: str,
+    layout: str | None,
+    revision: str | None,
+    baseline_revision: str | None,
+    as_json: bool,
+) -> None:
+    """Serve ARTIFACT beside its baseline under load at every M, check it, and give a verdict.
+
+    ARTIFACT is a folder or a Hub id: one of Scalegate's, or any compressed-tensors, ModelOpt, torchao or
+    plain checkpoint. The verdict goes into ARTIFACT (serving_check.json and serving_check/), where that is
+    Scalegate's, and into --report.
+
+    Exit status: 0 pass, 1 fail, 2 inconclusive or unusable input, 130 interrupted.
+
+    \b
+    Examples:
+        pipeline validate work/Qwen3-8B-INT4
+        pipeline validate ORG/Qwen3-8B-AWQ --baseline Qwen/Qwen3-8B --report report
+        pipeline validate work/Qwen3-8B-INT4 --m 1,8,64,128 --input-len 512 --output-len 128
+        pipeline validate work/Qwen3-8B-INT4 --engine http://127.0.0.1:8000 --baseline-engine http://127.0.0.1:8001
+    """
+    from ..report.table import verdict_table
+    from ..validate import validate
+
+    try:
+        verdict = validate(
+            artifact,
+            baseline,
+            m=m,
+            report=report,
+            engine=engine,
+            baseline_engine=baseline_engine,
+            input_len=input_len,
+            output_len=output_len,
+            waves=waves,
+            max_repeats=max_repeats,
+            warmups=warmups,
+            seed=seed,
+            floor=floor,
+            text=text,
+            quality_tokens=quality_tokens,
+            device=device,
+            dtype=dtype,
+            layout=layout,
+            revision=revision,
+            baseline_revision=baseline_revision,
+        )
+    except KeyboardInterrupt:
+        # Click would exit with 1, which here means that the artifact failed.
+        click.echo("Interrupted; both servers are stopped, nothing was decided.", err=True)
+        sys.exit(INTERRUPTED)
+    if as_json:
+        click.echo(json.dumps(verdict.to_json(), indent=2, ensure_ascii=False))
+    else:
+        click.echo(verdict_table(verdict))
+    context.exit(verdict.exit_status)

@@ -1,0 +1,72 @@
+"""Writes a verdict's report: a self-contained HTML page and the plots as PNG files beside it."""
+
+import base64
+import json
+from pathlib import Path
+
+import jinja2
+
+from ...layouts.files import atomic_path
+from ...serving_check.verdict import Verdict
+from .plots import draw_plots
+
+TEMPLATE = Path(__file__).parent / "page.html.j2"
+PAGE_NAME = "report.html"
+PLOT_TITLES = {
+    "throughput.png": "Output throughput against M",
+    "ratio.png": "Throughput ratio against M, with confidence intervals and the floor",
+    "tpot.png": "Time per output token against M",
+    "ttft.png": "Time to first token against M",
+}
+
+
+def write_report(verdict: Verdict, folder: Path) -> None:
+    """`report.html` and the plots into `folder`, each atomically; other files there are left alone."""
+    plots = draw_plots(verdict)
+    for name, content in plots.items():
+        with atomic_path(folder / name) as partial:
+            partial.write_bytes(content)
+    with atomic_path(folder / PAGE_NAME) as partial:
+        partial.write_text(render_page(verdict, plots), encoding="utf-8")
+
+
+def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
+    """The page, with the plots inside it, so that it can be sent about as one file."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    images = [
+        {"title": PLOT_TITLES[name], "uri": "data:image/png;base64," + base64.b64encode(content).decode()}
+        for name, content in plots.items()
+    ]
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        verdict=verdict,
+        images=images,
+        settings=_settings(verdict),
+        raw=json.dumps(verdict.to_json(), indent=2, ensure_ascii=False),
+    )
+
+
+def _settings(verdict: Verdict) -> list[tuple[str, str]]:
+    environment, load = verdict.environment, verdict.load
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    engine = environment.engine
+    if environment.baseline_engine != engine:
+        engine += f" (baseline: {environment.baseline_engine})"
+    return [
+        ("Device", f"{environment.device}; {environment.cpu_count} CPUs; {environment.platform}"),
+        ("Engine", f"{engine}, {environment.dtype}"),
+        ("Versions", versions),
+        (
+            "Load",
+            f"closed loop, {load.input_len} tokens in, {load.output_len} out, {load.waves} wave(s) a repeat, "
+            f"at most {load.max_blocks} blocks of four repeats at one M, seed {load.seed}",
+        ),
+        ("Held-out text", f"{verdict.quality_tokens:,} tokens, sha256 {verdict.quality_text_sha256[:16]}…"),
+        ("Artifact bytes", f"sha256 {verdict.artifact.bytes_digest}"),
+        ("Layout plan", f"sha256 {verdict.artifact.layout_plan_sha256 or 'none'}"),
+        ("Layouts", ", ".join(f"{n} × {name}" for name, n in verdict.artifact.layouts.items()) or "none"),
+        ("Baseline bytes", f"sha256 {verdict.baseline.bytes_digest}"),
+        ("Measured", f"{verdict.created}, in {verdict.duration_seconds:.0f} s"),
+    ]

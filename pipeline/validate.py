@@ -1,0 +1,268 @@
+"""Proves, or refuses, that an artifact serves as fast as its baseline, and writes the verdict down.
+
+The order of the work is here; what is measured and decided is `serving_check/`.
+"""
+
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ..layouts.choose import choose
+from ..layouts.errors import UserError
+from ..layouts.plan import LayoutPlan
+from ..serving_check.checks.diagnosis import Diagnosis, diagnose
+from ..serving_check.environment import describe_environment
+from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, judge, serve_and_measure
+from ..serving_check.settings import Bounds, LoadSettings
+from ..serving_check.verdict import Verdict, overall_status
+from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from .baseline import open_baseline
+from .checkpoint import Checkpoint, open_checkpoint
+from .device import DTYPES, resolve_device
+from .engines import EMBEDDED, EngineOptions, endpoint_of, is_url
+from .in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
+from .load import problems
+from .report.write import write_report
+from .subject import describe_subject
+
+REPORT_FOLDER = "serving_check"
+QUALITY_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call of `validate`, its arguments checked and its defaults filled in."""
+
+    artifact: Checkpoint
+    baseline: Checkpoint
+    manifest: Artifact | None
+    """None for a checkpoint that Scalegate did not make."""
+    load: LoadSettings
+    bounds: Bounds
+    engine: str
+    baseline_engine: str
+    device: str
+    dtype: str
+    layout: str | None
+    text: Path | None
+    quality_tokens: int
+    progress: bool
+
+    @property
+    def in_process(self) -> LoadOptions:
+        return LoadOptions(self.device, DTYPES[self.dtype], self.layout, self.progress)
+
+    @property
+    def command(self) -> str:
+        """What measures this again; every setting is spelled out, so that no default can change it."""
+        words = ["pipeline", "validate", self.artifact.source, "--baseline", self.baseline.source]
+        options = {
+            "revision": self.artifact.revision,
+            "baseline-revision": self.baseline.revision,
+            "m": ",".join(map(str, self.load.ms)),
+            "input-len": self.load.input_len,
+            "output-len": self.load.output_len,
+            "waves": self.load.waves,
+            "max-repeats": self.load.max_blocks,
+            "warmups": self.load.warmups,
+            "seed": self.load.seed,
+            "floor": self.bounds.throughput_floor,
+            "text": self.text,
+            "quality-tokens": self.quality_tokens,
+            "engine": self.engine,
+            "baseline-engine": self.baseline_engine,
+            "device": self.device,
+            "dtype": self.dtype,
+            "layout": self.layout,
+        }
+        for name, value in options.items():
+            words += [] if value is None else [f"--{name}", str(value)]
+        return shlex.join(words)
+
+
+def validate(
+    artifact: str | Path,
+    baseline: str | Path | None = None,
+    *,
+    m: Sequence[int] = LoadSettings.ms,
+    report: str | Path | None = None,
+    engine: str = EMBEDDED,
+    baseline_engine: str | None = None,
+    input_len: int = LoadSettings.input_len,
+    output_len: int = LoadSettings.output_len,
+    waves: int = LoadSettings.waves,
+    max_repeats: int = LoadSettings.max_blocks,
+    warmups: int = LoadSettings.warmups,
+    seed: int = LoadSettings.seed,
+    floor: float | None = None,
+    text: str | Path | None = None,
+    quality_tokens: int = QUALITY_TOKENS,
+    device: str = "auto",
+    dtype: str = "auto",
+    layout: str | None = None,
+    revision: str | None = None,
+    baseline_revision: str | None = None,
+    progress: bool = True,
+) -> Verdict:
+    """Serve `artifact` and `baseline` side by side under load at every M, run every check, and decide.
+
+    artifact:        folder or Hub id, of any convention we read
+    baseline:        what to compare with; None takes the checkpoint that the artifact was made from
+    report:          folder for the verdict, the page and the plots, besides those in the artifact itself
+    engine:          `embedded`, `vllm`, or the URL of a server that is already running
+    baseline_engine: the same for the baseline; None takes `engine`, or `embedded` where that is a URL
+    max_repeats:     blocks of four interleaved repeats at one M before it is called undecided
+    floor:           least throughput ratio; None takes the recipe's, or the default
+    text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
+    layout:          one layout for every quantized layer, to try it; the artifact then keeps its old verdict
+    """
+    started = time.monotonic()
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}")
+    load = LoadSettings(tuple(sorted(m)), input_len, output_len, waves, max_repeats, warmups, seed)
+    checkpoint = open_checkpoint(str(artifact), revision)
+    manifest = _unchanged_manifest(checkpoint.folder)
+    bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
+    run = _Run(
+        artifact=checkpoint,
+        baseline=open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision),
+        manifest=manifest,
+        load=load,
+        bounds=bounds if floor is None else replace(bounds, throughput_floor=floor),
+        engine=engine,
+        baseline_engine=baseline_engine or (EMBEDDED if is_url(engine) else engine),
+        device=resolve_device(device),
+        dtype=dtype,
+        layout=layout,
+        text=None if text is None else Path(text),
+        quality_tokens=quality_tokens,
+        progress=progress,
+    )
+    verdict = _measure_and_judge(run, started)
+    _write(verdict, run, None if report is None else Path(report))
+    return verdict
+
+
+def _measure_and_judge(run: _Run, started: float) -> Verdict:
+    _require_context(run.artifact, run.load)
+    _require_context(run.baseline, run.load)
+    text = read_held_out(run.text, run.artifact, run.baseline, run.quality_tokens)
+    figures = take_figures(run.artifact, run.baseline, text, run.in_process)
+    served = _serve(run, text)
+    used = figures.loaded.layouts if run.engine == EMBEDDED else {}
+    checks = judge(
+        figures.loaded,
+        figures.baseline_loaded,
+        figures.comparison,
+        served,
+        BaselineScorer(run.baseline, run.in_process),
+        _explainer(run, used),
+        run.load,
+        run.bounds,
+    )
+    baseline_layouts = figures.baseline_loaded.layouts if run.baseline_engine == EMBEDDED else {}
+    return Verdict(
+        status=overall_status(checks),
+        artifact=describe_subject(run.artifact, run.manifest, used),
+        baseline=describe_subject(run.baseline, None, baseline_layouts),
+        checks=tuple(checks),
+        curve=tuple(served.curve),
+        environment=describe_environment(run.device, figures.dtype, run.engine, run.baseline_engine),
+        load=run.load,
+        bounds=run.bounds,
+        quality_tokens=figures.comparison.tokens,
+        quality_text_sha256=text.sha256,
+        command=run.command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        duration_seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def _serve(run: _Run, text: HeldOutText) -> Served:
+    """Both servers up at once, loaded in turn, and down again whatever happens."""
+    logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
+    options = EngineOptions(run.device, run.dtype, run.load, logs, run.progress)
+    ours = endpoint_of(run.engine, "artifact", run.artifact.folder, options, run.layout)
+    theirs = endpoint_of(run.baseline_engine, "baseline", run.baseline.folder, options)
+    with ours as artifact, theirs as baseline:
+        floor = run.bounds.throughput_floor
+        served = serve_and_measure(
+            artifact, baseline, run.load, floor, text.token_ids, text.tokenize, progress=run.progress
+        )
+    # Left behind where a server failed: the error names the log.
+    shutil.rmtree(logs)
+    return served
+
+
+def _unchanged_manifest(folder: Path) -> Artifact | None:
+    """The artifact's manifest; None for a checkpoint that is not ours. UserError where its bytes changed."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return None
+    manifest = Artifact.read(folder)
+    changed = manifest.changed_files(folder)
+    if changed:
+        raise UserError(
+            f"{folder} is not what was quantized:\n  "
+            + "\n  ".join(changed[:10])
+            + "\nRestore these files, or quantize again."
+        )
+    return manifest
+
+
+def _require_context(checkpoint: Checkpoint, load: LoadSettings) -> None:
+    text_config = checkpoint.config.get("text_config") or checkpoint.config
+    context = text_config.get("max_position_embeddings")
+    needed = max(load.input_len + load.output_len, CANARY_PROMPT + CANARY_LENGTH)
+    if isinstance(context, int) and needed > context:
+        raise UserError(
+            f"requests of {load.input_len} + {load.output_len} tokens (at least {needed}) do not fit the "
+            f"{context} tokens of {checkpoint.source}'s context; lower --input-len or --output-len"
+        )
+
+
+def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]:
+    """Explains a slow M from the artifact's plan, or from one measured now where that does not cover it."""
+    recorded = run.manifest.layout_plan if run.manifest else None
+    plans = [LayoutPlan.from_json(recorded)] if recorded else []
+
+    def explain(m: int) -> Diagnosis:
+        if not used:
+            return Diagnosis("No layer ran in one of Scalegate's layouts, so none of them is to blame.")
+        if not plans or not _covers(plans[0], used):
+            to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
+            plans[:] = [choose(to_serve, ms=run.load.ms, progress=run.progress)]
+        return diagnose(plans[0], used, m, run.bounds.throughput_floor)
+
+    return explain
+
+
+def _covers(plan: LayoutPlan, used: Mapping[str, str]) -> bool:
+    """Whether the plan timed every layer in the layout it was served in."""
+    timed = {
+        (module, measurement.layout)
+        for choice in plan.choices
+        for measurement in choice.measurements
+        for module in choice.modules
+    }
+    return all(item in timed for item in used.items())
+
+
+def _write(verdict: Verdict, run: _Run, report: Path | None) -> None:
+    """Into the artifact, if it is ours, and into `report`; the manifest last, since it names the verdict.
+
+    A forced layout is not what the artifact will be served in, so its verdict goes into `report` alone.
+    """
+    if report is not None:
+        write_report(verdict, report)
+        verdict.write(report / VERDICT_NAME)
+    if run.manifest is not None and run.layout is None:
+        folder = run.artifact.folder
+        write_report(verdict, folder / REPORT_FOLDER)
+        verdict.write(folder / VERDICT_NAME)
+        run.manifest.verdict_sha256 = sha256_of(folder / VERDICT_NAME)
+        run.manifest.write(folder)

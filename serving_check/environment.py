@@ -1,0 +1,46 @@
+"""What a measurement was taken on, so that its reader can tell whether it applies to them."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from ..layouts.plan import device_name
+from .verdict import Environment
+
+PACKAGES = (
+    "scalegate",
+    "torch",
+    "transformers",
+    "triton",
+    "torchao",
+    "humming-kernels",
+    "gemlite",
+    "mslk",
+    "vllm",
+)
+
+
+def describe_environment(device: str, dtype: str, engine: str, baseline_engine: str) -> Environment:
+    """This machine, now."""
+    return Environment(
+        device=device_name(torch.device(device)),
+        engine=engine,
+        baseline_engine=baseline_engine,
+        dtype=dtype,
+        versions=package_versions(),
+        platform=platform.platform(),
+        cpu_count=os.cpu_count() or 1,
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Python's version and those of the installed packages that a figure may depend on."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
