@@ -1,0 +1,154 @@
+"""`pipeline layout`: the plan is measured here, kept in the artifact, and followed when it is loaded."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+from scalegate.layouts import choose as choose_module
+from scalegate.layouts.errors import UserError
+from scalegate.layouts.measure import measure
+from scalegate.layouts.plan import LayoutPlan
+from scalegate.layouts.timing import TimingBudget
+from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
+from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.layout import layout
+from scalegate.pipeline.layout_table import layout_table
+from scalegate.pipeline.load import load_model
+from scalegate.pipeline.quantize import quantize
+
+SHAPES = 4
+"""q and o, k and v, gate and up, down."""
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory, example_checkpoint):
+    folder = tmp_path_factory.mktemp("layout") / "artifact"
+    quantize(example_checkpoint, "int4-hqq-g64", folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def artifact(quantized, tmp_path):
+    return shutil.copytree(quantized, tmp_path / "artifact")
+
+
+@pytest.fixture(autouse=True)
+def quick_and_counted(monkeypatch, tmp_path):
+    """Real measurements with few samples, a cache of their own, and a list of what was measured."""
+    monkeypatch.setenv("SCALEGATE_CACHE", str(tmp_path / "cache"))
+    measured = []
+
+    def quick(problem, ms, layouts, on_measured):
+        measured.append((problem.n, problem.k))
+        return measure(problem, ms, layouts, TimingBudget(samples=5, sample_seconds=0.0002), on_measured)
+
+    monkeypatch.setattr(choose_module, "measure", quick)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield measured
+    torch.set_num_threads(before)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["layout", *map(str, arguments)])
+
+
+def test_the_plan_is_written_into_the_artifact_and_nothing_else_changes(artifact):
+    before = Artifact.read(artifact)
+    result = layout(artifact, ms=(1, 4), progress=False)
+    after = Artifact.read(artifact)
+    assert result.stored and result.measured
+    assert LayoutPlan.from_json(after.layout_plan) == result.plan
+    assert len(result.plan.choices) == SHAPES
+    before.layout_plan = after.layout_plan
+    assert before == after
+    assert after.changed_files(artifact) == []
+
+
+def test_a_plan_made_here_stands_and_is_not_measured_again(artifact, quick_and_counted):
+    first = layout(artifact, ms=(1, 4), progress=False)
+    assert len(quick_and_counted) == SHAPES
+    again = layout(artifact, ms=(1, 4), progress=False)
+    assert not again.measured and again.plan == first.plan
+    assert layout(artifact, ms=(4,), progress=False).measured is False
+    assert len(quick_and_counted) == SHAPES
+    layout(artifact, ms=(1, 4), fresh=True, progress=False)
+    assert len(quick_and_counted) == 2 * SHAPES
+
+
+@pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"versions": {"torch": "1.0"}}])
+def test_a_plan_from_elsewhere_is_measured_again(artifact, change):
+    layout(artifact, ms=(1,), progress=False)
+    manifest = Artifact.read(artifact)
+    manifest.layout_plan |= change
+    manifest.write(artifact)
+    result = layout(artifact, ms=(1,), progress=False)
+    assert result.measured
+    assert LayoutPlan.from_json(Artifact.read(artifact).layout_plan) == result.plan
+
+
+def test_another_plan_lets_the_verdict_go_and_a_standing_one_keeps_it(artifact):
+    layout(artifact, ms=(1, 4), progress=False)
+    manifest = Artifact.read(artifact)
+    manifest.verdict_sha256 = "0" * 64
+    manifest.write(artifact)
+    layout(artifact, ms=(1, 4), progress=False)
+    assert Artifact.read(artifact).verdict_sha256 == "0" * 64
+    result = layout(artifact, ms=(1, 4), force="dequantize", progress=False)
+    assert Artifact.read(artifact).verdict_sha256 is None
+    assert "pipeline validate" in result.note
+
+
+def test_a_forced_layout_serves_and_the_table_says_what_would_have_passed(artifact):
+    """A layout as bad as the one of pytorch/ao #3496, and then the artifact laid out again."""
+    result = layout(artifact, ms=(8,), force="cpu_int4_float32", progress=False)
+    assert all(choice.forced for choice in result.plan.choices)
+    table = layout_table(result.plan)
+    assert "> cpu_int4_float32" in table
+    assert "_weight_int4pack_mm_for_cpu (float32)" in table and "cpu_int4 would have passed" in table
+    assert set(load_model(artifact, progress=False).layouts.values()) == {"cpu_int4_float32"}
+
+    laid_again = layout(artifact, ms=(8,), progress=False)
+    assert {choice.layout for choice in laid_again.plan.choices} == {"cpu_int4"}
+    assert set(load_model(artifact, progress=False).layouts.values()) == {"cpu_int4"}
+    assert "Slower than the unquantized product" not in layout_table(laid_again.plan)
+
+
+def test_a_checkpoint_that_is_not_ours_is_measured_and_left_alone(artifact):
+    (artifact / MANIFEST_NAME).unlink()
+    before = {path: path.stat().st_mtime_ns for path in artifact.iterdir()}
+    done = run(artifact, "--m", "1")
+    assert done.exit_code == 0, done.output
+    assert "cpu_int4" in done.output and "The plan was not stored" in done.output
+    assert {path: path.stat().st_mtime_ns for path in artifact.iterdir()} == before
+
+
+def test_json_goes_to_stdout_alone(artifact):
+    done = run(artifact, "--m", "1,2", "--json")
+    value = json.loads(done.stdout)
+    assert value["stored"] is True and len(value["choices"]) == SHAPES
+    assert "scalegate.json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layout", "marlin"], "unknown layout 'marlin'; choose one of:"),
+        (["--layout", "tinygemm"], "'tinygemm' does not serve model.layers.0"),
+        (["--m", "0,1"], "M=0"),
+        (["--device", "cuda"], "no CUDA device"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_message(artifact, arguments, message):
+    if arguments[1] == "cuda" and torch.cuda.is_available():
+        message = "The plan is in"
+    done = run(artifact, *arguments)
+    assert message in done.output and "Traceback" not in done.output
+    assert done.exit_code == (0 if message == "The plan is in" else 2)
+
+
+def test_an_unquantized_checkpoint_has_no_layout_to_choose(example_checkpoint):
+    with pytest.raises(UserError, match="no quantized linear layer"):
+        layout(example_checkpoint, progress=False)
