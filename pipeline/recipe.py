@@ -129,7 +129,11 @@ class _Reader:
         if value.get("name") is None:
             value["name"] = self.path.stem
         bounds = {name: value[name] for name in bound_names if name in value}
-        Bounds.from_recipe(bounds)
+        for name in bounds:
+            try:
+                Bounds.from_recipe({name: bounds[name]})
+            except UserError as error:
+                raise self._error(lines[name], error.message) from error
         return Recipe(
             name=self._text(value, "name", lines),
             description=self._text(value, "description", lines),

@@ -1,0 +1,176 @@
+"""Opening checkpoints: what is read is what is stored, and every bad input has a message of its own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline import download
+from scalegate.pipeline.checkpoint import open_checkpoint
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+CONFIG = {"model_type": "qwen3", "hidden_size": 8}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards with an index; the model itself makes no sense and need not."""
+    tensors = [{"a.weight": torch.arange(6.0).view(2, 3)}, {"b.weight": torch.ones(4, dtype=torch.bfloat16)}]
+    for shard, content in zip(SHARDS, tensors, strict=True):
+        save_file(content, tmp_path / shard, metadata={"format": "pt"})
+    index = {"weight_map": {"a.weight": SHARDS[0], "b.weight": SHARDS[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def message(folder: Path | str, revision: str | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        open_checkpoint(folder, revision)
+    assert caught.value.exit_code == 2
+    return caught.value.message
+
+
+def test_every_tensor_reads_as_safetensors_reads_it(example_checkpoint: Path) -> None:
+    checkpoint = open_checkpoint(example_checkpoint)
+    expected = load_file(example_checkpoint / "model.safetensors")
+    assert checkpoint.tensors.keys() == expected.keys()
+    assert all(torch.equal(checkpoint.read(name), expected[name]) for name in expected)
+
+
+def test_rows_and_chunks_are_parts_of_the_tensor(
+    example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scalegate.pipeline.safetensors_file.CHUNK_BYTES", 1000)
+    info = open_checkpoint(example_checkpoint).tensors["model.embed_tokens.weight"]
+    whole = info.read()
+    assert torch.equal(info.read_rows(5, 9), whole[5:9])
+    chunks = list(info.read_chunks())
+    assert len(chunks) > 10
+    assert torch.equal(torch.cat(chunks).view(whole.shape), whole)
+
+
+def test_what_travels_is_neither_weights_nor_records(sharded: Path) -> None:
+    for name in ("tokenizer.json", "LICENSE", "pytorch_model.bin", "README.md", "scalegate.json", ".hidden"):
+        (sharded / name).write_text("{}")
+    checkpoint = open_checkpoint(sharded)
+    assert [path.name for path in checkpoint.other_files()] == ["LICENSE", "tokenizer.json"]
+    assert checkpoint.metadata(sharded / SHARDS[0]) == {"format": "pt"}
+
+
+def test_an_empty_folder_is_named_empty(tmp_path: Path) -> None:
+    assert "is empty" in message(tmp_path)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert "there is no folder" in message(tmp_path / "nowhere")
+
+
+def test_a_revision_of_a_folder_is_refused(sharded: Path) -> None:
+    assert "Hub ids only" in message(sharded, "main")
+
+
+def test_missing_and_malformed_config(sharded: Path) -> None:
+    (sharded / "config.json").write_text('{"model_type": ')
+    assert "config.json is not valid JSON" in message(sharded)
+    (sharded / "config.json").write_text("[]")
+    assert "JSON object" in message(sharded)
+    (sharded / "config.json").unlink()
+    assert "no config.json" in message(sharded)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "no_such_model"}, {"model_type": 3}])
+def test_an_architecture_transformers_does_not_know(sharded: Path, config: dict) -> None:
+    (sharded / "config.json").write_text(json.dumps(config))
+    assert "unknown architecture" in message(sharded)
+
+
+def test_no_weights_and_only_other_weights(sharded: Path) -> None:
+    for path in sharded.glob("*.safetensors*"):
+        path.unlink()
+    assert "no weights" in message(sharded)
+    (sharded / "pytorch_model.bin").write_bytes(b"x")
+    assert "no safetensors weights, only pytorch_model.bin" in message(sharded)
+
+
+def test_a_shard_that_is_listed_but_absent(sharded: Path) -> None:
+    (sharded / SHARDS[1]).unlink()
+    assert f"lists {SHARDS[1]}" in message(sharded)
+
+
+def test_a_tensor_that_the_index_puts_elsewhere(sharded: Path) -> None:
+    index = {"weight_map": {"a.weight": SHARDS[0], "b.weight": SHARDS[1], "c.weight": SHARDS[1]}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "'c.weight' is in model-00002" in message(sharded)
+
+
+def test_a_tensor_in_two_shards_without_an_index(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    shutil.copy(sharded / SHARDS[0], sharded / "another.safetensors")
+    assert "'a.weight' is in both" in message(sharded)
+
+
+@pytest.mark.parametrize("keep", [3, 20, -1])
+def test_a_truncated_shard(sharded: Path, keep: int) -> None:
+    path = sharded / SHARDS[0]
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "truncated" in message(sharded)
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (b"not json", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "is given 4 bytes"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', "leaves a hole"),
+        (b'{"a":{"shape":[1],"data_offsets":[0,4]}}', "malformed"),
+        (b'{"a":{"dtype":"F6","shape":[1],"data_offsets":[0,4]}}', "has dtype F6"),
+        (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', "follow the last tensor"),
+    ],
+)
+def test_a_corrupt_header_is_described(sharded: Path, header: bytes, why: str) -> None:
+    (sharded / SHARDS[0]).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert why in message(sharded)
+
+
+def test_a_git_lfs_pointer_is_recognized(sharded: Path) -> None:
+    (sharded / SHARDS[0]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "git lfs pull" in message(sharded)
+
+
+class Response:
+    """As much of a Hub response as huggingface_hub's errors look at."""
+
+    def __init__(self, status: int):
+        self.status_code = status
+        self.headers: dict[str, str] = {}
+        self.request = None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.GatedRepoError("", response=Response(403)), "is gated"),  # type: ignore[arg-type]
+        (errors.RepositoryNotFoundError("", response=Response(404)), "not on the Hub"),  # type: ignore[arg-type]
+        (errors.RevisionNotFoundError("", response=Response(404)), "no revision 'v9'"),  # type: ignore[arg-type]
+        (errors.HfHubHTTPError("", response=Response(401)), "refused the access token"),  # type: ignore[arg-type]
+        (errors.HfHubHTTPError("", response=Response(500)), "HTTP 500"),  # type: ignore[arg-type]
+        (errors.OfflineModeIsEnabled("offline"), "offline mode"),
+        (errors.HTTPError("no route to host"), "cannot be reached"),
+        (OSError(28, "No space left on device"), "cannot store"),
+    ],
+)
+def test_each_way_the_hub_fails_has_its_own_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, said: str
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(download.HfApi, "model_info", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert said in message("some-org/some-model", "v9")

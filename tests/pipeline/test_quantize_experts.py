@@ -1,0 +1,125 @@
+"""Mixtures of experts: single and fused expert weights are all quantized, routers never, each loads again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.load import load_model
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.quantizers.hqq import quantize_int4
+from scalegate.pipeline.recipe import Recipe, Rule
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"intermediate_size": 96, "num_local_experts": 4},
+    "gpt_oss": {"intermediate_size": 32, "num_local_experts": 4, "layer_types": ["full_attention"]},
+    "granitemoe": {"intermediate_size": 32, "num_local_experts": 4},
+}
+RECIPE = Recipe("experts", group_size=16)
+
+
+def make(folder: Path, model_type: str) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES, **MODELS[model_type])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def fuse(folder: Path) -> None:
+    """Rewrite a checkpoint of single experts as one of fused ones, as some are published."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    prefix = "model.layers.0.mlp.experts."
+    parts = {
+        name: torch.stack([tensors.pop(f"{prefix}{expert}.{name}.weight") for expert in range(4)])
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
+    tensors[f"{prefix}down_proj"] = parts["down_proj"]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_all_experts_are_quantized_and_the_artifact_runs(tmp_path: Path, model_type: str) -> None:
+    source = make(tmp_path / "source", model_type)
+    artifact = quantize(source, RECIPE, tmp_path / "out", progress=False)
+    modules = artifact.quantization["modules"]
+    total = sum(value["shape"][0] * value["shape"][1] for value in modules.values())
+    model = load_model(source, progress=False).model
+    kept = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    big = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 3 or n.endswith("proj.weight"))
+    assert total == big
+    assert not any("router" in module or module.endswith("mlp.gate") for module in modules)
+    routers = artifact.quantization["kept"]["router, never quantized"]
+    assert len(routers) == 1
+    assert kept[0].shape == kept[1].shape
+    loaded = load_model(tmp_path / "out", progress=False)
+    assert len(loaded.layouts) > 8
+    tokens = torch.randint(3, 64, (1, 16))
+    with torch.inference_mode():
+        expected, found = model(tokens).logits.float(), loaded.model(tokens).logits.float()
+    assert float((found - expected).norm() / expected.norm()) < 0.35
+
+
+def test_fused_experts_become_the_single_ones_others_read(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "qwen3_moe")
+    single = quantize(source, RECIPE, tmp_path / "single", progress=False)
+    fuse(source)
+    fused = quantize(source, RECIPE, tmp_path / "fused", progress=False)
+    assert fused.quantization["modules"].keys() == single.quantization["modules"].keys()
+    assert "model.layers.0.mlp.experts.3.up_proj" in fused.quantization["modules"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("single", "fused"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_transposed_experts_are_grouped_along_their_inputs(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "gpt_oss")
+    quantize(source, RECIPE, tmp_path / "out", progress=False)
+    weight = load_file(source / "model.safetensors")["model.layers.0.mlp.experts.down_proj"][2]
+    packed = load_file(tmp_path / "out" / "model.safetensors")[
+        "model.layers.0.mlp.experts.2.down_proj.weight_packed"
+    ]
+    expected = quantize_int4(weight.T.contiguous(), 16).weight.codes
+    assert torch.equal(packed.view(torch.uint8), expected)
+
+
+def test_a_rule_may_keep_one_expert_of_a_fused_tensor(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "qwen3_moe")
+    fuse(source)
+    recipe = Recipe("some", group_size=16, rules=(Rule("*.experts.1.*", ignore=True),))
+    quantize(source, recipe, tmp_path / "out", progress=False)
+    before = load_file(source / "model.safetensors")["model.layers.0.mlp.experts.gate_up_proj"]
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(after["model.layers.0.mlp.experts.1.up_proj.weight"], before[1, 32:])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.experts.1.up_proj" in config["ignore"]
+
+
+def test_a_rule_for_a_router_is_refused(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "mixtral")
+    with pytest.raises(UserError, match="matches only routers"):
+        quantize(source, Recipe("r", rules=(Rule("*.gate", 16),)), tmp_path / "out", progress=False)
+    quantize(source, Recipe("i", group_size=16, ignore=("*.gate",)), tmp_path / "out", progress=False)
+    assert Artifact.read(tmp_path / "out").quantization["kept"]

@@ -1,0 +1,141 @@
+"""Recipes: what the file says is what is done, and every mistake is found on its line."""
+
+from pathlib import Path
+
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.quantization_plan import make_plan
+from scalegate.pipeline.recipe import Recipe, Rule, load_recipe, shipped_recipes
+
+LAYER = "model.layers.0"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def message(call, *arguments: object) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    return caught.value.message
+
+
+def test_the_shipped_recipes_are_what_their_names_say() -> None:
+    sizes = {name: load_recipe(name).group_size for name in shipped_recipes()}
+    assert sizes == {"int4-hqq": 128, "int4-hqq-g64": 64, "int4-hqq-g32": 32}
+    assert not load_recipe("int4-hqq").symmetric
+
+
+def test_an_unknown_name_lists_the_recipes() -> None:
+    assert "int4-hqq-g64" in message(load_recipe, "int4-hhq")
+
+
+def test_a_file_says_it_all(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(
+            tmp_path,
+            "format: int4\ngroup_size: 64\nsymmetric: true\nignore: ['*.o_proj']\nlm_head: quantize\n"
+            "throughput_floor: 0.5\nrules:\n  - modules: '*.down_proj'\n    group_size: 32\n"
+            "  - modules: 're:.*k_proj'\n    ignore: true\n",
+        )
+    )
+    assert recipe.name == "mine"
+    assert recipe.rules == (Rule("*.down_proj", 32), Rule("re:.*k_proj", ignore=True))
+    assert recipe.bounds == {"throughput_floor": 0.5}
+    assert recipe.to_json()["throughput_floor"] == 0.5
+
+
+def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> None:
+    import yaml
+
+    recipe = Recipe("r", group_size=64, ignore=("*.o_proj",), rules=(Rule("a", 32), Rule("b", ignore=True)))
+    assert load_recipe(write(tmp_path, yaml.safe_dump(recipe.to_json()))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("format: int4\ngroup_size: [64\n", "line 3"),
+        ("format: int4\ngroup_sise: 64\n", "line 2: unknown key 'group_sise'; did you mean 'group_size'?"),
+        ("group_size: 64\ngroup_size: 32\n", "line 2: key 'group_size' is there twice"),
+        ("- a\n- b\n", "a recipe is a mapping"),
+        ("", "a recipe is a mapping"),
+        ("format: int5\n", "line 1: `format` is one of int4"),
+        ("group_size: 100\n", "multiple of 16"),
+        ("group_size: big\n", "whole number"),
+        ("group_size: true\n", "whole number"),
+        ("symmetric: perhaps\n", "true or false"),
+        ("zero_point: fractional\nsymmetric: true\n", "exclude each other"),
+        ("lm_head: drop\n", "keep, quantize"),
+        ("ignore: 3\n", "list of module patterns"),
+        ("ignore: ['re:(']\n", "not a valid expression"),
+        ("throughput_floor: fast\n", "number above 0"),
+        ("rules:\n  - modules: a\n    group_sz: 3\n", "line 3: unknown key 'group_sz' in a rule"),
+        ("rules:\n  - modules: a\n", "line 2: the rule for 'a' needs either"),
+        ("rules:\n  - group_size: 32\n", "line 2: a rule needs `modules`"),
+        ("rules: 3\n", "list of rules"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    found = message(load_recipe, path)
+    assert said in found
+    assert str(path) in found
+
+
+def plan(checkpoint: Path, **fields: object):
+    return make_plan(open_checkpoint(checkpoint), Recipe("test", **fields))  # type: ignore[arg-type]
+
+
+def test_rules_apply_in_order_and_ignoring_wins(example_checkpoint: Path) -> None:
+    sizes = plan(
+        example_checkpoint,
+        ignore=("*.o_proj",),
+        rules=(Rule("*.layers.1.*.down_proj", 32), Rule("*.down_proj", 64), Rule("*.q_proj", ignore=True)),
+    ).group_sizes
+    assert sizes["model.layers.1.mlp.down_proj"] == 32
+    assert sizes[f"{LAYER}.mlp.down_proj"] == 64
+    assert sizes[f"{LAYER}.mlp.up_proj"] == 128
+    assert f"{LAYER}.self_attn.o_proj" not in sizes
+    assert f"{LAYER}.self_attn.q_proj" not in sizes
+
+
+def test_include_leaves_out_the_rest_and_says_so(example_checkpoint: Path) -> None:
+    decided = plan(example_checkpoint, include=("*.mlp.*",))
+    assert all(".mlp." in module for module in decided.group_sizes)
+    assert f"{LAYER}.self_attn.q_proj" in decided.kept["not included by the recipe"]
+    assert f"{LAYER}.self_attn.q_proj" in decided.ignore
+
+
+@pytest.mark.parametrize("field", ["include", "ignore"])
+def test_a_pattern_that_matches_nothing_is_refused(example_checkpoint: Path, field: str) -> None:
+    found = message(lambda: plan(example_checkpoint, **{field: ("*.w1",)}))
+    assert f"`{field}` pattern '*.w1' matches no linear module" in found
+    assert "model.layers.*.mlp.down_proj" in found
+
+
+def test_a_rule_that_matches_nothing_is_refused(example_checkpoint: Path) -> None:
+    assert "'*.w1' matches no" in message(lambda: plan(example_checkpoint, rules=(Rule("*.w1", 32),)))
+
+
+def test_a_group_size_that_does_not_divide_k_names_the_module(example_checkpoint: Path) -> None:
+    found = message(lambda: plan(example_checkpoint, rules=(Rule("*.layers.2.mlp.down_proj", 80),)))
+    assert "model.layers.2.mlp.down_proj has K = 768, which group size 80 does not divide" in found
+    assert "group_size: 128" in found
+
+
+def test_a_recipe_that_leaves_nothing_is_refused(example_checkpoint: Path) -> None:
+    assert "nothing to quantize" in message(lambda: plan(example_checkpoint, ignore=("*",)))
+
+
+def test_a_tied_head_is_kept_unless_asked_for(example_checkpoint: Path) -> None:
+    kept = plan(example_checkpoint)
+    assert not kept.untied
+    assert kept.ignore == ["lm_head"]
+    untied = plan(example_checkpoint, lm_head="quantize")
+    assert untied.untied
+    assert untied.group_sizes["lm_head"] == 128
+    assert "model.embed_tokens" not in untied.group_sizes
