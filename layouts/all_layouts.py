@@ -6,6 +6,8 @@ first of them. A new layout is one file and one line here.
 
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
+from .gemlite import GemLite
+from .humming import Humming
 from .layout import LAYOUTS, Layout
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
 from .tinygemm import Tinygemm
@@ -16,11 +18,13 @@ IN_ORDER: tuple[Layout, ...] = (
     SWAP_AB_PORTABLE,
     SWAP_AB_INVARIANT,
     CPU_INT4,
-    # What stands behind the exact product is picked by a measurement or by the user alone: the one rounds
-    # what was asked for in float32, the other is slower still.
+    # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was
+    # asked for in float32, or is slower still, or is somebody else's kernel, trusted once it was checked.
     Dequantize(),
     CPU_INT4_CAST,
     CPU_INT4_FLOAT32,
+    Humming(),
+    GemLite(),
 )
 
 for layout in IN_ORDER:

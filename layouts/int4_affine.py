@@ -42,6 +42,10 @@ def pad_rows(weight: Int4Weight, multiple: int) -> Int4Weight:
     missing = -weight.shape[0] % multiple
     if not missing:
         return weight
-    tensors = (weight.codes, weight.scale, weight.zero_point)
-    padded = [torch.cat((tensor, tensor.new_zeros(missing, tensor.shape[1]))) for tensor in tensors]
-    return Int4Weight(*padded, weight.group_size)
+
+    def padded(tensor: Tensor) -> Tensor:
+        return torch.cat((tensor, tensor.new_zeros(missing, tensor.shape[1])))
+
+    return Int4Weight(
+        padded(weight.codes), padded(weight.scale), padded(weight.zero_point), weight.group_size
+    )

@@ -61,9 +61,13 @@ class PackedWeight:
 class Layout(Protocol):
     """One arrangement of bytes and the product that reads it."""
 
-    name: str
-    kernel: str
-    """The kernel's own name, as a profiler or a failed check shows it."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's own name, as a profiler or a failed check shows it."""
+        ...
 
     def refuses(self, problem: Problem) -> str | None:
         """None where the layout serves the problem, otherwise the reason in a few words."""

@@ -46,7 +46,7 @@ class QuantizedLinear(nn.Module):
         # and the shape that decoders use is written out, since unpacking it costs another microsecond.
         rows = x.reshape(-1, self.in_features).contiguous()
         y = self.layout.matmul(rows, self._packed)
-        if self._has_bias:
+        if self._has_bias and self.bias is not None:
             y.add_(self.bias)
         shape = x.shape
         if len(shape) == 3:

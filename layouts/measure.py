@@ -49,16 +49,17 @@ def measure(
     dense = weight.dequantize(torch.float32)
     expected = x.float() @ dense.T
 
-    packed = {}
+    usable: dict[str, PackedWeight] = {}
     for name in layouts:
         refusal = LAYOUTS[name].refuses(problem)
         if refusal is None:
-            packed[name], refusal = _pack_and_check(LAYOUTS[name], weight, x, expected, ms)
+            packed, refusal = _pack_and_check(LAYOUTS[name], weight, x, expected, ms)
+            if packed is not None:
+                usable[name] = packed
         if refusal is not None:
             found.refusals[name] = refusal
-    usable = {name: weight for name, weight in packed.items() if name not in found.refusals}
 
-    smallest = min((weight.nbytes for weight in usable.values()), default=1 << 62)
+    smallest = min((one.nbytes for one in usable.values()), default=1 << 62)
     copies = range(copies_past_the_cache(problem, smallest))
     modules: dict[str, list[nn.Module]] = {BASELINE: [_linear(dense.to(problem.dtype)) for _ in copies]}
     for name, one in usable.items():

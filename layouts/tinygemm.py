@@ -54,5 +54,5 @@ class Tinygemm:
 
 
 def inner_k_tiles(k: int) -> int:
-    """The most tiles of 16 k that the kernel keeps together for this K: 8 in torchao, fewer if K is ragged."""
+    """The most tiles of 16 k that the kernel keeps together: 8 in torchao, fewer for a ragged K."""
     return next(tiles for tiles in INNER_K_TILES if k % (tiles * K_TILE) == 0)

@@ -2,12 +2,13 @@
 
     python -P tests/bench/layouts_cpu.py examples/qwen3-pycode-5m [MORE ...] [--runs 10]
 
-Every layout is timed beside the unquantized linear, interleaved, in bfloat16 and float32, groups of 64. For the
-first checkpoint in bfloat16 the choice is then made RUNS times afresh, to see whether the pick wavers. Writes
-results/layouts_cpu.json. Not for CUDA: linear.py is.
+Every layout is timed beside the unquantized linear, interleaved, in bfloat16 and float32, groups of 64. For
+the first checkpoint in bfloat16 the choice is then made RUNS times afresh, to see whether the pick wavers.
+Writes results/layouts_cpu.json. Not for CUDA: linear.py is.
 """
 
 import argparse
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -76,18 +77,16 @@ def main() -> None:
             runs = options.runs if dtype is torch.bfloat16 and (n, k) in repeated else 1
             rows.append(one_shape(Problem(Int4Weight, GROUP_SIZE, True, n, k, dtype, CPU), runs))
             show(rows[-1])
+    calls = {name: round(value, 1) for name, value in overhead().items()}
+    print("one call at M=1, 256x256, in microseconds:", calls)
     result = {
         "device": device_name(CPU),
         "versions": kernel_versions(),
         "ms": list(DEFAULT_MS),
-        "runs": options.runs,
-        "overhead_microseconds": overhead(),
+        "microseconds_a_call_at_m_1_256x256": calls,
+        "load_average_when_done": round(os.getloadavg()[0], 1),
         "shapes": rows,
     }
-    print(
-        "one call at M=1, 256x256:",
-        {name: round(value, 1) for name, value in result["overhead_microseconds"].items()},
-    )
     write_json(RESULTS, result)
 
 

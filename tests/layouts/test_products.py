@@ -3,6 +3,7 @@
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.installed import installed_package
 from scalegate.layouts.int4 import Int4Weight
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.linear import QuantizedLinear
@@ -121,3 +122,14 @@ def test_layouts_refuse_what_they_cannot_serve_and_say_why():
     assert "48" in (LAYOUTS["cpu_int4"].refuses(odd) or "")
     with pytest.raises(TypeError, match="packs Int4Weight"):
         LAYOUTS["cpu_int4"].pack(random_weight(on_cpu), torch.bfloat16)
+
+
+def test_a_kernel_package_that_is_absent_is_named_with_its_installation():
+    assert installed_package("torch") is None
+    assert installed_package("no-such-kernels") == "package not installed: pip install no-such-kernels"
+
+
+@pytest.mark.parametrize("name", ["humming", "gemlite"])
+def test_third_party_kernels_are_never_taken_unmeasured(name):
+    names = list(LAYOUTS)
+    assert names.index(name) > names.index("dequantize")

@@ -1,0 +1,67 @@
+"""gemlite's Triton kernels for INT4 on CUDA, where the package is installed.
+
+Written against gemlite 0.6.0: its linear module packs, and its functional call multiplies. It autotunes for
+each bucket of M when that M first comes, so every bucket has to be warmed up before serving.
+"""
+
+import torch
+from torch import Tensor
+
+from .installed import installed_package
+from .int4 import Int4Weight, unpack_nibbles
+from .int4_affine import require_int4
+from .layout import PackedWeight, Problem, QuantizedWeight
+
+PACKAGE = "gemlite"
+TENSORS = ("codes", "scale", "zero", "meta_scale")
+"""gemlite's tensor arguments, in its order."""
+ROW_MULTIPLE = 128
+META = "argument_{:02d}"
+
+
+class GemLite:
+    """bfloat16 and float16, integer and fractional zeros, more than one group a row."""
+
+    name = "gemlite"
+    kernel = "gemlite forward_functional"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.device.type != "cuda":
+            return f"runs on CUDA, not on {problem.device.type}"
+        if problem.weight_format is not Int4Weight:
+            return f"takes Int4Weight, not {problem.weight_format.__name__}"
+        if problem.dtype not in (torch.bfloat16, torch.float16):
+            return f"does not take {str(problem.dtype).removeprefix('torch.')} activations"
+        if problem.n % ROW_MULTIPLE or problem.k % 32 or problem.k == problem.group_size:
+            return f"needs N divisible by {ROW_MULTIPLE}, K by 32, and more than one group a row"
+        return installed_package(PACKAGE)
+
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+        from gemlite.core import TORCH_TO_DTYPE, GemLiteLinear
+
+        weight = require_int4(weight, self.name)
+        n, k = weight.shape
+        theirs = TORCH_TO_DTYPE[dtype]
+        linear = GemLiteLinear(
+            W_nbits=4,
+            group_size=weight.group_size,
+            in_features=k,
+            out_features=n,
+            input_dtype=theirs,
+            output_dtype=theirs,
+        )
+        # Its other mode multiplies out -zero * scale and rounds it, which costs a quarter of a step.
+        linear.pack(
+            unpack_nibbles(weight.codes), weight.scale.to(dtype), weight.zero_point.to(dtype), fma_mode=False
+        )
+        tensors = {
+            name: tensor.detach() for name, tensor in zip(TENSORS, linear.get_tensor_args(), strict=True)
+        }
+        meta = {META.format(index): int(value) for index, value in enumerate(linear.get_meta_args())}
+        return PackedWeight(self.name, weight.shape, dtype, tensors, meta)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        # The package registers this operator; `pack` imported it.
+        return torch.ops.gemlite.forward_functional(
+            x, None, list(packed.tensors.values()), list(packed.meta.values())
+        )
