@@ -1,0 +1,185 @@
+"""`pipeline release` does each step once, takes up at the one it was interrupted in, and obeys the gate."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from fake_hub import Drop, Request
+from passed_artifact import edit_json, give_verdict, passing_verdict
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline import release as release_module
+from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.cli.release import command
+from scalegate.pipeline.inspect import inspect
+from scalegate.pipeline.release import ReleaseOptions, release
+from scalegate.serving_check.settings import Bounds, LoadSettings
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+OPTIONS = ReleaseOptions(m=(1, 4), device="cpu")
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """The gate's place taken by one that answers at once; every other step is real."""
+
+    class Gate:
+        status = "pass"
+        runs = 0
+
+        def __call__(self, folder, baseline, **asked):
+            self.runs += 1
+            manifest = Artifact.read(folder)
+            verdict = passing_verdict(manifest)
+            subject = replace(verdict.artifact, layout_plan_sha256=manifest.layout_plan_sha256())
+            floor = asked["floor"] or manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
+            load = LoadSettings(tuple(sorted(asked["m"])), asked["input_len"], asked["output_len"])
+            verdict = replace(
+                verdict,
+                status=self.status,
+                artifact=subject,
+                load=load,
+                bounds=Bounds(throughput_floor=floor),
+            )
+            give_verdict(folder, manifest, verdict)
+            return verdict
+
+    gate = Gate()
+    monkeypatch.setattr(release_module, "validate", gate)
+    return gate
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoint(tmp_path_factory):
+    """One random layer: quantizing and laying it out takes no time worth mentioning."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=64, dtype="bfloat16",
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_measurements(tmp_path_factory):
+    """Layouts are measured once for the module, and not into the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCALEGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def run(tmp_path, tiny_checkpoint):
+    def run(recipe="int4-hqq", to=f"folder:{tmp_path / 'release'}", **changes):
+        options = replace(OPTIONS, **changes)
+        return release(tiny_checkpoint, recipe, to, work=tmp_path / "work", options=options, progress=False)
+
+    return run
+
+
+def skipped(result):
+    return [step.name for step in result.steps if step.skipped]
+
+
+def test_all_steps_run_once_and_are_skipped_when_run_again(run, gate, tmp_path):
+    first = run()
+    assert [step.name for step in first.steps] == ["quantize", "layout", "validate", "push"]
+    assert skipped(first) == []
+    published = inspect(tmp_path / "release")
+    assert published.quantized_modules == 7
+    assert published.verdict is not None and published.verdict_problem is None
+    assert skipped(run()) == ["quantize", "layout", "validate", "push"]
+    assert gate.runs == 1
+
+
+def test_what_asks_another_question_is_validated_again(run, gate):
+    run()
+    for changes in ({"floor": 0.5}, {"m": (1, 2, 4)}, {"output_len": 32}):
+        assert "validate" not in skipped(run(**changes))
+    assert gate.runs == 4
+
+
+@pytest.mark.parametrize("spoil", ["the verdict", "the plan"])
+def test_a_verdict_on_something_else_does_not_stand(run, gate, spoil):
+    folder = run().artifact
+    if spoil == "the verdict":
+        edit_json(folder / "serving_check.json", duration_seconds=1.0)
+    else:
+        # With a plan that was not measured here, layout measures again, and the verdict goes with the plan.
+        plan = Artifact.read(folder).layout_plan
+        edit_json(folder / "scalegate.json", layout_plan=plan | {"device": "another"})
+    result = run()
+    assert "quantize" in skipped(result) and "validate" not in skipped(result)
+    assert gate.runs == 2
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [("fail", 1), ("inconclusive", 2)])
+def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkpoint, status, exit_code):
+    gate.status = status
+    arguments = [str(tiny_checkpoint), "--to", f"folder:{tmp_path / 'release'}", "--device", "cpu"]
+    arguments += ["--m", "1,4", "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == exit_code
+    assert f"Not published: the gate says {status}" in result.output
+    assert not (tmp_path / "release").exists()
+    gate.status = "pass"
+    again = CliRunner().invoke(command, [*arguments, "--json"])
+    assert again.exit_code == 0
+    steps = json.loads(again.stdout)["steps"]
+    assert [step["name"] for step in steps if step["skipped"]] == ["quantize", "layout"]
+    assert (tmp_path / "release" / "README.md").is_file()
+
+
+def test_a_target_that_cannot_work_is_refused_before_anything_is_quantized(run, gate, tmp_path):
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="no release of ours"):
+        run()
+    assert not (tmp_path / "work").exists()
+
+
+def test_another_recipe_of_the_same_name_is_not_taken_for_the_finished_one(run, gate, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("format: int4\ngroup_size: 128\n")
+    run(recipe)
+    recipe.write_text("format: int4\ngroup_size: 64\n")
+    with pytest.raises(UserError, match="another recipe"):
+        run(recipe)
+    assert "quantize" not in skipped(run(recipe, overwrite=True))
+
+
+def test_from_one_hub_repository_to_another_killed_while_it_uploads(
+    hub, pipeline, tmp_path, example_checkpoint
+):
+    """The whole command with its real gate, under a floor that anything reaches."""
+    files = {path.name: path.read_bytes() for path in example_checkpoint.iterdir()}
+    files["README.md"] = b"---\nlicense: psf-2.0\nlanguage: [code]\ntags: [tiny]\n---\n# base\n"
+    base = hub.add_repo("maker/base", files)
+    arguments = ["release", "maker/base", "--recipe", "int4-hqq-g64", "--to", "org/base-INT4"]
+    arguments += ["--work", tmp_path / "work", "--m", "1,2", "--input-len", 16, "--output-len", 16]
+    arguments += ["--floor", 0.02, "--quality-tokens", 1024, "--device", "cpu"]
+    process = pipeline.start(*arguments, **hub.environment())
+
+    def kill(request: Request) -> None:
+        process.kill()
+        process.wait()
+        raise Drop
+
+    hub.half_way = kill
+    _, stderr = process.communicate(timeout=280)
+    assert process.returncode == -9, stderr
+    assert hub.visible_files("org/base-INT4") == []
+
+    hub.half_way = lambda request: None
+    result = pipeline(*arguments, "--json", **hub.environment())
+    assert result.returncode == 0, result.stderr
+    steps = json.loads(result.stdout)["steps"]
+    assert [step["name"] for step in steps if step["skipped"]] == ["quantize", "layout", "validate"]
+    released = hub.repos["org/base-INT4"].history()[0].files
+    assert {"model.safetensors", "tokenizer.json", "serving_check/throughput.png"} <= set(released)
+    card = released["README.md"].content.decode()
+    assert "license: psf-2.0" in card and "base_model: maker/base" in card
+    assert f"--revision {base.history()[0].oid} --recipe int4-hqq-g64 --m 1,2" in card
+    assert "throughput floor: 0.02" in card
