@@ -20,7 +20,18 @@ from .engine_client import EngineClient
 from .errors import ApiError, engine_unavailable, install_handlers
 from .generation import Delta, Generation
 from .metrics import Metrics
-from .responses import DONE, Api, ChatCompletions, Choice, Completions, TokenTexts, event, usage
+from .responses import (
+    DONE,
+    ENCODE,
+    Api,
+    ChatCompletions,
+    Choice,
+    Completions,
+    TokenTexts,
+    choice_event,
+    event,
+    usage,
+)
 from .schema import ChatCompletionRequest, CompletionRequest, StreamOptions
 from .served_model import ServedModel
 
@@ -152,20 +163,19 @@ async def stream(
 ) -> AsyncIterator[bytes]:
     """Server-sent events, one for each arrival of a sequence; all that is ready goes out in one write."""
     head = {**api.head, "object": api.chunk_object}
+    encoded_head = ENCODE(head)
 
-    def chunk(choices: list[dict[str, Any]]) -> bytes:
-        extra = {"usage": usage(generation)} if options.continuous_usage_stats else {}
-        return event({**head, "choices": choices, **extra})
+    def chunk(choice: dict[str, Any]) -> bytes:
+        more = {"usage": usage(generation)} if options.continuous_usage_stats else {}
+        return choice_event(encoded_head, choice, more)
 
     try:
-        opening = [chunk([choice]) for choice in api.opening(generation)]
+        opening = [chunk(choice) for choice in api.opening(generation)]
         if echo:
-            opening += [
-                chunk([api.chunk_choice(Delta(i, text, [], [], None))]) for i, text in enumerate(echo)
-            ]
-        yield b"".join([*opening, *(chunk([api.chunk_choice(delta)]) for delta in first)])
+            opening += [chunk(api.chunk_choice(Delta(i, text, [], [], None))) for i, text in enumerate(echo)]
+        yield b"".join([*opening, *(chunk(api.chunk_choice(delta)) for delta in first)])
         async for deltas in rest:
-            yield b"".join([chunk([api.chunk_choice(delta)]) for delta in deltas])
+            yield b"".join([chunk(api.chunk_choice(delta)) for delta in deltas])
         if options.include_usage:
             yield event({**head, "choices": [], "usage": usage(generation)})
     except ApiError as error:

@@ -9,6 +9,7 @@ from typing import Any
 from ..engine.request import TokenLogprobs
 from .generation import Delta, Generation
 
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI and vLLM write the same."""
@@ -21,7 +22,13 @@ def usage(generation: Generation) -> dict[str, int]:
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {ENCODE(body)}\n\n".encode()
+
+
+def choice_event(head: str, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+    """`event` of a chunk with one choice; `head` is what all chunks of a stream begin with, encoded once."""
+    rest = "".join(f",{ENCODE(key)}:{ENCODE(value)}" for key, value in more.items())
+    return f'data: {head[:-1]},"choices":[{ENCODE(choice)}]{rest}}}\n\n'.encode()
 
 
 def finite(logprob: float) -> float:

@@ -1,5 +1,6 @@
 """Starting and ending the server: the port first, then the engine's process, then HTTP until told to stop."""
 
+import gc
 import signal
 import socket
 import sys
@@ -58,6 +59,9 @@ def run_server(
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             )
+            # A full collection would walk all of torch's and transformers' objects and stall every stream.
+            gc.collect()
+            gc.freeze()
             print(ready_line(name, url_of(listener)), flush=True)
             uvicorn.Server(config).run(sockets=[listener])
         finally:

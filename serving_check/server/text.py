@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_WINDOW = 48
-"""Tokens decoded at once before the window moves on."""
-KEPT_CONTEXT = 8
+MAX_WINDOW = 14
+"""Tokens decoded at once before the window moves on; every step decodes all of them."""
+KEPT_CONTEXT = 5
 """Tokens that stay in the window when it moves: what a decoder may look back at."""
 
 
@@ -35,7 +35,7 @@ class IncrementalDecoder:
         self._window.extend(token_ids)
         text = self._decode(self._window, skip_special_tokens=True)
         certain = text.rstrip(REPLACEMENT)
-        if len(self._window) > 4 * MAX_WINDOW:
+        if len(self._window) > 16 * MAX_WINDOW:
             certain = text[: max(len(certain), len(text) - 4)]
         new = certain[self._sent :]
         self._sent = max(self._sent, len(certain))

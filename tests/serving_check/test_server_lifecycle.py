@@ -72,7 +72,7 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
             leaving.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + request.content)
             wait_until(lambda: running(client)[0] == 8)
             assert running(client)[1] > 0
-        wait_until(lambda: running(client) == (0, 0), seconds=5)
+        wait_until(lambda: running(client) == (0, 0))
         assert 'finished_reason="abort"' in client.get("/metrics").text
 
 
