@@ -7,38 +7,34 @@ Each kill is a SIGKILL at a random moment of the work, the start-up excluded; th
 
 import argparse
 import json
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-CHILD = """
-import sys
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline import skeleton
-print("ready", flush=True)
-source, recipe, out, shard_bytes = sys.argv[1:]
-quantize(source, recipe, out, max_shard_bytes=int(shard_bytes), device="cpu", progress=False)
-"""
+
 RECORD = ".scalegate-quantize.json"
 
 
-def start(source: Path, recipe: str, out: Path, shard_bytes: int) -> subprocess.Popen:
-    """Begin a quantize in a process of its own; returns when its imports are done."""
-    command = [sys.executable, "-P", "-c", CHILD, str(source), recipe, str(out), str(shard_bytes)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if child.stdout is None or child.stdout.readline().strip() != "ready":
-        raise SystemExit(f"the child did not start: {child.communicate()[1]}")
+def start(source: Path, recipe: str, out: Path, shard_bytes: int) -> BaseProcess:
+    """Begin a quantize in a process of its own, forked from a server that has done the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["scalegate.pipeline.quantize", "transformers.models.qwen3.modeling_qwen3"]
+    )
+    options = {"max_shard_bytes": shard_bytes, "device": "cpu", "progress": False}
+    child = context.Process(target=quantize, args=(source, recipe, out), kwargs=options)
+    child.start()
     return child
 
 
-def finish(child: subprocess.Popen) -> None:
-    _, errors = child.communicate()
-    if child.returncode:
-        raise SystemExit(f"quantize failed with status {child.returncode}:\n{errors}")
+def finish(child: BaseProcess) -> None:
+    child.join()
+    if child.exitcode:
+        raise SystemExit(f"quantize failed with status {child.exitcode}")
 
 
 def finished_shards(out: Path) -> dict[str, int]:
@@ -66,9 +62,9 @@ def differing_files(a: Path, b: Path) -> list[str]:
 def kill_and_resume(source: Path, recipe: str, kills: int, shard_bytes: int, seed: int, folder: Path) -> dict:
     chance = random.Random(seed)
     whole, resumed = folder / "whole", folder / "resumed"
-    begin = start(source, recipe, whole, shard_bytes)
+    finish(start(source, recipe, folder / "warm-up", shard_bytes))
     began = time.perf_counter()
-    finish(begin)
+    finish(start(source, recipe, whole, shard_bytes))
     duration = time.perf_counter() - began
     # Moments that fall after the end kill nothing and do not count; after an end, the next one starts anew.
     redone: list[str] = []
@@ -78,24 +74,20 @@ def kill_and_resume(source: Path, recipe: str, kills: int, shard_bytes: int, see
         before = finished_shards(resumed) if resumed.exists() else {}
         child = start(source, recipe, resumed, shard_bytes)
         moment = chance.uniform(0.0, duration)
-        try:
-            child.wait(moment)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-            child.communicate()
+        child.join(moment)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
             moments.append(round(moment, 3))
-            if (resumed / "scalegate.json").exists():
-                # Killed after the last write: whole it must be.
-                completed += 1
-        else:
-            finish(child)
-            completed += 1
+        elif child.exitcode:
+            raise SystemExit(f"quantize failed with status {child.exitcode}")
         after = finished_shards(resumed)
         redone += [name for name, inode in before.items() if after.get(name) != inode]
         if (resumed / "scalegate.json").exists():
             if differing := differing_files(whole, resumed):
                 return {"differing": differing, "redone": redone, "kills": moments}
             if len(moments) < kills:
+                completed += 1
                 resumed = folder / f"resumed{completed}"
     finish(start(source, recipe, resumed, shard_bytes))
     return {
@@ -115,7 +107,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--recipe", default="int4-hqq")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--shard-bytes", type=int, default=1_000_000)
+    parser.add_argument("--shard-bytes", type=int, default=300_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

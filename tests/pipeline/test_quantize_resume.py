@@ -1,0 +1,137 @@
+"""Interrupted quantizing: taken up where it stopped, byte-identical in the end, and never mixed up."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline import quantize as module
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.work_record import RECORD_NAME
+
+RECIPE = Recipe("test", group_size=128)
+SHARD_BYTES = 300_000
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    path = Path(__file__).parents[1] / "bench" / "resume.py"
+    spec = importlib.util.spec_from_file_location("resume_bench", path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+class PowerCut(BaseException):
+    """What stops a job between two writes, where nothing can catch it."""
+
+
+@pytest.fixture
+def interrupted(example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which a job stopped in its third shard."""
+    out = tmp_path / "out"
+    original = module._carry_out
+
+    def until_the_third(job, step, writer):
+        if writer.path.name.startswith("model-00003"):
+            raise PowerCut
+        return original(job, step, writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_carry_out", until_the_third)
+        with pytest.raises(PowerCut):
+            quantize(example_checkpoint, RECIPE, out, max_shard_bytes=SHARD_BYTES, progress=False)
+    return out
+
+
+def go_on(source: Path, out: Path, recipe: Recipe = RECIPE, **options: bool) -> None:
+    quantize(source, recipe, out, max_shard_bytes=SHARD_BYTES, progress=False, **options)  # type: ignore[arg-type]
+
+
+def test_killed_three_times_the_artifact_is_the_same(bench, example_checkpoint: Path, tmp_path: Path) -> None:
+    result = bench.kill_and_resume(example_checkpoint, "int4-hqq", 3, SHARD_BYTES, 1, tmp_path)
+    assert len(result["kills"]) == 3
+    assert result["shards"] > 3
+    assert result["differing"] == []
+    assert result["redone"] == []
+
+
+def test_an_unfinished_folder_does_not_pass_for_an_artifact(interrupted: Path) -> None:
+    assert not (interrupted / "scalegate.json").exists()
+    assert not (interrupted / "config.json").exists()
+    record = json.loads((interrupted / RECORD_NAME).read_text())
+    assert len(record["shards"]) == len(list(interrupted.glob("*.safetensors"))) == 2
+
+
+def test_finished_shards_stay_and_half_written_ones_go(
+    interrupted: Path, bench, example_checkpoint: Path, tmp_path: Path
+) -> None:
+    leftover = interrupted / "model-00003-of-00007.safetensors.partial"
+    leftover.write_bytes(b"half of a shard")
+    before = bench.finished_shards(interrupted)
+    go_on(example_checkpoint, interrupted)
+    after = bench.finished_shards(interrupted)
+    assert before.items() <= after.items()
+    assert not leftover.exists()
+    go_on(example_checkpoint, tmp_path / "whole")
+    assert bench.differing_files(tmp_path / "whole", interrupted) == []
+
+
+def test_a_finished_shard_that_changed_is_made_again(
+    interrupted: Path, bench, example_checkpoint: Path, tmp_path: Path
+) -> None:
+    (shard, other) = sorted(interrupted.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    kept = other.stat().st_ino
+    go_on(example_checkpoint, interrupted)
+    assert other.stat().st_ino == kept
+    go_on(example_checkpoint, tmp_path / "whole")
+    assert bench.differing_files(tmp_path / "whole", interrupted) == []
+
+
+def test_other_parameters_are_refused_by_name(interrupted: Path, example_checkpoint: Path) -> None:
+    with pytest.raises(UserError, match="made with another recipe; add --overwrite"):
+        go_on(example_checkpoint, interrupted, Recipe("test", group_size=64))
+    with pytest.raises(UserError, match="another shard size"):
+        quantize(example_checkpoint, RECIPE, interrupted, max_shard_bytes=2 * SHARD_BYTES, progress=False)
+    go_on(example_checkpoint, interrupted, Recipe("test", group_size=64), overwrite=True)
+
+
+def test_a_source_that_changed_meanwhile_is_refused(
+    interrupted: Path, example_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(example_checkpoint, tmp_path / "source"))
+    record = json.loads((interrupted / RECORD_NAME).read_text())
+    record["parameters"]["source"]["name"] = str(source)
+    (interrupted / RECORD_NAME).write_text(json.dumps(record))
+    with open(source / "model.safetensors", "r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\x00")
+    with pytest.raises(UserError, match="made with another source"):
+        go_on(source, interrupted)
+
+
+def test_an_unreadable_record_is_refused(interrupted: Path, example_checkpoint: Path) -> None:
+    (interrupted / RECORD_NAME).write_text("{")
+    with pytest.raises(UserError, match="not readable as a work record"):
+        go_on(example_checkpoint, interrupted)
+
+
+def test_two_jobs_do_not_share_a_folder(interrupted: Path, example_checkpoint: Path) -> None:
+    descriptor = os.open(interrupted, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UserError, match="another quantize is at work"):
+            go_on(example_checkpoint, interrupted)
+    finally:
+        os.close(descriptor)
