@@ -23,6 +23,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 HUB = "https://huggingface.co"
 DEFAULT_EXPORT = "compressed-tensors"
 DEFAULT_ENGINE = "embedded"
+ENGINE_NAMES = {DEFAULT_ENGINE: "Scalegate's own engine", "vllm": "vLLM"}
 LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 UNKNOWN = "not known"
 
@@ -128,8 +129,11 @@ def _baseline(verdict: Verdict) -> str:
 
 
 def _engine(verdict: Verdict) -> str:
-    ours, theirs = verdict.environment.engine, verdict.environment.baseline_engine
-    return ours if ours == theirs else f"{ours} (baseline: {theirs})"
+    ours, theirs = (
+        ENGINE_NAMES.get(engine, "another server")
+        for engine in (verdict.environment.engine, verdict.environment.baseline_engine)
+    )
+    return ours if ours == theirs else f"{ours}, the baseline's on {theirs}"
 
 
 def _curve_row(point: CurvePoint) -> list[str]:

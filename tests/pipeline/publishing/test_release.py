@@ -17,6 +17,16 @@ from scalegate.pipeline.release import ReleaseOptions, release
 from scalegate.serving_check.settings import Bounds, LoadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+PATIENT = """
+format: int4
+group_size: 32
+throughput_floor: 0.02
+max_tpot_ratio: 1000
+max_ttft_ratio: 1000
+min_reached: 0.01
+min_top1_agreement: 0.5
+"""
+
 OPTIONS = ReleaseOptions(m=(1, 4), device="cpu")
 
 
@@ -153,13 +163,15 @@ def test_another_recipe_of_the_same_name_is_not_taken_for_the_finished_one(run, 
 def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     hub, pipeline, tmp_path, example_checkpoint
 ):
-    """The whole command with its real gate, under a floor that anything reaches."""
+    """The whole command with its real gate, under bounds that any machine under any load reaches."""
     files = {path.name: path.read_bytes() for path in example_checkpoint.iterdir()}
     files["README.md"] = b"---\nlicense: psf-2.0\nlanguage: [code]\ntags: [tiny]\n---\n# base\n"
     base = hub.add_repo("maker/base", files)
-    arguments = ["release", "maker/base", "--recipe", "int4-hqq-g64", "--to", "org/base-INT4"]
-    arguments += ["--work", tmp_path / "work", "--m", "1,2", "--input-len", 16, "--output-len", 16]
-    arguments += ["--floor", 0.02, "--quality-tokens", 1024, "--device", "cpu"]
+    recipe = tmp_path / "patient.yaml"
+    recipe.write_text(PATIENT)
+    arguments = ["release", "maker/base", "--recipe", recipe, "--to", "org/base-INT4", "--device", "cpu"]
+    arguments += ["--work", tmp_path / "work", "--m", "2", "--input-len", 16, "--output-len", 8]
+    arguments += ["--quality-tokens", 1024]
     process = pipeline.start(*arguments, **hub.environment())
 
     def kill(request: Request) -> None:
@@ -181,5 +193,5 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     assert {"model.safetensors", "tokenizer.json", "serving_check/throughput.png"} <= set(released)
     card = released["README.md"].content.decode()
     assert "license: psf-2.0" in card and "base_model: maker/base" in card
-    assert f"--revision {base.history()[0].oid} --recipe int4-hqq-g64 --m 1,2" in card
-    assert "throughput floor: 0.02" in card
+    assert f"--revision {base.history()[0].oid} --recipe patient.yaml --m 2" in card
+    assert "throughput floor: 0.02" in card and "max ttft ratio: 1000" in card
