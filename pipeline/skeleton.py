@@ -14,6 +14,7 @@ from ..layouts.errors import UserError
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
+MESSAGE_CHARACTERS = 300
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -25,7 +26,7 @@ def model_config(checkpoint: "Checkpoint") -> PretrainedConfig:
         # transformers raises whatever a bad value in config.json happens to break.
         raise UserError(
             f"{checkpoint.source}: transformers cannot read its config.json (model_type "
-            f"{checkpoint.config.get('model_type')!r}): {_first_line(error)}. Models that need their own "
+            f"{checkpoint.config.get('model_type')!r}): {_one_line(error)}. Models that need their own "
             f"code (trust_remote_code) are not loaded; a newer transformers may know the architecture."
         ) from error
     if hasattr(config, "quantization_config"):
@@ -56,7 +57,7 @@ def build_skeleton(
     except Exception as error:
         raise UserError(
             f"{checkpoint.source}: transformers cannot build a causal language model from its config "
-            f"(model_type {config.model_type!r}): {_first_line(error)}"
+            f"(model_type {config.model_type!r}): {_one_line(error)}"
         ) from error
     _compute_buffers(model, torch.device(device))
     _keep_in_fp32(model, dtype)
@@ -88,6 +89,6 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.float()
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return text[:MESSAGE_CHARACTERS] if text else type(error).__name__

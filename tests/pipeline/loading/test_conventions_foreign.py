@@ -1,0 +1,57 @@
+"""Checkpoints that llm-compressor, ModelOpt and torchao made: read bit for bit as their makers read them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.load import load_model
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FORMATS = {
+    "llmcompressor-w4a16": ("compressed-tensors", "Int4Weight", 14),
+    "llmcompressor-mixed": ("compressed-tensors", "Int4Weight", 13),
+    "llmcompressor-nvfp4a16": ("compressed-tensors", "NVFP4Weight", 14),
+    "modelopt-nvfp4": ("modelopt", "NVFP4Weight", 14),
+    "torchao-nvfp4": ("torchao", "NVFP4Weight", 14),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_the_maker_dequantizes(name: str) -> None:
+    checkpoint = open_checkpoint(FIXTURES / name)
+    convention = convention_of(checkpoint)
+    modules = convention.modules(checkpoint)
+    formats = {stored.weight_format.__name__ for stored in modules.values()}
+    assert (convention.name, *formats, len(modules)) == FORMATS[name]
+    expected = load_file(FIXTURES / f"{name}.expected.safetensors")
+    compared = [key for key in expected if key.endswith(".weight")]
+    assert len(compared) == 2
+    for key in compared:
+        ours = modules[key.removesuffix(".weight")].read().dequantize(torch.bfloat16)
+        assert torch.equal(ours, expected[key])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_makers_runtime(name: str) -> None:
+    expected = load_file(FIXTURES / f"{name}.expected.safetensors")
+    loaded = load_model(FIXTURES / name, layout="dequantize", progress=False)
+    with torch.inference_mode():
+        logits = loaded.model(expected["tokens"]).logits.float()
+    # bf16 products differ in their last bit from one kind of CPU to another.
+    torch.testing.assert_close(logits, expected["logits"], rtol=0.03, atol=0.1)
+    assert not torch.equal(logits[0, 0], logits[0, 1])
+
+
+def test_the_config_groups_of_a_mixed_checkpoint_are_told_apart() -> None:
+    checkpoint = open_checkpoint(FIXTURES / "llmcompressor-mixed")
+    modules = convention_of(checkpoint).modules(checkpoint)
+    group_sizes = {name.removeprefix("model.layers.0."): s.group_size for name, s in modules.items()}
+    assert group_sizes["self_attn.q_proj"] == 32
+    assert group_sizes["mlp.gate_proj"] == 64
+    assert group_sizes["mlp.down_proj"] == 128
+    assert "model.layers.1.self_attn.o_proj" not in modules
+    assert bool((modules["model.layers.0.self_attn.q_proj"].read().zero_point == 8).all())
+    assert modules["model.layers.0.mlp.gate_proj"].read().zero_point.unique().numel() > 2

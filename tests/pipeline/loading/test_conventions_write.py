@@ -1,0 +1,165 @@
+"""What the exporters write: read back unchanged, and in the bytes and patterns their readers expect."""
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from scalegate.layouts.errors import UserError
+from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
+from scalegate.pipeline.conventions.compressed_tensors import _pack_along_n, _unpack_along_n
+from scalegate.pipeline.conventions.targets import as_patterns, matches
+from scalegate.pipeline.conventions.torchao_bytes import pack_tiles, pad_to_tiles, unpack_tiles
+
+
+def random_weight(n: int, k: int, group_size: int) -> Int4Weight:
+    generator = torch.Generator().manual_seed(n * k)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
+    scale = torch.rand(n, k // group_size, generator=generator).to(torch.bfloat16) + 0.5
+    zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8, generator=generator)
+    return Int4Weight(pack_nibbles(codes), scale, zero, group_size)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 64, -1])
+def test_every_weight_comes_back_as_it_was_written(quantized_pair, symmetric: bool, group_size: int) -> None:
+    pair = quantized_pair("qwen3", symmetric, lambda module: group_size)
+    quantized, plain = open_checkpoint(pair.quantized), open_checkpoint(pair.dequantized)
+    stored = convention_of(quantized).modules(quantized)
+    assert set(stored) == set(pair.modules)
+    for module, weight in stored.items():
+        assert torch.equal(weight.read().dequantize(torch.float32), plain.read(f"{module}.weight"))
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 20])
+def test_zero_points_are_padded_to_whole_words_along_n(n: int) -> None:
+    zero = torch.arange(n * 3, dtype=torch.uint8).view(n, 3) % 16
+    words = _pack_along_n(zero)
+    assert words.dtype == torch.int32 and words.shape == (-(-n // 8), 3)
+    assert torch.equal(_unpack_along_n(words, n), zero)
+    assert int(words[0, 1]) & 0xF == int(zero[0, 1])
+    if n > 1:
+        assert (int(words[0, 1]) >> 4) & 0xF == int(zero[1, 1])
+
+
+def test_a_word_holds_eight_columns_least_significant_first() -> None:
+    weight = Int4Weight(
+        pack_nibbles(torch.arange(8, dtype=torch.uint8).view(1, 8)),
+        torch.ones(1, 1),
+        torch.full((1, 1), 8, dtype=torch.uint8),
+        8,
+    )
+    tensors = EXPORTS["compressed-tensors"].tensors("m", weight, symmetric=True)
+    assert tensors["m.weight_packed"].tolist() == [[0x76543210]]
+    assert tensors["m.weight_shape"].tolist() == [1, 8]
+    assert "m.weight_zero_point" not in tensors
+
+
+def test_asymmetric_zeros_are_never_dropped_in_silence() -> None:
+    weight = random_weight(8, 64, 32)
+    with pytest.raises(ValueError, match="written as symmetric"):
+        EXPORTS["compressed-tensors"].tensors("m", weight, symmetric=True)
+    fractional = Int4Weight(weight.codes, weight.scale, weight.zero_point + 0.5, 32)
+    with pytest.raises(ValueError, match="fractional"):
+        EXPORTS["compressed-tensors"].tensors("m", fractional, symmetric=False)
+
+
+def test_one_group_size_targets_linear_and_several_are_told_apart_by_name() -> None:
+    names = [f"model.layers.{i}.mlp.{p}_proj" for i in range(3) for p in ("gate", "up", "down")]
+    convention = EXPORTS["compressed-tensors"]
+    one = convention.quantization_config(dict.fromkeys(names, 128), True, ["lm_head"])
+    assert one["config_groups"]["group_0"]["targets"] == ["Linear"]
+    sizes = {name: 64 if name.endswith("down_proj") or ".0." in name else 128 for name in names}
+    several = convention.quantization_config(sizes, False, ["lm_head"])
+    for group in several["config_groups"].values():
+        size = group["weights"]["group_size"]
+        named = [name for name in names if any(matches(t, name) for t in group["targets"])]
+        assert named == [name for name in names if sizes[name] == size]
+
+
+def test_patterns_never_name_a_module_of_another_group_or_of_none() -> None:
+    groups = {"a": ["l.0.q", "l.1.q", "l.0.k"], "b": ["l.1.k"]}
+    others = ["l.2.q"]
+    patterns = as_patterns(groups, others)
+    for group, names in groups.items():
+        everything = [*groups["a"], *groups["b"], *others]
+        assert [n for n in everything if any(matches(p, n) for p in patterns[group])] == names
+    assert any(p.startswith("re:") for p in as_patterns(groups, [])["a"])
+
+
+def test_tiles_are_those_of_torchs_cuda_converter() -> None:
+    weight = pad_to_tiles(random_weight(20, 192, 64))
+    words = pack_tiles(weight.codes)
+    assert torch.equal(unpack_tiles(words), weight.codes)
+    # The converter's own arithmetic, lane by lane; its input has the even column in the high nibble.
+    swapped = (weight.codes << 4) | (weight.codes >> 4)
+    for tile, outer, lane, word in [(0, 0, 0, 0), (1, 0, 13, 2), (2, 1, 31, 3), (0, 1, 6, 1)]:
+        start = (outer * 8 + 2 * word) * 8
+        columns = [start + lane % 4 + offset for offset in (0, 4, 8, 12)]
+        v = [int(swapped[tile * 8 + lane // 4, column]) for column in columns]
+        low = sum((byte >> 4) << (4 * i) for i, byte in enumerate(v))
+        high = sum((byte & 0xF) << (16 + 4 * i) for i, byte in enumerate(v))
+        assert int(words[tile, outer, lane, word]) & 0xFFFFFFFF == low | high
+
+
+@pytest.mark.gpu
+def test_tiles_equal_what_the_cuda_converter_returns() -> None:
+    weight = pad_to_tiles(random_weight(40, 1100 // 64 * 64, 64))
+    swapped = ((weight.codes << 4) | (weight.codes >> 4)).cuda()
+    assert torch.equal(torch.ops.aten._convert_weight_to_int4pack(swapped, 8).cpu(), pack_tiles(weight.codes))
+
+
+def test_torchao_rebuilds_the_tensors_we_flatten() -> None:
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    weight = random_weight(20, 192, 64)
+    convention = EXPORTS["torchao"]
+    tensors = convention.tensors("m", weight, symmetric=False)
+    metadata = convention.file_metadata({"m": 64}, {"m": (20, 192)}, ["n.weight"])
+    tensors["n.weight"] = torch.ones(3)
+    rebuilt, left = unflatten_tensor_state_dict(tensors, metadata)
+    assert type(rebuilt["m.weight"]).__name__ == "Int4TilePackedTo4dTensor"
+    assert rebuilt["m.weight"].shape == (20, 192) and rebuilt["m.weight"].block_size == [1, 64]
+    assert set(rebuilt) == {"m.weight", "n.weight"} and not left
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_torchao_tiles_come_back_within_the_rounding_of_a_bf16_shift(
+    quantized_pair: Callable, symmetric: bool
+) -> None:
+    pair = quantized_pair("qwen3", symmetric, lambda module: 32, export="torchao")
+    quantized, plain = open_checkpoint(pair.quantized), open_checkpoint(pair.dequantized)
+    for module, stored in convention_of(quantized).modules(quantized).items():
+        weight = stored.read()
+        # The shift, at most 8 scales, is rounded to bf16; without one nothing is.
+        bound = 0 if symmetric else 8 * float(weight.scale.float().max()) * 2**-8
+        error = (weight.dequantize(torch.float32) - plain.read(f"{module}.weight")).abs().max()
+        assert float(error) <= bound
+
+
+def test_torchao_refuses_what_its_int4_cannot_hold() -> None:
+    convention = EXPORTS["torchao"]
+    with pytest.raises(UserError, match="groups of 32, 64, 128, 256, not 16"):
+        convention.quantization_config({"m": 16}, True, [])
+    with pytest.raises(UserError, match="no single experts"):
+        convention.quantization_config({"model.layers.0.mlp.experts.3.up_proj": 64}, True, [])
+
+
+def test_torchaos_own_config_parser_reads_ours() -> None:
+    from torchao.core.config import config_from_dict
+
+    convention = EXPORTS["torchao"]
+    one = convention.quantization_config({"l.0.q": 64}, False, ["lm_head"])
+    config = config_from_dict(one["quant_type"]["default"])
+    assert (config.group_size, config.int4_packing_format) == (64, "tile_packed_to_4d")
+    several = convention.quantization_config({"l.0.q": 64, "l.1.q": 64, "l.0.k": 32}, False, [])
+    by_name = config_from_dict(several["quant_type"]["default"]).fqn_to_config
+    sizes = {
+        name: next(c.group_size for p, c in by_name.items() if re.fullmatch(p.removeprefix("re:"), name))
+        for name in ("l.0.q", "l.1.q", "l.0.k")
+    }
+    assert sizes == {"l.0.q": 64, "l.1.q": 64, "l.0.k": 32}
+    json.dumps(several)

@@ -1,0 +1,210 @@
+"""Loading into unmodified transformers models: equal to their own loading and to dequantized twins."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scalegate.layouts.errors import UserError
+from scalegate.layouts.layout import Problem
+from scalegate.layouts.linear import QuantizedLinear
+from scalegate.layouts.plan import LayoutPlan, ShapeChoice, shape_key
+from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.load import load_model, problems
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "phi3",
+    "gemma3_text",
+    "mistral",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+)
+TOKENS = torch.arange(3, 43).view(2, 20)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
+    random_checkpoint, model_type: str
+) -> None:
+    folder = random_checkpoint(model_type, torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = load_model(folder, progress=False)
+    assert torch.equal(logits(loaded.model), logits(reference))
+    assert not loaded.model.training and loaded.layouts == {}
+    ours, theirs = dict(loaded.model.named_parameters()), dict(reference.named_parameters())
+    assert {n: p.dtype for n, p in ours.items()} == {n: p.dtype for n, p in theirs.items()}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen2", "phi3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_quantized_checkpoint_computes_what_its_dequantized_twin_does(
+    quantized_pair, model_type: str, symmetric: bool
+) -> None:
+    pair = quantized_pair(model_type, symmetric, lambda module: 16 if "down_proj" in module else 8)
+    twin = load_model(pair.dequantized, progress=False)
+    loaded = load_model(pair.quantized, layout="dequantize", progress=False)
+    torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
+    quantized = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
+    assert len(quantized) == len(loaded.layouts) > 0
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_one_expert_changed_on_disk_changes_the_output(quantized_pair, model_type: str) -> None:
+    pair = quantized_pair(model_type)
+    before = logits(load_model(pair.quantized, layout="dequantize", progress=False).model)
+    file = pair.quantized / "model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if ".experts.1." in n and n.endswith("down_proj.weight_packed"))
+    tensors[name] ^= 0x11111111
+    save_file(tensors, file, {"format": "pt"})
+    after = logits(load_model(pair.quantized, layout="dequantize", progress=False).model)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_problems_name_every_packed_linear_without_reading_data(quantized_pair, monkeypatch) -> None:
+    pair = quantized_pair("qwen3_moe")
+    loaded = load_model(pair.quantized, layout="dequantize", progress=False)
+    checkpoint = open_checkpoint(pair.quantized)
+
+    def refuse(*arguments: object) -> None:
+        raise OSError("data was read")
+
+    monkeypatch.setattr("scalegate.pipeline.safetensors_file.TensorInfo.read", refuse)
+    found = problems(checkpoint)
+    assert set(found) == set(loaded.layouts)
+    fused = found["model.layers.0.mlp.experts.11.gate_up_proj"]
+    assert (fused.n, fused.k, fused.group_size) == (64, 64, 32)
+
+
+def test_tied_weights_are_one_tensor(random_checkpoint) -> None:
+    model = load_model(random_checkpoint("qwen3"), progress=False).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_tied_checkpoint_that_stores_only_the_head_is_tied_the_other_way(random_checkpoint) -> None:
+    folder = random_checkpoint("qwen3")
+    before = logits(load_model(folder, progress=False).model)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(load_model(folder, progress=False).model), before)
+
+
+def test_the_plan_decides_and_a_layout_that_is_asked_for_overrules_it(quantized_pair) -> None:
+    pair = quantized_pair("qwen2")
+    found = problems(open_checkpoint(pair.quantized), torch.bfloat16)
+    choices = tuple(ShapeChoice(shape_key(p), "dequantize", (name,)) for name, p in found.items())
+    plan = LayoutPlan("anywhere", {}, choices)
+    planned = load_model(pair.quantized, dtype=torch.bfloat16, plan=plan, progress=False)
+    assert set(planned.layouts.values()) == {"dequantize"}
+    forced = load_model(pair.quantized, dtype=torch.bfloat16, plan=plan, layout="cpu_int4", progress=False)
+    assert set(forced.layouts.values()) == {"cpu_int4"}
+
+
+def test_a_layout_that_cannot_serve_a_layer_is_refused_by_name(quantized_pair) -> None:
+    pair = quantized_pair("qwen2", True, lambda module: 8)
+    with pytest.raises(UserError, match=r"layout 'cpu_int4' does not serve model\.layers\.\d"):
+        load_model(pair.quantized, layout="cpu_int4", progress=False)
+    with pytest.raises(UserError, match="unknown layout 'fast'; choose one of"):
+        load_model(pair.quantized, layout="fast", progress=False)
+
+
+def test_biases_survive_packing(quantized_pair) -> None:
+    pair = quantized_pair("qwen2")
+    tensors = load_file(pair.quantized / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    tensors[name] = torch.arange(64.0)
+    save_file(tensors, pair.quantized / "model.safetensors", {"format": "pt"})
+    model = load_model(pair.quantized, layout="dequantize", progress=False).model
+    assert torch.equal(model.get_parameter(name).data, torch.arange(64.0))
+
+
+def test_the_dtype_is_the_configs_unless_another_is_asked_for(example_checkpoint: Path) -> None:
+    assert load_model(example_checkpoint, progress=False).model.dtype == torch.bfloat16
+    wide = load_model(example_checkpoint, dtype=torch.float32, progress=False)
+    assert {p.dtype for p in wide.model.parameters()} == {torch.float32}
+    assert wide.tokenizer is not None and wide.generation_config.eos_token_id == 0
+
+
+def test_fp8_blocks_are_read_as_ordinary_weights(random_checkpoint, edit: Callable) -> None:
+    folder = random_checkpoint("llama", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    scales = torch.rand(2, 2) + 0.5
+    name = "model.layers.0.self_attn.q_proj.weight"
+    quantized = (tensors[name].float() * 4).to(torch.float8_e4m3fn)
+    save_file(
+        tensors | {name: quantized, f"{name}_scale_inv": scales},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    weight = load_model(folder, progress=False).model.get_parameter(name)
+    spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(weight.data, (quantized.float() * spread).to(torch.bfloat16))
+
+
+def test_a_packed_model_holds_its_weights_once(quantized_pair) -> None:
+    pair = quantized_pair("mixtral")
+    model = load_model(pair.quantized, layout="dequantize", progress=False).model
+    held = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    twin = load_model(pair.dequantized, progress=False).model
+    expected = sum(t.numel() * t.element_size() for t in [*twin.parameters(), *twin.buffers()])
+    assert held <= expected
+
+
+def test_the_wrong_model_type_is_refused_not_half_loaded(random_checkpoint, edit: Callable) -> None:
+    folder = random_checkpoint("qwen2")
+    edit(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(UserError, match=r"model\.layers\.2\.\S+ .*missing from the checkpoint"):
+        load_model(folder, progress=False)
+    edit(folder, num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(UserError, match=r"model\.layers\.1\.\S+, .*and \d+ more in the checkpoint"):
+        load_model(folder, progress=False)
+    edit(folder, num_hidden_layers=2, layer_types=["full_attention"] * 2, hidden_size=32)
+    with pytest.raises(UserError, match=r"has shape \[\d+(, \d+)?\]; the config makes it"):
+        load_model(folder, progress=False)
+
+
+def test_an_encoder_is_refused_as_no_causal_model(random_checkpoint, edit: Callable) -> None:
+    folder = random_checkpoint("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "vit", "architectures": ["ViTModel"]})
+    )
+    with pytest.raises(UserError, match="causal language model"):
+        load_model(folder, progress=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_on_cuda_the_same_numbers(quantized_pair, model_type: str) -> None:
+    pair = quantized_pair(model_type)
+    on_cpu = load_model(pair.quantized, layout="dequantize", progress=False).model
+    on_gpu = load_model(pair.quantized, layout="dequantize", device="cuda", progress=False).model
+    assert {t.device.type for t in [*on_gpu.parameters(), *on_gpu.buffers()]} == {"cuda"}
+    with torch.inference_mode():
+        found = on_gpu(TOKENS.cuda()).logits.cpu()
+    torch.testing.assert_close(found, logits(on_cpu), rtol=1e-3, atol=1e-3)
+
+
+def test_a_problem_is_the_same_from_the_header_and_from_the_weight(quantized_pair) -> None:
+    pair = quantized_pair("qwen3", False, lambda module: 32)
+    checkpoint = open_checkpoint(pair.quantized)
+    from scalegate.pipeline.conventions.all_conventions import convention_of
+
+    for stored in convention_of(checkpoint).modules(checkpoint).values():
+        cpu = torch.device("cpu")
+        assert stored.problem(torch.bfloat16, cpu) == Problem.of(stored.read(), torch.bfloat16, cpu)
