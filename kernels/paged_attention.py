@@ -11,7 +11,7 @@ Queries come as one flat list of tokens, [T, H, D], cut into groups. A group is 
 tokens each: a decode step is a few groups with n = 1, a prefill chunk is one group (b = 1) for each prompt in
 it. Each group gathers its pages, which is one copy of whole pages, and attends with everything outside
 causality, window and length at -inf. Rows of very different lengths go into different groups, so that a short
-request never pays for the padding up to a long one: the work is at most twice that of the tokens really there.
+request never pays for the padding up to a long one: the work stays within twice that of the tokens there.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+PADDING_WORTH_A_GROUP = 64
+"""Pages gathered in vain that cost about as much as attending in one more group."""
 
 
 @dataclass(frozen=True)
@@ -131,26 +134,26 @@ def decode_groups(
     """
     first_page = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
     counts = (lengths + page_size - 1) // page_size - first_page
-    size_class = np.ceil(np.log2(counts)).astype(np.int64)
     groups = []
-    for one_class in np.unique(size_class):
-        rows = np.flatnonzero(size_class == one_class)
-        everyone = len(rows) == len(lengths)
+    for rows in _rows_of_like_size(counts):
+        chosen = slice(None) if rows is None else rows
+        first, most = first_page[chosen], int(counts[chosen].max())
         groups.append(
             TokenGroup(
-                tokens=slice(None) if everyone else torch.from_numpy(rows).to(like.device),
-                pages=_page_window(block_table[rows], first_page[rows], int(counts[rows].max()), like),
-                bias=_bias(
-                    lengths[rows, None] - 1,
-                    first_page[rows],
-                    int(counts[rows].max()),
-                    page_size,
-                    window,
-                    like,
-                ),
+                tokens=slice(None) if rows is None else torch.from_numpy(rows).to(like.device),
+                pages=_page_window(block_table[chosen], first, most, like),
+                bias=_bias(lengths[chosen, None] - 1, first, most, page_size, window, like),
             )
         )
     return groups
+
+
+def _rows_of_like_size(counts: np.ndarray) -> list[np.ndarray] | list[None]:
+    """Rows whose page counts round up to one power of two; [None], all rows, where that saves little."""
+    if len(counts) * int(counts.max()) - int(counts.sum()) <= PADDING_WORTH_A_GROUP:
+        return [None]
+    size_class = np.ceil(np.log2(counts))
+    return [np.flatnonzero(size_class == one_class) for one_class in np.unique(size_class)]
 
 
 def prefill_group(
@@ -176,10 +179,14 @@ def prefill_group(
 
 def _page_window(block_table: np.ndarray, first_page: np.ndarray, count: int, like: Tensor) -> Tensor:
     """Columns first_page .. first_page + count of each row, page 0 past the row's end."""
-    columns = first_page[:, None] + np.arange(count)
-    inside = columns < block_table.shape[1]
-    pages = np.take_along_axis(block_table, np.where(inside, columns, 0), axis=1)
-    return torch.from_numpy(np.where(inside, pages, 0).astype(np.int64)).to(like.device)
+    if not first_page.any():
+        pages = np.ascontiguousarray(block_table[:, :count])
+    else:
+        columns = first_page[:, None] + np.arange(count)
+        inside = columns < block_table.shape[1]
+        rows = np.arange(len(block_table))[:, None]
+        pages = np.where(inside, block_table[rows, np.where(inside, columns, 0)], 0)
+    return torch.from_numpy(pages).to(like.device)
 
 
 def _bias(

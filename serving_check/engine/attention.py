@@ -123,16 +123,35 @@ class LayerObserver:
 
 def unsupported(architecture: str, reason: str) -> UserError:
     return UserError(
-        f"the embedded engine cannot serve {architecture}: {reason}. Use another engine (--engine vllm, or the "
-        "URL of a running server)."
+        f"the embedded engine cannot serve {architecture}: {reason}. "
+        "Use another engine (--engine vllm, or the URL of a running server)."
     )
 
 
-def attention_layers(model: PreTrainedModel, max_model_len: int) -> dict[int, AttentionLayer]:
+def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """How long a request may grow: what was asked, else all that the model knows positions for."""
+    architecture = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    _check_architecture(model, architecture, config)
+    context = config.max_position_embeddings
+    length = max_model_len or context
+    if length > context:
+        raise UserError(f"max_model_len={length} is more than the model's context of {context} tokens")
+    for rope in _rope_parameters(config):
+        limit = rope.get("original_max_position_embeddings") or context
+        if rope.get("rope_type") in ROPE_THAT_DEPENDS_ON_THE_BATCH and length > limit:
+            raise unsupported(
+                architecture,
+                f"past {limit} tokens its {rope['rope_type']!r} position encoding depends on the rest of the "
+                f"batch; a context of at most {limit} tokens (max_model_len) works",
+            )
+    return length
+
+
+def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
     """Switch the model to paged attention, and find its layers by running two tokens through it."""
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    _check_architecture(model, architecture, config, max_model_len)
     model.set_attn_implementation(IMPLEMENTATION)
     observer = LayerObserver(architecture)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
@@ -147,15 +166,12 @@ def attention_layers(model: PreTrainedModel, max_model_len: int) -> dict[int, At
     if len(observer.layers) != config.num_hidden_layers:
         raise unsupported(
             architecture,
-            f"only {len(observer.layers)} of its {config.num_hidden_layers} layers attend through transformers' "
-            "AttentionInterface",
+            f"{len(observer.layers)} of its {config.num_hidden_layers} layers use AttentionInterface",
         )
     return observer.layers
 
 
-def _check_architecture(model: PreTrainedModel, architecture: str, config: Any, max_model_len: int) -> None:
-    if not model._supports_attention_backend or not model._can_set_attn_implementation():
-        raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
+def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise unsupported(architecture, "it has an encoder")
     for layer_type in getattr(config, "layer_types", None) or ():
@@ -163,14 +179,8 @@ def _check_architecture(model: PreTrainedModel, architecture: str, config: Any, 
             raise unsupported(architecture, f"it has layers of type {layer_type!r}")
     if model._is_stateful:
         raise unsupported(architecture, "it keeps a recurrent state beside its keys and values")
-    for rope in _rope_parameters(config):
-        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if rope.get("rope_type") in ROPE_THAT_DEPENDS_ON_THE_BATCH and max_model_len > limit:
-            raise unsupported(
-                architecture,
-                f"past {limit} tokens its {rope['rope_type']!r} position encoding depends on the other requests "
-                f"of the batch; a context of at most {limit} tokens (max_model_len) works",
-            )
+    if not model._supports_attention_backend or not model._can_set_attn_implementation():
+        raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

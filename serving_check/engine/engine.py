@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS
-from .attention import attention_layers, unsupported
+from .attention import attention_layers, context_length, unsupported
 from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, decode_buckets
 from .request import EngineConfig, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
@@ -41,17 +41,11 @@ class Engine:
     def __init__(self, model: nn.Module, config: EngineConfig, eos_token_ids: frozenset[int]):
         if not isinstance(model, PreTrainedModel):
             raise unsupported(type(model).__name__, "it is not a transformers model")
-        text_config = model.config.get_text_config(decoder=True)
-        context = text_config.max_position_embeddings
-        self.max_model_len = config.max_model_len or context
-        if self.max_model_len > context:
-            raise UserError(
-                f"max_model_len={self.max_model_len} is more than the model's context of {context}"
-            )
+        self.max_model_len = context_length(model, config.max_model_len)
         self.eos_token_ids = eos_token_ids
-        self.vocab_size = text_config.vocab_size
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         model.eval()
-        layers = attention_layers(model, self.max_model_len)
+        layers = attention_layers(model)
         kv_format = KV_FORMATS["unquantized"]
         num_pages = pool_pages(
             layers,
@@ -91,8 +85,8 @@ class Engine:
             raise UserError("the prompt is empty; give at least one token")
         if len(tokens) >= self.max_model_len:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens; with max_model_len={self.max_model_len} it may have at "
-                f"most {self.max_model_len - 1}. Shorten it."
+                f"the prompt has {len(tokens)} tokens; with max_model_len={self.max_model_len} it may have "
+                f"at most {self.max_model_len - 1}. Shorten it."
             )
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise UserError(f"the prompt has token ids outside the vocabulary, 0..{self.vocab_size - 1}")

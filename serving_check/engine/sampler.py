@@ -14,6 +14,7 @@ from .request import TokenLogprobs
 from .sequence import Sequence
 
 FULL_MANTISSA = 1 << 24
+BISECTIONS = 30
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class SamplingBatch:
     filtered: list[int]
     """Rows with top_k, top_p or min_p."""
     top_k: Tensor
-    """int64 [len(filtered), 1]; the vocabulary's size or more for all."""
+    """int64 [len(filtered), 1]; 0 for all."""
     top_p: Tensor
     """float32 [len(filtered), 1]."""
     log_min_p: Tensor
     """float32 [len(filtered), 1]; -inf for none."""
-    candidates: int
-    """How many of the most likely tokens the filters have to see; 0 for all."""
+    max_top_k: int
+    any_top_p: bool
     with_logprobs: list[int]
     """Rows that want log-probabilities."""
     num_top: list[int]
@@ -51,7 +52,6 @@ class SamplingBatch:
             if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         ]
         chosen = [params[row] for row in filtered]
-        needs_all = any(p.top_p < 1 and p.top_k == 0 for p in chosen)
         with_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -63,12 +63,13 @@ class SamplingBatch:
             temperature=column([p.temperature or 1.0 for p in params], torch.float32),
             seed=column([sequence.seed for sequence in sequences], torch.int64),
             filtered=filtered,
-            top_k=column([p.top_k or 1 << 62 for p in chosen], torch.int64)[:, None],
+            top_k=column([p.top_k for p in chosen], torch.int64)[:, None],
             top_p=column([p.top_p for p in chosen], torch.float32)[:, None],
             log_min_p=column(
                 [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in chosen], torch.float32
             )[:, None],
-            candidates=0 if needs_all else max((p.top_k for p in chosen), default=0) or 1,
+            max_top_k=max((p.top_k for p in chosen), default=0),
+            any_top_p=any(p.top_p < 1 for p in chosen),
             with_logprobs=with_logprobs,
             num_top=[params[row].logprobs or 0 for row in with_logprobs],
         )
@@ -76,13 +77,14 @@ class SamplingBatch:
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     """logits [B, V], positions int64 [B] of the tokens to be drawn → tokens int64 [B]."""
-    greedy_tokens = logits.argmax(dim=-1)
+    greedy_tokens = logits.max(
+        dim=-1
+    ).indices  # the first of equals, as argmax; on the CPU up to 8 times faster
     if not batch.any_sampled:
         return greedy_tokens
     scores = logits.float() / batch.temperature[:, None]
     if batch.filtered:
-        rows = scores[batch.filtered]
-        scores[batch.filtered] = rows.masked_fill(rows < _lowest_kept(rows, batch), -math.inf)
+        scores[batch.filtered] = _filter(scores[batch.filtered], batch)
     # One uniform number a row, looked up in the cumulative distribution: the first token whose sum is above.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
     draw = uniform(batch.seed, positions)[:, None] * cumulative[:, -1:]
@@ -90,25 +92,36 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     return torch.where(batch.greedy, greedy_tokens, tokens)
 
 
-def _lowest_kept(scores: Tensor, batch: SamplingBatch) -> Tensor:
-    """The score of the least likely token that top_k, min_p and then top_p keep, [rows, 1]."""
-    count = min(batch.candidates or scores.shape[1], scores.shape[1])
-    best = scores.topk(count, dim=-1).values
-    rank = torch.arange(count, device=scores.device)
-    best = best.masked_fill(rank >= batch.top_k, -math.inf)
-    best = best.masked_fill(best < best[:, :1] + batch.log_min_p, -math.inf)
-    probabilities = best.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = (probabilities > 0) & ((before < batch.top_p) | (batch.top_p >= 1))
-    kept[:, 0] = True
-    lowest = torch.where(kept, best, math.inf).amin(dim=-1, keepdim=True)
-    # Where only min_p filters, not all that it keeps are among the candidates; its own bound says the same.
-    only_min_p = (batch.top_k >= scores.shape[1]) & (batch.top_p >= 1)
-    return torch.where(only_min_p, best[:, :1] + batch.log_min_p, lowest)
+def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
+    """scores [rows, V] with -inf where top_k, min_p, then top_p leave a token out; equals stay together."""
+    lowest = scores.amax(dim=-1, keepdim=True) + batch.log_min_p
+    if batch.max_top_k > 0:
+        best = scores.topk(min(batch.max_top_k, scores.shape[1]), dim=-1).values
+        last_kept = best.gather(1, (batch.top_k - 1).clamp(0, best.shape[1] - 1))
+        lowest = torch.where(batch.top_k > 0, torch.maximum(lowest, last_kept), lowest)
+    scores = scores.masked_fill(scores < lowest, -math.inf)
+    if batch.any_top_p:
+        probabilities = scores.softmax(dim=-1)
+        least = _least_of_top_p(probabilities, batch.top_p)
+        scores = scores.masked_fill((probabilities < least) & (batch.top_p < 1), -math.inf)
+    return scores
+
+
+def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """The greatest bound, [rows, 1], such that the tokens at or above it hold top_p of the probability.
+
+    By bisection: on a CPU 30 passes over a row cost a quarter of sorting it.
+    """
+    low, high = torch.zeros_like(top_p), probabilities.amax(dim=-1, keepdim=True)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        enough = (probabilities * (probabilities >= middle)).sum(dim=-1, keepdim=True) >= top_p
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """float32 in [0, 1): a hash (splitmix64) of seed and position, int64 [B], so no state to carry or lose."""
+    """float32 in [0, 1): a hash (splitmix64) of seed and position, int64 [B]. No state to carry or lose."""
     state = seed + (position + 1) * -0x61C8864680B583EB
     state = (state ^ _shift(state, 30)) * -0x40A7B892E31B1A47
     state = (state ^ _shift(state, 27)) * -0x6B2FB644ECCEEE15

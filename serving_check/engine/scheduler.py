@@ -97,7 +97,7 @@ class Scheduler:
         return pieces
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        """Room for all its tokens, and a page for each that is running: admitting must not preempt at once."""
+        """Room for all its tokens and a page for each running one: admitting must not preempt at once."""
         needed = self.pool.pages_for(sequence.length) + len(self.running)
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
 

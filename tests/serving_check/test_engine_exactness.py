@@ -1,0 +1,144 @@
+"""Greedy tokens equal those of transformers' generate(), for every architecture the engine is promised for.
+
+32 prompts of ragged lengths, 64 tokens each, float32: together, alone, and with a pool so small that requests
+are preempted, always with prompts cut by the prefill chunk.
+"""
+
+import copy
+
+import pytest
+import torch
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 160,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "mixtral": MixtralConfig(**SIZES, **EXPERTS),
+    "mistral with a sliding window": MistralConfig(**SIZES, sliding_window=24),
+    "gemma2": Gemma2Config(**SIZES, **LAYERS, query_pre_attn_scalar=16),
+    "gemma3": Gemma3TextConfig(**SIZES, **LAYERS, query_pre_attn_scalar=16),
+    "gpt_oss": GptOssConfig(**SIZES, **EXPERTS, **LAYERS),
+    "phi3": Phi3Config(**SIZES),
+    "olmo2": Olmo2Config(**SIZES),
+}
+
+LENGTHS = (1, 2, 7, 16, 23, 33, 48, 71)
+PROMPTS_PER_LENGTH = 4
+NEW_TOKENS = 64
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def lively_model(config) -> PreTrainedModel:
+    """Random weights large enough that outputs neither repeat nor settle."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_vector = parameter.ndim == 1
+            parameter.normal_(0.0, 0.5 if is_vector else 0.3)
+            if is_vector and "norm" in name:
+                parameter.add_(1.0)
+    return model
+
+
+def ragged_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randint(3, SIZES["vocab_size"], (length,), generator=generator).tolist()
+        for _ in range(PROMPTS_PER_LENGTH)
+        for length in LENGTHS
+    ]
+
+
+def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """generate()'s tokens. Prompts of one length go together: nothing is padded, nothing approximate."""
+    tokens: dict[int, tuple[int, ...]] = {}
+    for length in LENGTHS:
+        indices = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
+        batch = torch.tensor([prompts[index] for index in indices])
+        output = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        for index, row in zip(indices, output[:, length:].tolist(), strict=True):
+            tokens[index] = tuple(row)
+    return [tokens[index] for index in range(len(prompts))]
+
+
+def served(model: PreTrainedModel, prompts: list[list[int]], **sizes) -> tuple[Engine, list[tuple[int, ...]]]:
+    engine = Engine(copy.deepcopy(model), EngineConfig(prefill_chunk=40, **sizes), frozenset())
+    return engine, [completion.token_ids for completion in engine.generate(prompts, GREEDY)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_equal_generate_batched_alone_and_preempted(architecture: str):
+    model = lively_model(ARCHITECTURES[architecture])
+    prompts = ragged_prompts()
+    expected = generated(model, prompts)
+    lively = [row for row in expected if len(set(row)) > NEW_TOKENS // 4]
+    assert len(lively) > len(prompts) * 3 // 4 and len(set(expected)) == len(prompts), "too dull to prove it"
+
+    engine, batched = served(model, prompts, max_num_seqs=32)
+    assert batched == expected
+    assert max(engine.stats().running_by_step) > 16
+
+    alone = [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[: len(LENGTHS)]]
+    assert alone == expected[: len(LENGTHS)]
+
+    engine, preempted = served(model, prompts, max_num_seqs=32, kv_cache_tokens=480, max_model_len=140)
+    assert preempted == expected
+    assert engine.stats().preemptions > 10
+    assert engine.pool.free_pages == engine.pool.num_pages
+
+
+def test_the_window_matters_so_ignoring_it_would_be_noticed():
+    config = ARCHITECTURES["mistral with a sliding window"]
+    model = lively_model(config)
+    prompts = ragged_prompts()
+    wide = copy.deepcopy(model)
+    for layer in wide.model.layers:
+        layer.self_attn.config.sliding_window = None
+    _, with_window = served(model, prompts, max_num_seqs=32)
+    _, without = served(wide, prompts, max_num_seqs=32)
+    assert with_window != without
