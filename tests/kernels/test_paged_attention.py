@@ -1,0 +1,99 @@
+"""The paged reference against attention written out one query at a time, over pages in any order."""
+
+import numpy as np
+import pytest
+import torch
+from scalegate.kernels.paged_attention import (
+    AttentionOptions,
+    append,
+    attend,
+    decode_groups,
+    prefill_group,
+)
+
+PAGE, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM = 4, 2, 3, 8, 6
+LENGTHS = [1, 3, 4, 5, 17, 70, 300]
+
+VARIANTS = {
+    "plain": (AttentionOptions(0.3), False),
+    "window": (AttentionOptions(0.3, sliding_window=6), False),
+    "softcap": (AttentionOptions(0.3, softcap=2.0), False),
+    "sinks": (AttentionOptions(0.3), True),
+    "all": (AttentionOptions(0.3, sliding_window=9, softcap=2.0), True),
+}
+
+
+def by_hand(query, keys, values, position: int, options: AttentionOptions, sinks):
+    """One query [H, D] at `position` of a request with keys [T, H_kv, D]."""
+    first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+    output = []
+    for head in range(KV_HEADS * GROUP):
+        scores = keys[first : position + 1, head // GROUP] @ query[head] * options.scale
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        weights = scores.exp()
+        total = weights.sum() + (sinks[head].exp() if sinks is not None else 0)
+        output.append((weights / total) @ values[first : position + 1, head // GROUP])
+    return torch.stack(output)
+
+
+@pytest.fixture
+def stored():
+    """Requests of LENGTHS in scattered pages, their keys and values, and pages left over from others."""
+    torch.manual_seed(0)
+    counts = [-(-length // PAGE) for length in LENGTHS]
+    order = np.random.default_rng(0).permutation(sum(counts)) + 1
+    key_pages = torch.randn(sum(counts) + 1, PAGE, KV_HEADS, KEY_DIM)
+    value_pages = torch.randn(sum(counts) + 1, PAGE, KV_HEADS, VALUE_DIM)
+    table = np.zeros((len(LENGTHS), max(counts)), np.int64)
+    keys, values, used = [], [], 0
+    for row, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
+        table[row, :count] = order[used : used + count]
+        used += count
+        keys.append(torch.randn(length, KV_HEADS, KEY_DIM))
+        values.append(torch.randn(length, KV_HEADS, VALUE_DIM))
+        positions = np.arange(length)
+        slots = torch.from_numpy(table[row, positions // PAGE] * PAGE + positions % PAGE)
+        append(key_pages, value_pages, keys[-1], values[-1], slots)
+    return key_pages, value_pages, table, keys, values
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_over_rows_of_all_lengths(stored, variant: str):
+    options, with_sinks = VARIANTS[variant]
+    key_pages, value_pages, table, keys, values = stored
+    sinks = torch.randn(KV_HEADS * GROUP) if with_sinks else None
+    query = torch.randn(len(LENGTHS), KV_HEADS * GROUP, KEY_DIM)
+    groups = decode_groups(table, np.array(LENGTHS), PAGE, options.sliding_window, query)
+    found = attend(query, key_pages, value_pages, groups, options, sinks)
+    for row, length in enumerate(LENGTHS):
+        expected = by_hand(query[row], keys[row], values[row], length - 1, options, sinks)
+        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_very_different_lengths_are_not_padded_to_the_longest(stored):
+    _, _, table, *_ = stored
+    like = torch.zeros(1)
+    assert len(decode_groups(table, np.array(LENGTHS), PAGE, None, like)) > 1
+    assert len(decode_groups(table[:4], np.array(LENGTHS[:4]), PAGE, None, like)) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("start", [0, 1, 4, 61])
+def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int):
+    options, with_sinks = VARIANTS[variant]
+    key_pages, value_pages, table, keys, values = stored
+    sinks = torch.randn(KV_HEADS * GROUP) if with_sinks else None
+    pieces = [(5, start, 9), (4, 3, 14)]
+    query = torch.randn(23, KV_HEADS * GROUP, KEY_DIM)
+    groups = [
+        prefill_group(0, start, 9, table[5], PAGE, options.sliding_window, query),
+        prefill_group(9, 3, 14, table[4], PAGE, options.sliding_window, query),
+    ]
+    found = attend(query, key_pages, value_pages, groups, options, sinks)
+    token = 0
+    for row, first, count in pieces:
+        for position in range(first, first + count):
+            expected = by_hand(query[token], keys[row], values[row], position, options, sinks)
+            torch.testing.assert_close(found[token], expected, atol=1e-5, rtol=1e-4)
+            token += 1
