@@ -17,12 +17,15 @@ Both are divided again by the number of looks, so that stopping as soon as it is
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Status = Literal["pass", "fail", "inconclusive"]
 
 FIRST_LOOK = 3
 """Blocks before the first decision: the fewest from which a spread can be told with any use."""
+FIRST_FAIL = 6
+"""Blocks before the first fail: three bursts on one side alone can pass for a slow model, six hardly."""
 LOOK_GROWTH = 4 / 3
 """Blocks at one look over those at the look before: more looks would cost more than they save."""
 BLOCKS_PER_TRIM = 8
@@ -55,8 +58,13 @@ class SequentialPlan:
 
     @property
     def fail_error(self) -> float:
-        """One-sided level of the upper limit at one look."""
-        return self.error / len(self.looks) / self.number_of_ms
+        """One-sided level of the upper limit at one of the looks that can fail."""
+        failing = sum(blocks >= self.first_fail for blocks in self.looks)
+        return self.error / failing / self.number_of_ms
+
+    @property
+    def first_fail(self) -> int:
+        return min(FIRST_FAIL, self.max_blocks)
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def _look(log_ratios: Sequence[float], plan: SequentialPlan) -> Decision:
     status: Status = "inconclusive"
     if low >= math.log(plan.floor):
         status = "pass"
-    elif high < math.log(plan.floor):
+    elif high < math.log(plan.floor) and len(log_ratios) >= plan.first_fail:
         status = "fail"
     final = status != "inconclusive" or len(log_ratios) >= plan.max_blocks
     return _estimate(log_ratios, plan, status, final)
@@ -142,6 +150,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+@lru_cache
 def student_t_quantile(upper_tail: float, freedom: int) -> float:
     """The t that a Student variable exceeds with probability `upper_tail`, which is below one half."""
     low, high = 0.0, 1.0

@@ -6,15 +6,17 @@ from ...serving_check.verdict import CurvePoint, Verdict
 
 MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open"}
 INDENT = 8
+NAME_WIDTH = 19
 WIDTH = 110
 
 
 def verdict_table(verdict: Verdict) -> str:
-    """The checks with their reasons where they did not pass, then the curve, then the verdict."""
+    """The checks, with bound and reason where they did not pass; then the curve, then the verdict."""
     lines = []
     for check in verdict.checks:
-        lines.append(f"  {MARKS[check.status]:4}  {check.name}: {check.measured}  ({check.bound})")
+        lines.append(f"  {MARKS[check.status]:4}  {check.name:<{NAME_WIDTH}} {check.measured}")
         if check.status != "pass":
+            lines += _wrapped(f"bound: {check.bound}")
             lines += [line for part in check.reason.splitlines() for line in _wrapped(part)]
     if verdict.curve:
         lines += ["", *_curve(verdict.curve)]

@@ -6,6 +6,7 @@ Reads the chooser's measurements (`layouts/plan.py`); measures nothing itself.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...layouts.explain import lowest_ratio
 from ...layouts.plan import LayoutPlan, Measurement, ShapeChoice
 
 
@@ -53,29 +54,27 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
 
 def _at(choice: ShapeChoice, layout: str, m: int) -> Measurement | None:
     """The measurement of `layout` at the smallest measured M of at least `m`, or at the largest there is."""
-    measured = sorted((one for one in choice.measurements if one.layout == layout), key=lambda one: one.m)
-    return next((one for one in measured if one.m >= m), measured[-1] if measured else None)
-
-
-def _lowest_ratio(choice: ShapeChoice, layout: str) -> float:
-    return min(one.ratio for one in choice.measurements if one.layout == layout)
+    curve = choice.curve(layout)
+    return next((one for measured, one in curve.items() if measured >= m), None) or next(
+        reversed(curve.values()), None
+    )
 
 
 def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> tuple[str | None, str]:
     """The fastest other layout that reaches the floor at every M, if any, and a sentence about it."""
-    others = sorted({one.layout for one in choice.measurements} - {slow.layout})
+    others = [layout for layout in choice.measured_layouts if layout != slow.layout]
     if not others:
         return None, "No other layout serves this shape here; `pipeline doctor` says what could be installed."
-    passing = [layout for layout in others if _lowest_ratio(choice, layout) >= floor]
+    passing = [layout for layout in others if lowest_ratio(choice, layout) >= floor]
     if not passing:
-        best = max(others, key=lambda layout: _lowest_ratio(choice, layout))
+        best = max(others, key=lambda layout: lowest_ratio(choice, layout))
         return None, (
             f"No other layout here reaches the floor at every M; the least slow is {best}, "
-            f"at least {_lowest_ratio(choice, best):.2f}×."
+            f"at least {lowest_ratio(choice, best):.2f}×."
         )
     at_m = {layout: one for layout in passing if (one := _at(choice, layout, slow.m)) is not None}
     best = min(at_m, key=lambda layout: at_m[layout].microseconds)
     return best, (
         f"Layout {best} would have passed: {at_m[best].microseconds:.0f} µs at M={slow.m} "
-        f"({at_m[best].ratio:.2f}×), at least {_lowest_ratio(choice, best):.2f}× at every M."
+        f"({at_m[best].ratio:.2f}×), at least {lowest_ratio(choice, best):.2f}× at every M."
     )

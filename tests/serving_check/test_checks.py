@@ -1,0 +1,185 @@
+"""Each check, passing and failing, on load results made of plain numbers."""
+
+from dataclasses import replace
+
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.layouts.plan import LayoutPlan, Measurement, ShapeChoice
+from scalegate.serving_check.checks.canary import Continuation, check_canary
+from scalegate.serving_check.checks.diagnosis import diagnose
+from scalegate.serving_check.checks.failures import check_failures
+from scalegate.serving_check.checks.kv_capacity import check_kv_capacity, require_capacity
+from scalegate.serving_check.checks.latency import check_latency
+from scalegate.serving_check.checks.loads import Loaded, check_loads
+from scalegate.serving_check.checks.quality import check_quality
+from scalegate.serving_check.checks.reached import check_reached
+from scalegate.serving_check.checks.throughput import check_throughput
+from scalegate.serving_check.measurement import decoding_together
+from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.statistics import SequentialPlan, decide
+
+from .gate_samples import load_result, measured_m, sample_verdict
+
+BOUNDS = Bounds()
+SAME = Comparison(8192, 1.5, 1.5, 0.0, 0.0, 0.0, 1.0)
+SHAPE = "Int4Weight g128 zp 768x256 bfloat16"
+
+
+def plan_with(curves: dict[str, dict[int, float]], layout: str) -> LayoutPlan:
+    """One shape, two layers; µs by layout and M, where the unquantized product takes 100 at every M."""
+    measurements = tuple(
+        Measurement(name, f"{name}_kernel", m, us, 100.0)
+        for name, curve in curves.items()
+        for m, us in curve.items()
+    )
+    return LayoutPlan("a device", {}, (ShapeChoice(SHAPE, layout, ("up", "gate"), measurements),))
+
+
+SLOW_AND_FAST = {"slow": {1: 50.0, 8: 400.0}, "fast": {1: 80.0, 8: 90.0}, "half": {1: 40.0, 8: 150.0}}
+
+
+def test_a_diagnosis_names_shape_kernel_m_and_the_layout_that_would_have_passed():
+    found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {"up": "slow", "gate": "slow"}, 8, 0.93)
+    assert (found.shape, found.layout, found.kernel, found.m) == (SHAPE, "slow", "slow_kernel", 8)
+    assert found.passing_layout == "fast"
+    for part in (SHAPE, "slow_kernel", "M=8", "floor 0.93", "Layout fast would have passed"):
+        assert part in found.sentence
+
+
+def test_a_diagnosis_does_not_promise_a_layout_that_would_fail_at_another_m():
+    curves = {name: SLOW_AND_FAST[name] for name in ("slow", "half")}
+    found = diagnose(plan_with(curves, "slow"), {}, 8, 0.93)
+    assert found.passing_layout is None
+    assert "least slow is half" in found.sentence
+
+
+def test_a_diagnosis_acquits_layers_that_are_fast_enough():
+    found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {}, 8, 0.93)
+    assert found.shape is None
+    assert "elsewhere" in found.sentence
+
+
+def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
+    point = sample_verdict({82: 1.0}).curve[0]
+    capped = replace(point.artifact, running_mean=22.0, waiting_max=60, kv_usage_max=0.03)
+    result = check_reached([replace(point, artifact=capped)], BOUNDS.min_reached)
+    assert result.status == "fail"
+    assert result.measured == "M=82: 22 running, 60 waiting, KV 3% used"
+    assert "something else caps" in result.reason
+    assert check_reached([point], BOUNDS.min_reached).status == "pass"
+
+
+@pytest.mark.parametrize("server_counts", [True, False])
+def test_queued_requests_do_not_count_as_running_whether_or_not_the_server_counts(server_counts):
+    result = load_result(16, 1000.0, running=4)
+    result = result if server_counts else replace(result, steps_by_running=None)
+    assert decoding_together(result) == pytest.approx(4, rel=0.05)
+
+
+def throughput_of(ratios: dict[int, float]) -> tuple[str, str]:
+    result = check_throughput(sample_verdict(ratios).curve, 0.93, {}, 15)
+    return result.status, result.measured
+
+
+def test_one_slow_m_fails_all_and_is_the_one_shown():
+    assert throughput_of({1: 1.2, 8: 1.0})[0] == "pass"
+    status, measured = throughput_of({1: 1.2, 8: 0.8})
+    assert status == "fail"
+    assert "M=8" in measured
+
+
+def test_an_undecided_m_is_never_a_pass():
+    one = measured_m(8, 0.93, blocks=3)
+    plan = SequentialPlan(0.93, 1, max_blocks=3)
+    point = one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), plan))
+    result = check_throughput([point], 0.93, {}, 3)
+    assert result.status == "inconclusive"
+    assert "--max-repeats" in result.reason
+
+
+def test_no_curve_is_not_a_pass():
+    assert check_throughput([], 0.93, {}, 15).status == "inconclusive"
+    assert check_reached([], 0.75).status == "inconclusive"
+    assert check_latency([], BOUNDS).status == "inconclusive"
+    assert check_failures([]).status == "inconclusive"
+    assert check_kv_capacity([], LoadSettings(), 1000).status == "inconclusive"
+
+
+def test_requests_that_wait_fail_the_latency_check():
+    assert check_latency([measured_m(8, 1.0)], BOUNDS).status == "pass"
+    late = check_latency([measured_m(8, 1.0, ttft=0.4)], BOUNDS)
+    assert late.status == "fail"
+    assert "TTFT" in late.reason
+
+
+def test_tokens_that_come_slowly_fail_the_latency_check():
+    assert "TPOT" in check_latency([measured_m(8, 0.4)], BOUNDS).reason
+
+
+def test_milliseconds_of_time_to_first_token_are_not_held_against_anybody():
+    assert check_latency([measured_m(1, 1.0, ttft=0.025)], BOUNDS).status == "pass"
+
+
+def test_a_failed_request_fails_and_the_baselines_leaves_it_open():
+    assert check_failures([measured_m(2, 1.0)]).status == "pass"
+    for side, status in (("artifact", "fail"), ("baseline", "inconclusive")):
+        one = measured_m(2, 1.0)
+        results = getattr(one.blocks[0], side)
+        broken = replace(results[0].requests[0], error="HTTP 500: oops")
+        results[0] = replace(results[0], requests=(broken, results[0].requests[1]))
+        result = check_failures([one])
+        assert result.status == status
+        assert "oops" in result.reason
+
+
+def test_quality_fails_on_any_one_figure_and_on_what_is_not_finite():
+    assert check_quality(SAME, BOUNDS).status == "pass"
+    for change in (
+        {"mean_kl": 0.2},
+        {"nats_per_token": 1.7},
+        {"top1_agreement": 0.5},
+        {"mean_kl": float("nan"), "nats_per_token": float("nan")},
+    ):
+        assert check_quality(replace(SAME, **change), BOUNDS).status == "fail"
+
+
+def test_loading_another_model_fails():
+    shapes = {"up": (768, 256), "down": (256, 768)}
+    loaded = Loaded(shapes, 8192, {"up": "tiles"})
+    assert check_loads(loaded, Loaded(shapes, 8192)).status == "pass"
+    assert "down" in check_loads(loaded, Loaded({**shapes, "down": (256, 512)}, 8192)).reason
+    assert "absent here" in check_loads(loaded, Loaded({**shapes, "extra": (1, 1)}, 8192)).reason
+    assert check_loads(loaded, Loaded(shapes, 4096)).status == "fail"
+
+
+def texts(*continuations: tuple[int, ...]) -> list[Continuation]:
+    return [Continuation((1, 2), tokens, "text " * len(tokens)) for tokens in continuations]
+
+
+def test_canary_text_must_be_likely_varied_and_there():
+    def score(prompt, tokens):
+        return 5.0 if 99 in tokens else 0.5
+
+    good = texts((1, 2, 3, 4), (5, 6, 7, 8))
+    assert check_canary(good, good, score, BOUNDS).status == "pass"
+    assert "not what the baseline" in check_canary(texts((99, 98, 97, 96)), good, score, BOUNDS).reason
+    assert "repeats itself" in check_canary(texts((0, 0, 0, 0)), good, score, BOUNDS).reason
+    assert check_canary(texts(()), good, score, BOUNDS).status == "fail"
+    assert check_canary(good, texts(()), score, BOUNDS).status == "inconclusive"
+
+
+def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():
+    curve = sample_verdict({1: 1.0, 8: 1.0}).curve
+    load = LoadSettings((1, 8))
+    assert check_kv_capacity(curve, load, 2048).status == "pass"
+    preempted = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=3))
+    assert "3 preemptions at M=8" in check_kv_capacity([curve[0], preempted], load, 2048).reason
+    silent = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=None))
+    assert check_kv_capacity([silent], load, None).status == "inconclusive"
+
+
+def test_a_load_beyond_the_cache_is_refused_before_it_is_sent():
+    require_capacity("the server", 128 * 32, LoadSettings((32,)))
+    with pytest.raises(UserError, match="M=33"):
+        require_capacity("the server", 128 * 32, LoadSettings((33,)))

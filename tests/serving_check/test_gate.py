@@ -1,0 +1,102 @@
+"""The interleaved measuring and the judging, on simulated servers."""
+
+from collections import Counter
+
+import pytest
+from scalegate.serving_check.checks.diagnosis import Diagnosis
+from scalegate.serving_check.checks.loads import Loaded
+from scalegate.serving_check.gate import Served, canary_prompts, judge, load_spec, measure
+from scalegate.serving_check.load.prompts import prompts
+from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.verdict import overall_status
+
+from .gate_samples import ARTIFACT, BASELINE, simulated_run
+
+TEXT = list(range(500))
+MS = (1, 2, 4, 8, 16, 32)
+
+
+def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: LoadSettings | None = None):
+    load = load or LoadSettings(MS)
+    return measure(ARTIFACT, BASELINE, load, 0.93, TEXT, simulated_run(ratio, noise, seed), progress=False)
+
+
+def verdict_of(measured, decisions) -> tuple[str, dict]:
+    loaded = Loaded({"up": (8, 8)}, 500)
+    comparison = Comparison(100, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+    served = Served([], [], measured, decisions, None)
+    checks = judge(
+        loaded, loaded, comparison, served, lambda prompt, text: 1.0, lambda m: Diagnosis(f"blame {m}"),
+        LoadSettings(MS), Bounds(),
+    )  # fmt: skip
+    return overall_status(checks), {check.name: check for check in checks}
+
+
+def test_an_equal_artifact_passes_at_every_m():
+    measured, decisions = run_gate(lambda m: 1.0)
+    assert [decision.status for decision in decisions] == ["pass"] * len(MS)
+    assert [one.m for one in measured] == list(MS)
+
+
+def test_one_that_is_slow_from_m_8_fails_there_with_a_diagnosis():
+    measured, decisions = run_gate(lambda m: 0.6 if m >= 8 else 1.0)
+    status, checks = verdict_of(measured, decisions)
+    assert status == "fail"
+    assert {m: d.status for m, d in zip(MS, decisions, strict=True)}[8] == "fail"
+    assert "M=8" in checks["throughput"].reason
+    assert "blame 8" in checks["throughput"].reason
+
+
+def test_what_is_decided_is_not_loaded_any_more():
+    measured, decisions = run_gate(lambda m: 0.93 if m == 32 else 1.3, noise=0.05)
+    blocks = {one.m: len(one.blocks) for one in measured}
+    assert blocks[1] < blocks[32] == LoadSettings().max_blocks
+    assert decisions[-1].status == "inconclusive"
+
+
+def test_after_a_fail_the_others_are_not_pursued():
+    measured, _ = run_gate(lambda m: 0.5 if m == 1 else 0.93, noise=0.05)
+    assert max(len(one.blocks) for one in measured) <= 7
+
+
+def test_repeats_alternate_and_both_sides_get_the_same_prompts():
+    sent = []
+    run = simulated_run(lambda m: 1.0)
+
+    def recording(endpoint, spec):
+        sent.append((endpoint.model, spec.seed))
+        return run(endpoint, spec)
+
+    measure(ARTIFACT, BASELINE, LoadSettings((4,), warmups=0), 0.93, TEXT, recording, progress=False)
+    assert [side for side, _ in sent[:8]] == [
+        "artifact", "baseline", "baseline", "artifact", "baseline", "artifact", "artifact", "baseline",
+    ]  # fmt: skip
+    seeds = Counter(seed for _, seed in sent)
+    assert set(seeds.values()) == {2}
+    first, second = (next(prompts(load_spec(LoadSettings(), 4, TEXT, seed))) for seed in (0, 1))
+    assert first != second
+
+
+def test_a_failed_request_ends_the_measuring_and_fails_the_gate():
+    run = simulated_run(lambda m: 1.0)
+
+    def failing(endpoint, spec):
+        result = run(endpoint, spec)
+        if endpoint == ARTIFACT and spec.m == 8:
+            object.__setattr__(result.requests[0], "error", "HTTP 500")
+        return result
+
+    measured, decisions = measure(ARTIFACT, BASELINE, LoadSettings(MS), 0.93, TEXT, failing, progress=False)
+    status, checks = verdict_of(measured, decisions)
+    assert status == "fail"
+    assert checks["no failed requests"].status == "fail"
+    assert checks["throughput"].status == "inconclusive"
+    assert not measured[-1].blocks
+
+
+@pytest.mark.parametrize("length", [33, 100, 5000])
+def test_canary_prompts_come_from_all_over_the_text(length):
+    slices = canary_prompts(list(range(length)))
+    assert all(len(one) == 32 for one in slices)
+    assert len(set(slices)) == min(16, length - 32)

@@ -1,0 +1,79 @@
+"""Nats per token, KL and agreement against figures worked out by other means."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scalegate.serving_check.quality import compare, continuation_nats, read_texts, score, token_windows
+from torch import nn
+
+
+class FixedModel(nn.Module):
+    """Predicts the same distribution everywhere."""
+
+    def __init__(self, probabilities: list[float]):
+        super().__init__()
+        self.log_probabilities = nn.Parameter(torch.tensor(probabilities).log())
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        # A constant added to the logits of a position changes nothing.
+        return SimpleNamespace(logits=(self.log_probabilities + 3).expand(*input_ids.shape, -1))
+
+
+EVEN = FixedModel([0.25, 0.25, 0.25, 0.25])
+SKEWED = FixedModel([0.7, 0.1, 0.1, 0.1])
+WINDOWS = [torch.tensor([0, 0, 1, 2]), torch.tensor([3, 0])]
+
+
+def test_score_is_the_mean_over_predicted_tokens():
+    result = score(SKEWED, WINDOWS)
+    assert result.tokens == 4
+    assert result.nats_per_token == pytest.approx(-(2 * math.log(0.7) + 2 * math.log(0.1)) / 4)
+    assert score(EVEN, WINDOWS).perplexity == pytest.approx(4.0)
+
+
+def test_kl_is_of_the_model_from_the_baseline():
+    result = compare(EVEN, SKEWED, WINDOWS)
+    expected = 0.7 * math.log(0.7 / 0.25) + 0.3 * math.log(0.1 / 0.25)
+    assert result.mean_kl == pytest.approx(expected, rel=1e-5)
+    assert result.extra_nats_per_token == pytest.approx(
+        score(EVEN, WINDOWS).nats_per_token - score(SKEWED, WINDOWS).nats_per_token
+    )
+
+
+def test_a_model_against_itself_is_at_zero_and_agrees_everywhere():
+    result = compare(SKEWED, SKEWED, WINDOWS)
+    assert (result.mean_kl, result.max_kl, result.top1_agreement) == (0.0, 0.0, 1.0)
+
+
+def test_only_the_continuation_is_counted():
+    assert continuation_nats(SKEWED, [1, 2, 3], [0, 0]) == pytest.approx(-math.log(0.7))
+    assert continuation_nats(SKEWED, [1, 2, 3], [1]) == pytest.approx(-math.log(0.1))
+
+
+def test_nothing_to_score_is_an_error_not_a_zero():
+    with pytest.raises(ValueError, match="nothing to score"):
+        score(EVEN, [])
+
+
+class Words:
+    """A tokenizer of one token a word."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_windows_do_not_span_documents_nor_exceed_the_budget():
+    texts = ["a b c d e", "f", "g h i"]
+    assert [w.numel() for w in token_windows(Words(), texts, length=2)] == [2, 2, 2]
+    assert [w.numel() for w in token_windows(Words(), texts, length=10)] == [5, 3]
+    assert sum(w.numel() for w in token_windows(Words(), texts, length=10, max_tokens=7)) == 7
+
+
+def test_texts_come_from_json_lines_or_are_the_whole_file(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n', encoding="utf-8")
+    (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
+    assert read_texts(tmp_path / "a.jsonl") == ["one", "two"]
+    assert read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
