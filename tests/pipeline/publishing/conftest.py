@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,10 +33,11 @@ class Pipeline:
 
     def __init__(self, home: Path):
         self.home = home
+        self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
             env=inherited | {"HF_HOME": str(self.home)} | environment,
             cwd=self.home,
@@ -44,15 +45,21 @@ class Pipeline:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.started.append(process)
+        return process
 
     def __call__(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **environment)
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate()
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path) -> Callable:
+def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
     home = tmp_path / "home"
     home.mkdir()
-    return Pipeline(home)
+    pipeline = Pipeline(home)
+    yield pipeline
+    for process in pipeline.started:
+        process.kill()
+        process.wait()

@@ -180,7 +180,7 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
         raise Drop
 
     hub.half_way = kill
-    _, stderr = process.communicate(timeout=280)
+    _, stderr = process.communicate()
     assert process.returncode == -9, stderr
     assert hub.visible_files("org/base-INT4") == []
 
