@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import paged_attention
+from ..kernels.decode_attention import DecodeWorkspace
 from ..kernels.paged_attention import AttentionOptions, TokenGroup
 from .registry import Registry
 
@@ -81,7 +82,23 @@ class PrefillTokens:
         return self._groups[window]
 
 
-StepTokens = DecodeTokens | PrefillTokens
+@dataclass
+class DeviceDecodeTokens:
+    """A decode step's tokens at addresses on the GPU that never change: what a CUDA graph reads."""
+
+    slots: Tensor
+    """int64 [B], -1 for a row that only pads the batch."""
+    block_table: Tensor
+    """int32 [B, W]."""
+    lengths: Tensor
+    """int32 [B], the new token counted, 0 for a padding row."""
+    max_context: int
+    """The longest context that `block_table` can name, in tokens."""
+    workspaces: dict[tuple[int, int], DecodeWorkspace]
+    """The attention kernel's scratch by (query heads, head size), shared by all layers and batch sizes."""
+
+
+StepTokens = DecodeTokens | PrefillTokens | DeviceDecodeTokens
 
 
 class LayerKV(Protocol):
@@ -119,6 +136,8 @@ class UnquantizedLayerKV:
     def attend(
         self, query: Tensor, tokens: StepTokens, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
+        if isinstance(tokens, DeviceDecodeTokens):
+            raise TypeError("pages on the CPU take DecodeTokens")
         groups = tokens.groups(options.sliding_window, query)
         return paged_attention.attend(query, self.key_pages, self.value_pages, groups, options, sinks)
 
@@ -129,9 +148,12 @@ class Unquantized:
     def bytes_per_token(self, shape: KVShape) -> int:
         return shape.heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
 
-    def allocate(
-        self, num_pages: int, page_size: int, shape: KVShape, device: torch.device
-    ) -> UnquantizedLayerKV:
+    def allocate(self, num_pages: int, page_size: int, shape: KVShape, device: torch.device) -> LayerKV:
+        if device.type == "cuda":
+            # Imported here because it builds on this file, and only where there is a GPU to need it.
+            from .kv_cuda import CudaLayerKV
+
+            return CudaLayerKV(num_pages, page_size, shape, device)
         return UnquantizedLayerKV(num_pages, page_size, shape, device)
 
 

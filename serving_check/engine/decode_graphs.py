@@ -1,18 +1,19 @@
-"""Decode steps on a GPU as CUDA graphs: one for each batch bucket, captured before the first request.
+"""Decode steps on a GPU as CUDA graphs: one for each batch bucket, captured when warm-up meets it.
 
 Not for prefill, and not for choosing who decodes. A step costs one small copy to the device and one launch.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ...layouts.kv_cuda import DeviceDecodeTokens
+from ...kernels.decode_attention import DecodeWorkspace
+from ...layouts.kv_format import DeviceDecodeTokens
 from .attention import AttentionLayer, PagedAttention
 from .kv_pool import KVPool
 from .sequence import Sequence
@@ -31,7 +32,6 @@ class DecodeGraphs:
         layers: dict[int, AttentionLayer],
         pool: KVPool,
         buckets: tuple[int, ...],
-        max_model_len: int,
     ):
         self.model = model
         self.layers = layers
@@ -46,38 +46,35 @@ class DecodeGraphs:
         self.staged_table = torch.zeros(largest, width, dtype=torch.int32, pin_memory=True)
         self.slots = torch.zeros(largest, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(largest, dtype=torch.int32, device=device)
-        self.tokens = DeviceDecodeTokens(self.slots, self.block_table, self.lengths, max_model_len)
+        self.workspaces: dict[tuple[int, int], DecodeWorkspace] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.logits: dict[int, Tensor] = {}
-
-    def capture(self, progress: bool | None = None) -> None:
-        """Capture every bucket, the largest first, in one memory pool, on padding rows: nothing is stored."""
-        self.rows.zero_()
-        self.rows[:, 2] = -1
-        memory = None
-        disable = None if progress is None else not progress
-        with tqdm(
-            reversed(self.buckets), "capturing decode graphs", len(self.buckets), disable=disable
-        ) as bar:
-            for size in bar:
-                with _side_stream():
-                    self._forward(size)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=memory):
-                    self.logits[size] = self._forward(size)
-                memory = graph.pool()
-                self.graphs[size] = graph
+        self._memory: Any = None
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
-        """One token for each sequence, its last one → logits [B, V] for the next, good until the next step."""
+        """One token for each sequence, its last → logits [B, V] for the next, good until the next step."""
         count = len(sequences)
         size = next(bucket for bucket in self.buckets if bucket >= count)
+        if size not in self.graphs:
+            self._capture(size)
         self._stage(sequences, size)
         self.graphs[size].replay()
         return self.logits[size][:count]
 
+    def _capture(self, size: int) -> None:
+        """Capture one bucket, on rows that are all padding, so that nothing is stored."""
+        self.rows.zero_()
+        self.rows[:, 2] = -1
+        with _side_stream():
+            self._forward(size)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            self.logits[size] = self._forward(size)
+        self._memory = graph.pool()
+        self.graphs[size] = graph
+
     def _stage(self, sequences: list[Sequence], size: int) -> None:
-        """Fill the buffers: the scalars always, the block table too (its rows move as requests come and go)."""
+        """Fill the buffers: the scalars, and the block table, whose rows move as requests come and go."""
         count, page_size = len(sequences), self.pool.page_size
         # The copies of the step before have been waited for by whoever read its tokens.
         rows, table = self.staged_rows.numpy(), self.staged_table.numpy()
@@ -99,12 +96,19 @@ class DecodeGraphs:
         rows = self.rows[:size]
         self.slots[:size].copy_(rows[:, 2])
         self.lengths[:size].copy_(rows[:, 3])
+        step = DeviceDecodeTokens(
+            self.slots[:size],
+            self.block_table[:size],
+            self.lengths[:size],
+            self.block_table.shape[1] * self.pool.page_size,
+            self.workspaces,
+        )
         return self.model(
             input_ids=rows[:, 0:1].contiguous(),
             position_ids=rows[:, 1:2].contiguous(),
             use_cache=False,
             logits_to_keep=0,
-            paged=PagedAttention(self.layers, self.pool.layers, self.tokens.rows(size)),
+            paged=PagedAttention(self.layers, self.pool.layers, step),
         ).logits[:, 0]
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...layouts.kv_format import DecodeTokens, PrefillTokens, PromptPiece, StepTokens
 from .attention import AttentionLayer, PagedAttention
+from .decode_graphs import DecodeGraphs
 from .kv_pool import KVPool
 from .scheduler import PrefillPiece
 from .sequence import Sequence
@@ -31,9 +32,14 @@ class ModelRunner:
         self.device = model.device
         self.buckets = buckets
         """Batch sizes that a decode step may have, ascending; None for all."""
+        self.graphs = None
+        if self.device.type == "cuda" and buckets is not None:
+            self.graphs = DecodeGraphs(model, layers, pool, buckets)
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token for each sequence, its last one → logits [B, V] for the next."""
+        if self.graphs is not None:
+            return self.graphs.decode(sequences)
         count = len(sequences)
         size = self.bucket(count)
         # Rows past `count` only fill the bucket: token 0 at position 0, stored in the page that is nobody's.
