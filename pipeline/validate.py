@@ -144,7 +144,13 @@ def validate(
         progress=progress,
     )
     verdict = _measure_and_judge(run, started)
-    _write(verdict, run, None if report is None else Path(report))
+    if report is not None:
+        write_report(verdict, Path(report))
+        verdict.write(Path(report) / VERDICT_NAME)
+    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and a forced layout is
+    # not what the artifact will be served in.
+    if manifest is not None and layout is None and Path(artifact).expanduser().is_dir():
+        _write_into_artifact(verdict, checkpoint.folder, manifest)
     return verdict
 
 
@@ -254,17 +260,9 @@ def _covers(plan: LayoutPlan, used: Mapping[str, str]) -> bool:
     return all(item in timed for item in used.items())
 
 
-def _write(verdict: Verdict, run: _Run, report: Path | None) -> None:
-    """Into the artifact, if it is ours, and into `report`; the manifest last, since it names the verdict.
-
-    A forced layout is not what the artifact will be served in, so its verdict goes into `report` alone.
-    """
-    if report is not None:
-        write_report(verdict, report)
-        verdict.write(report / VERDICT_NAME)
-    if run.manifest is not None and run.layout is None:
-        folder = run.artifact.folder
-        write_report(verdict, folder / REPORT_FOLDER)
-        verdict.write(folder / VERDICT_NAME)
-        run.manifest.verdict_sha256 = sha256_of(folder / VERDICT_NAME)
-        run.manifest.write(folder)
+def _write_into_artifact(verdict: Verdict, folder: Path, manifest: Artifact) -> None:
+    """The manifest last, since it names the verdict."""
+    write_report(verdict, folder / REPORT_FOLDER)
+    verdict.write(folder / VERDICT_NAME)
+    manifest.verdict_sha256 = sha256_of(folder / VERDICT_NAME)
+    manifest.write(folder)
