@@ -12,6 +12,8 @@ Groups lie along the last dimension and elements along the first ([g, groups]); 
 IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
 """
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +27,8 @@ ZERO_STEPS = (0, -1, 1)
 REFINEMENTS = 4
 MAX_CODE = 15
 SYMMETRIC_ZERO = 8
-CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 25
-"""Weights solved at once: what stays in a core's cache, and what fills a GPU."""
+CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
+"""Weights solved at once: what stays in one core's cache, and what fills a GPU."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,8 @@ def quantize_int4(
     zero = torch.empty(n, groups, dtype=torch.uint8, device=device)
     error = torch.empty(n, groups, dtype=torch.float32, device=device)
     norm = torch.empty(n, groups, dtype=torch.float32, device=device)
-    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // k)
-    for start in range(0, n, rows):
-        block = slice(start, min(start + rows, n))
+
+    def solve(block: slice) -> None:
         x = weight[block].float().view(-1, group_size).T.contiguous()
         s, z = _search(x, symmetric, scale_dtype)
         d = _centred_codes(x, s, z)
@@ -70,7 +71,31 @@ def quantize_int4(
         codes[block] = pack_nibbles(shifted)
         scale[block] = s.view(-1, groups).to(scale_dtype)
         zero[block] = z.view(-1, groups).to(torch.uint8)
+
+    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // k)
+    blocks = [slice(start, start + rows) for start in range(0, n, rows)]
+    if device.type == "cpu":
+        _on_all_cores(solve, blocks)
+    else:
+        for block in blocks:
+            solve(block)
     return Solved(Int4Weight(codes, scale, zero, group_size), _total(error), _total(norm))
+
+
+def _on_all_cores(work: Callable[[slice], None], blocks: Sequence[slice]) -> None:
+    """Do the blocks side by side, each on one core.
+
+    Splitting every small operation over the cores instead waits for the slowest of them each time: on a busy
+    machine, hardly anything gets done.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(work, blocks):
+                pass
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _search(x: Tensor, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
