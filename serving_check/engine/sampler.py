@@ -15,6 +15,7 @@ from .sequence import Sequence
 
 FULL_MANTISSA = 1 << 24
 BISECTIONS = 30
+ARGMAX_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,7 @@ class SamplingBatch:
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     """logits [B, V], positions int64 [B] of the tokens to be drawn → tokens int64 [B]."""
-    greedy_tokens = logits.max(
-        dim=-1
-    ).indices  # the first of equals, as argmax; on the CPU up to 8 times faster
+    greedy_tokens = first_argmax(logits)
     if not batch.any_sampled:
         return greedy_tokens
     scores = logits.float() / batch.temperature[:, None]
@@ -90,6 +89,16 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     draw = uniform(batch.seed, positions)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return torch.where(batch.greedy, greedy_tokens, tokens)
+
+
+def first_argmax(logits: Tensor) -> Tensor:
+    """The first of the greatest in each row. In two passes: on a CPU torch vectorizes amax, but not argmax."""
+    if logits.shape[1] % ARGMAX_BLOCK:
+        return logits.max(dim=-1).indices
+    blocks = logits.unflatten(1, (-1, ARGMAX_BLOCK))
+    block = blocks.amax(dim=-1).max(dim=-1).indices
+    within = blocks[torch.arange(len(logits), device=logits.device), block].max(dim=-1).indices
+    return block * ARGMAX_BLOCK + within
 
 
 def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:

@@ -7,7 +7,13 @@ import torch
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
-from scalegate.serving_check.engine.sampler import SamplingBatch, sample, token_logprobs, uniform
+from scalegate.serving_check.engine.sampler import (
+    SamplingBatch,
+    first_argmax,
+    sample,
+    token_logprobs,
+    uniform,
+)
 from scalegate.serving_check.engine.sequence import Sequence
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -80,6 +86,14 @@ def test_a_row_is_drawn_alike_whatever_the_other_rows_want():
 def test_greedy_takes_the_first_of_equal_logits():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     assert sample(logits, batch_of(SamplingParams(temperature=0.0)), torch.tensor([0])).tolist() == [1]
+
+
+@pytest.mark.parametrize("vocabulary", [256, 300, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_two_pass_argmax_is_argmax(vocabulary: int, dtype: torch.dtype):
+    logits = torch.randint(0, 40, (64, vocabulary), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert first_argmax(logits).tolist() == expected
 
 
 def test_uniform_numbers_are_uniform_and_unrelated_from_seed_to_seed():
