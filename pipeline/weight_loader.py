@@ -73,6 +73,7 @@ class WeightLoader:
                 f"{self.checkpoint.source}: {listed(mapped.unexpected)} in the checkpoint, but "
                 f"{type(self.model).__name__} has no such weight; the config does not describe these files"
             )
+        self._refuse_missing(mapped.missing)
         return mapped.assignments
 
     def load(self, progress: bool) -> None:
@@ -85,7 +86,9 @@ class WeightLoader:
             else:
                 self._place_plain(assignment)
         self._tie()
-        missing = [name for name, tensor in self.model.state_dict().items() if tensor.is_meta]
+        self._refuse_missing([name for name, tensor in self.model.state_dict().items() if tensor.is_meta])
+
+    def _refuse_missing(self, missing: list[str]) -> None:
         if missing:
             raise UserError(
                 f"{self.checkpoint.source}: {listed(missing)} missing from the checkpoint, and "

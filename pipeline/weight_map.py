@@ -60,6 +60,8 @@ class WeightMap:
     assignments: list[Assignment]
     unexpected: list[str]
     """Weights of the checkpoint that the model has no place for."""
+    missing: list[str]
+    """Parameters of the model that nothing in the checkpoint fills, directly or by being tied."""
 
 
 def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
@@ -90,7 +92,21 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
             assignment.sources.setdefault(EXPERT_SLICE.pattern, []).append(name)
         elif not IGNORED.search(name) and not any(pattern.search(renamed) for pattern in ignorable):
             unexpected.append(name)
-    return WeightMap(list(assignments.values()), unexpected)
+    found = list(assignments.values())
+    return WeightMap(found, unexpected, _missing(model, found))
+
+
+def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]:
+    """What no assignment fills. Nothing is known beforehand where a converter makes several parameters."""
+    if any(a.converter and len(a.converter.target_patterns) > 1 for a in assignments):
+        return []
+    filled = {assignment.target for assignment in assignments}
+    for target, source in model.all_tied_weights_keys.items():
+        if target in filled or source in filled:
+            filled |= {target, source}
+    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    names = (name for name in model.state_dict() if name not in filled)
+    return [name for name in names if not any(pattern.search(name) for pattern in optional)]
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:

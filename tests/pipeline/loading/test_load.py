@@ -178,6 +178,22 @@ def test_the_wrong_model_type_is_refused_not_half_loaded(random_checkpoint, edit
         load_model(folder, progress=False)
 
 
+def test_a_missing_weight_is_named_before_any_data_is_read(random_checkpoint, monkeypatch) -> None:
+    folder = random_checkpoint("qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def refuse(*arguments: object) -> None:
+        raise OSError("data was read")
+
+    monkeypatch.setattr("scalegate.pipeline.safetensors_file.TensorInfo.read", refuse)
+    with pytest.raises(
+        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing from the checkpoint"
+    ):
+        load_model(folder, progress=False)
+
+
 def test_an_encoder_is_refused_as_no_causal_model(random_checkpoint, edit: Callable) -> None:
     folder = random_checkpoint("llama")
     config = json.loads((folder / "config.json").read_text())
