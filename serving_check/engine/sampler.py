@@ -92,7 +92,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """The first of the greatest in each row. In two passes: on a CPU torch vectorizes amax, but not argmax."""
+    """The first of the greatest in each row, in two passes: on a CPU torch vectorizes amax, not argmax."""
     if logits.shape[1] % ARGMAX_BLOCK:
         return logits.max(dim=-1).indices
     blocks = logits.unflatten(1, (-1, ARGMAX_BLOCK))
