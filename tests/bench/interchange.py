@@ -25,6 +25,7 @@ from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.pipeline.checkpoint import Checkpoint, open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.load import load_model
+from scalegate.pipeline.quantize import quantize
 from transformers import AutoTokenizer
 
 TOOLS = Path(__file__).parent / "interchange_tools"
@@ -87,12 +88,14 @@ class Interchange:
             "asymmetric g128": (False, {}),
             "asymmetric g128, down_proj g64": (False, {"down_proj": 64}),
         }
-        rows = []
+        folders = {"int4-hqq recipe": self.fresh("ours-int4-hqq")}
+        quantize(self.checkpoint, "int4-hqq", out=folders["int4-hqq recipe"], progress=False)
         for kind, (symmetric, group_sizes) in kinds.items():
-            folder = self.work / f"ours-{kind.replace(' ', '-').replace(',', '')}"
-            write_minmax(
-                open_checkpoint(self.checkpoint), folder, "compressed-tensors", symmetric, group_sizes
-            )
+            folders[kind] = self.work / f"ours-{kind.replace(' ', '-').replace(',', '')}"
+            source = open_checkpoint(self.checkpoint)
+            write_minmax(source, folders[kind], "compressed-tensors", symmetric, group_sizes)
+        rows = []
+        for kind, folder in folders.items():
             ours = self.ours(folder)
             for reader in ("compressed-tensors", "llmcompressor"):
                 python = getattr(options, reader.replace("-", "_"))
