@@ -147,8 +147,8 @@ def validate(
     if report is not None:
         write_report(verdict, Path(report))
         verdict.write(Path(report) / VERDICT_NAME)
-    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and a forced layout is
-    # not what the artifact will be served in.
+    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and a forced layout
+    # is not what the artifact will be served in.
     if manifest is not None and layout is None and Path(artifact).expanduser().is_dir():
         _write_into_artifact(verdict, checkpoint.folder, manifest)
     return verdict

@@ -1,0 +1,114 @@
+"""The gate's own error rates: a checkpoint against itself, and against a copy slowed on purpose.
+
+    python -P tests/bench/gate.py examples/qwen3-pycode-5m --runs 20
+
+Every run is a whole `validate` over HTTP. Bar: the first never fails, the second never passes; inconclusive is
+allowed and counted. The slowed copy is the same checkpoint behind `tests/serving_check/slowed_server.py`, whose
+steps take 1/0.85 of their time from M=8 on, so its throughput is 15% lower there.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from scalegate.layouts.files import write_json
+from scalegate.pipeline.engines import EMBEDDED, EngineOptions, endpoint_of
+from scalegate.pipeline.validate import validate
+from scalegate.serving_check.endpoints import SubprocessEndpoint
+from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.settings import LoadSettings
+from scalegate.serving_check.verdict import Verdict
+
+SLOWED_SERVER = Path(__file__).parent.parent / "serving_check" / "slowed_server.py"
+RESULT = Path(__file__).parent / "results" / "gate.json"
+STEP_TIME_FACTOR = 1 / 0.85
+SLOWED_FROM_M = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--first-run", type=int, default=0, help="Seed of the first run, to continue with.")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    environment = describe_environment("cpu", "auto", EMBEDDED, EMBEDDED)
+    runs: list[dict[str, Any]] = []
+    for seed in range(options.first_run, options.first_run + options.runs):
+        for case in ("itself", "slowed"):
+            started = time.monotonic()
+            verdict = run_once(options.checkpoint, case, seed)
+            runs.append(summary(case, seed, time.monotonic() - started, verdict))
+            print(json.dumps(runs[-1]), flush=True)
+            write_json(options.out, {"environment": vars(environment), "runs": runs, "rates": rates(runs)})
+    for case, counts in rates(runs).items():
+        print(f"{case:8} {counts}")
+    wrong = rates(runs)["itself"].get("fail", 0) + rates(runs)["slowed"].get("pass", 0)
+    sys.exit(1 if wrong else 0)
+
+
+def run_once(checkpoint: Path, case: str, seed: int) -> Verdict:
+    if case == "itself":
+        return validate(checkpoint, checkpoint, device="cpu", seed=seed, progress=False)
+    with tempfile.TemporaryDirectory() as logs, slowed(checkpoint, Path(logs)) as endpoint:
+        return validate(
+            checkpoint,
+            checkpoint,
+            engine=endpoint.base_url,
+            baseline_engine=EMBEDDED,
+            device="cpu",
+            seed=seed,
+            progress=False,
+        )
+
+
+def slowed(checkpoint: Path, logs: Path) -> SubprocessEndpoint:
+    """The endpoint that `validate` itself would start, behind the slowing launcher."""
+    embedded = endpoint_of(
+        EMBEDDED, "artifact", checkpoint, EngineOptions("cpu", "auto", LoadSettings(), logs, False)
+    )
+    if not isinstance(embedded, SubprocessEndpoint):
+        raise TypeError("the embedded engine is not a process")
+    serve_options = embedded.command[embedded.command.index("serve") + 1 :]
+    launcher = [sys.executable, "-P", str(SLOWED_SERVER), str(STEP_TIME_FACTOR), str(SLOWED_FROM_M)]
+    return SubprocessEndpoint([*launcher, *serve_options], "slowed", log=logs / "slowed.log", progress=False)
+
+
+def summary(case: str, seed: int, seconds: float, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "case": case,
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "verdict": verdict.status,
+        "not_passed": {check.name: check.measured for check in verdict.failures},
+        "points": [
+            {
+                "m": point.m,
+                "status": point.status,
+                "ratio": point.ratio,
+                "interval": [point.ratio_low, point.ratio_high],
+                "log_ratios": [round(value, 5) for value in point.log_ratios],
+                "tokens_per_second": [point.artifact.output_throughput, point.baseline.output_throughput],
+            }
+            for point in verdict.curve
+        ],
+    }
+
+
+def rates(runs: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """How often each verdict was given, by case."""
+    return {
+        case: dict(Counter(run["verdict"] for run in runs if run["case"] == case))
+        for case in ("itself", "slowed")
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`pipeline validate` with real servers: a pass, a fail that names the layer, what it writes and refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.artifact import Artifact, sha256_of
+from scalegate.pipeline.cli.validate import command
+from scalegate.pipeline.layout import layout
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.validate import validate
+from scalegate.serving_check.endpoints import SubprocessEndpoint
+from scalegate.serving_check.verdict import Verdict
+
+SLOW_LAYOUT = "cpu_int4_float32"
+SMALL_LOAD = ["--input-len", "16", "--output-len", "16", "--quality-tokens", "1024"]
+SMALL = {"input_len": 16, "output_len": 16, "quality_tokens": 1024, "progress": False}
+# A busy machine cannot settle 7% in a test's time; that is the bench's affair. Here the floor is far away.
+FAR_FLOOR = 0.2
+
+
+@pytest.fixture(scope="module")
+def artifact(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("validate") / "artifact"
+    quantize(str(example_checkpoint), "int4-hqq", out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def passed(artifact: Path) -> Verdict:
+    return validate(artifact, m=(1, 4), floor=FAR_FLOOR, **SMALL)
+
+
+def test_a_good_artifact_passes_every_check(passed: Verdict):
+    assert passed.status == "pass", [check for check in passed.checks if check.status != "pass"]
+    assert [check.name for check in passed.checks] == [
+        "loads", "canary text", "quality", "no failed requests", "M reached", "throughput", "latency",
+        "KV capacity",
+    ]  # fmt: skip
+    assert [point.m for point in passed.curve] == [1, 4]
+    assert passed.curve[1].artifact.running_mean == pytest.approx(4, abs=1)
+
+
+def test_the_verdict_is_bound_to_the_bytes_and_the_manifest_to_the_verdict(passed: Verdict, artifact: Path):
+    manifest = Artifact.read(artifact)
+    assert passed.artifact.bytes_digest == manifest.bytes_digest()
+    assert manifest.changed_files(artifact) == []
+    assert manifest.verdict_sha256 == sha256_of(artifact / "serving_check.json")
+    assert Verdict.read(artifact / "serving_check.json") == passed
+    assert (artifact / "serving_check" / "report.html").is_file()
+
+
+def test_the_recorded_command_is_one_that_the_command_line_takes(passed: Verdict):
+    words = passed.command.split()
+    assert words[:2] == ["pipeline", "validate"]
+    command.make_context("validate", words[2:])
+
+
+@pytest.fixture(scope="module")
+def failed(artifact: Path, passed: Verdict, tmp_path_factory: pytest.TempPathFactory):
+    """The command line on the same artifact, its layers forced into a layout that is really bad."""
+    layout(artifact, force=SLOW_LAYOUT, ms=(8,), progress=False)
+    report = tmp_path_factory.mktemp("failed")
+    result = CliRunner().invoke(command, [str(artifact), "--m", "8", "--report", str(report), *SMALL_LOAD])
+    return result, report
+
+
+def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_passed(failed):
+    result, report = failed
+    assert result.exit_code == 1, result.output
+    verdict = Verdict.read(report / "serving_check.json")
+    reason = next(check.reason for check in verdict.checks if check.name == "throughput")
+    assert "at M=8" in reason
+    assert "Int4Weight g128" in reason
+    assert "_weight_int4pack_mm_for_cpu" in reason
+    assert SLOW_LAYOUT in reason
+    assert "cpu_int4 would have passed" in reason
+    assert verdict.artifact.layouts == {SLOW_LAYOUT: 28}
+
+
+def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, artifact: Path):
+    result, _ = failed
+    assert "FAIL  throughput" in result.output
+    assert Verdict.read(artifact / "serving_check.json").status == "fail"
+
+
+def test_an_artifact_whose_bytes_changed_is_refused(artifact: Path, passed: Verdict, tmp_path: Path):
+    config = artifact / "config.json"
+    original = config.read_bytes()
+    try:
+        config.write_bytes(original + b" ")
+        with pytest.raises(UserError, match=r"config\.json"):
+            validate(artifact, **SMALL)
+    finally:
+        config.write_bytes(original)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "sglang"}, "unknown engine"),
+        ({"dtype": "int3"}, "unknown dtype"),
+        ({"m": (0,)}, "M must be"),
+        ({"input_len": 9000}, "context"),
+        ({"text": "nowhere.txt"}, "held-out text"),
+        ({"engine": "http://127.0.0.1:9"}, "no server answers"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_one_message(example_checkpoint: Path, options, message):
+    with pytest.raises(UserError, match=message):
+        validate(example_checkpoint, example_checkpoint, **{**SMALL, **options})
+
+
+def test_a_checkpoint_with_no_recorded_source_needs_a_baseline(example_checkpoint: Path):
+    with pytest.raises(UserError, match="--baseline"):
+        validate(example_checkpoint, **SMALL)
+
+
+def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoint: Path, tmp_path: Path):
+    serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(example_checkpoint)]
+    serve += ["--port", "0", "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
+    with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
+        arguments = [str(example_checkpoint), "--baseline", str(example_checkpoint), "--m", "2", "--json"]
+        arguments += ["--engine", running.base_url, "--baseline-engine", running.base_url]
+        arguments += ["--floor", str(FAR_FLOOR), "--max-repeats", "6"]
+        result = CliRunner().invoke(command, [*arguments, *SMALL_LOAD])
+    verdict = Verdict.from_json(json.loads(result.stdout))
+    assert result.exit_code == verdict.exit_status
+    assert verdict.environment.engine == running.base_url
+    assert verdict.status == "pass", verdict.failures
