@@ -19,6 +19,8 @@ from .ready_line import find_base_url
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LOG_TAIL_LINES = 25
+CLICK_ERROR = "Error: "
+"""How click begins the message of a command that refuses."""
 
 
 class SubprocessEndpoint:
@@ -94,12 +96,15 @@ class SubprocessEndpoint:
         return self._process is not None and self._process.poll() is None
 
     def log_tail(self) -> str:
-        """The last lines the engine wrote, for an error message."""
+        """The last lines the engine wrote, for an error message; its own error alone where it gave one."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         except OSError:
             return ""
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        errors = [index for index, line in enumerate(lines) if line.startswith(CLICK_ERROR)]
+        if errors:
+            lines = [lines[errors[-1]].removeprefix(CLICK_ERROR), *lines[errors[-1] + 1 :]]
+        return "\n".join(lines)
 
     def __enter__(self) -> Endpoint:
         return self.start()

@@ -100,12 +100,19 @@ def pool_pages(
 ) -> int:
     """How many pages the pool gets: what was asked, else what memory allows of max_num_seqs full contexts."""
     full_context = pages_for(max_model_len, page_size)
+    page_bytes = page_size * sum(kv_format.bytes_per_token(layer.shape) for layer in layers.values())
+    free = _free_memory(device)
     if kv_cache_tokens is not None:
         num_pages = kv_cache_tokens // page_size
         origin = f"kv_cache_tokens={kv_cache_tokens}"
+        if num_pages * page_bytes > free:
+            raise UserError(
+                f"a KV pool of {kv_cache_tokens} tokens for max_num_seqs={max_num_seqs} takes "
+                f"{num_pages * page_bytes / 2**30:.1f} GiB of {device.type} memory; {free / 2**30:.1f} GiB "
+                "are free. Serve fewer requests at once, or shorter ones."
+            )
     else:
-        page_bytes = page_size * sum(kv_format.bytes_per_token(layer.shape) for layer in layers.values())
-        memory = _available_memory(device)
+        memory = int(free * (CUDA_MEMORY_SHARE if device.type == "cuda" else CPU_MEMORY_SHARE))
         num_pages = min(max_num_seqs * full_context, memory // page_bytes)
         origin = f"{memory / 2**30:.1f} GiB of {device.type} memory"
     if num_pages < full_context:
@@ -116,7 +123,8 @@ def pool_pages(
     return num_pages
 
 
-def _available_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> int:
+    """Bytes that nobody uses at this moment."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE)
-    return int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
