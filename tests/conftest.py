@@ -1,9 +1,14 @@
 """Fixtures that every room's tests share: the bundled checkpoint and its held-out text."""
 
+import os
 from pathlib import Path
 
 import pytest
-import torch
+
+# As the commands do for themselves, before torch loads OpenMP: see pipeline/__init__.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
