@@ -55,6 +55,12 @@ class QuantizationPlan:
     def group_sizes(self) -> dict[str, int]:
         return {step.linear.module: step.group_size for step in self.steps if step.linear and step.group_size}
 
+    @property
+    def embeddings(self) -> list[str]:
+        """Quantized modules that are embeddings."""
+        linears = [step.linear for step in self.steps if step.linear and step.group_size]
+        return [linear.module for linear in linears if linear.role == EMBEDDING]
+
 
 def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationPlan:
     """Apply `recipe` to `checkpoint`. UserError for an idle pattern or a K that does not fit."""

@@ -120,11 +120,12 @@ def prepare(
             "add `--export torchao`, or use `zero_point: integer`"
         )
     plan = make_plan(checkpoint, recipe)
-    config = convention.quantization_config(plan.group_sizes, recipe.symmetric, plan.ignore)
+    sizes = plan.group_sizes
+    config = convention.quantization_config(sizes, recipe.symmetric, plan.ignore, plan.embeddings)
     steps = [step for step in plan.steps if step.group_size is not None and step.linear is not None]
     shapes = {step.linear.module: (step.linear.n, step.linear.k) for step in steps if step.linear}
     plain = [_plain_name(step) for step in plan.steps if step.group_size is None]
-    metadata = convention.file_metadata(plan.group_sizes, shapes, plain)
+    metadata = convention.file_metadata(sizes, shapes, plain)
     dtype = default_dtype(checkpoint)
     solver = WeightSolver(recipe, dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
     return QuantizeJob(checkpoint, recipe, plan, export, convention, config, metadata, solver)

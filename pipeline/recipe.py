@@ -56,6 +56,7 @@ class Recipe:
     lm_head: str = KEEP
     """`quantize` unties it where it is tied: it gets a 4-bit copy of its own, the embeddings stay."""
     embeddings: str = KEEP
+    """`quantize` is for Scalegate's own server: other engines refuse 4-bit embeddings."""
     bounds: dict[str, float] = field(default_factory=dict)
     """The gate's bounds that this recipe changes, as `serving_check.settings.Bounds` names them."""
 

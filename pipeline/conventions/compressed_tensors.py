@@ -87,7 +87,11 @@ class CompressedTensors:
         return tensors
 
     def quantization_config(
-        self, modules: Mapping[str, int], symmetric: bool, ignore: Sequence[str]
+        self,
+        modules: Mapping[str, int],
+        symmetric: bool,
+        ignore: Sequence[str],
+        embeddings: Sequence[str] = (),
     ) -> dict[str, Any]:
         by_group_size: dict[str, list[str]] = {}
         for module, group_size in modules.items():
@@ -96,6 +100,10 @@ class CompressedTensors:
             targets = {group_size: [LINEAR] for group_size in by_group_size}
         else:
             targets = as_patterns(by_group_size, ignore)
+        for module in embeddings:
+            # `Linear` does not name them: a reader that cannot do it has to fail, not to skip them.
+            group = targets[str(modules[module])]
+            targets[str(modules[module])] = [*group, *([] if module in group else [module])]
         return {
             "quant_method": METHOD,
             "format": INT4_FORMAT,

@@ -75,11 +75,15 @@ class ExportConvention(Convention, Protocol):
         ...
 
     def quantization_config(
-        self, modules: Mapping[str, int], symmetric: bool, ignore: Sequence[str]
+        self,
+        modules: Mapping[str, int],
+        symmetric: bool,
+        ignore: Sequence[str],
+        embeddings: Sequence[str] = (),
     ) -> dict[str, Any]:
         """What goes into `config.json`: `modules` maps each quantized module to its group size.
 
-        `ignore` names the linear layers that stay unquantized.
+        `ignore` names the linear layers that stay unquantized, `embeddings` those modules that are none.
         """
         ...
 

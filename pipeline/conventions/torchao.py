@@ -75,8 +75,14 @@ class TorchAO:
         }
 
     def quantization_config(
-        self, modules: Mapping[str, int], symmetric: bool, ignore: Sequence[str]
+        self,
+        modules: Mapping[str, int],
+        symmetric: bool,
+        ignore: Sequence[str],
+        embeddings: Sequence[str] = (),
     ) -> dict[str, Any]:
+        if embeddings:
+            raise UserError(f"{embeddings[0]}: torchao's INT4 holds no embeddings; export compressed-tensors")
         by_group_size: dict[str, list[str]] = {}
         for module, group_size in modules.items():
             _refuse(module, group_size)

@@ -234,6 +234,17 @@ def test_a_tied_head_is_untied_when_it_is_quantized(example_checkpoint: Path, tm
     assert "model.embed_tokens.weight" in open_checkpoint(tmp_path / "out").tensors
 
 
+def test_quantized_embeddings_are_declared_so_that_nobody_skips_them(
+    example_checkpoint: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe("embeddings", embeddings="quantize")
+    quantize(example_checkpoint, recipe, tmp_path / "out", progress=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens"]
+    assert "model.embed_tokens" in stored_weights(tmp_path / "out")
+    assert "holds no embeddings" in refusal(example_checkpoint, recipe, tmp_path / "b", export="torchao")
+
+
 def test_torchao_takes_integer_and_fractional_zeros(example_checkpoint: Path, tmp_path: Path) -> None:
     quantize(example_checkpoint, RECIPE, tmp_path / "a", export="torchao", progress=False)
     fractional = Recipe("f", zero_point="fractional", include=("*.layers.0.self_attn.*",))
