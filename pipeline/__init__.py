@@ -3,9 +3,9 @@
 import logging
 import os
 
-# Threads that wait for one another by spinning starve whatever shares their cores: the server beside this one,
-# the client that loads it. With two cores and three such processes a decode step took six times as long. It
-# has to be said before torch loads OpenMP; a policy the user has set stands.
+# Threads that wait for one another by spinning starve whatever shares their cores, such as the baseline's
+# server and the client that loads both: with two cores and three such processes a decode step took six times
+# as long. It has to be said before torch loads OpenMP; a policy that the user has set stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Importing torchao, which transformers does, warns about CUDA extensions that this machine cannot load and

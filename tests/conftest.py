@@ -8,7 +8,7 @@ import pytest
 # As the commands do for themselves, before torch loads OpenMP: see pipeline/__init__.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch  # noqa: E402
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
