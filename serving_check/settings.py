@@ -29,7 +29,7 @@ class LoadSettings:
     """Output tokens a request."""
     waves: int = 1
     """Requests each client sends in one repeat: short repeats, often alternated, resist noise best."""
-    max_blocks: int = 15
+    max_blocks: int = 24
     """Blocks of four repeats (artifact, baseline, baseline, artifact) at one M before giving up undecided."""
     warmups: int = 1
     """Unmeasured repeats of each side at each M before its first block."""

@@ -39,7 +39,7 @@ class SequentialPlan:
     floor: float
     """The ratio, artifact over baseline, that must be reached."""
     number_of_ms: int
-    max_blocks: int = 15
+    max_blocks: int = 24
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
 

@@ -38,7 +38,7 @@ class WholeNumbers(click.ParamType):
 @click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
 @click.option(
     "--max-repeats",
-    default=15,
+    default=24,
     show_default=True,
     help="Blocks of four interleaved repeats at one M before giving up undecided.",
 )

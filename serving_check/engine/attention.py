@@ -74,14 +74,23 @@ class PagedAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        index = cast(int, module.layer_idx)
-        pages = self.pages[index]
-        pages.append(_flat(key), _flat(value), self.tokens)
-        output = pages.attend(_flat(query), self.tokens, self.layers[index].options, options.get("s_aux"))
+        output = self.layer(
+            cast(int, module.layer_idx),
+            token_by_token(query),
+            token_by_token(key),
+            token_by_token(value),
+            options.get("s_aux"),
+        )
         return output.view(query.shape[0], query.shape[2], *output.shape[1:])
 
+    def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]."""
+        pages = self.pages[index]
+        pages.append(key, value, self.tokens)
+        return pages.attend(query, self.tokens, self.layers[index].options, sinks)
 
-def _flat(tensor: Tensor) -> Tensor:
+
+def token_by_token(tensor: Tensor) -> Tensor:
     """[B, H, T, D] → [B * T, H, D]: a view of what lies token by token, steps being [B, 1] or [1, T]."""
     return tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
 

@@ -1,115 +1,149 @@
 """Decode steps on a GPU as CUDA graphs: one for each batch bucket, captured when warm-up meets it.
 
-Not for prefill, and not for choosing who decodes. A step costs one small copy to the device and one launch.
+Not for prefill, and not for choosing who decodes. A step costs one small copy to the device and one launch;
+the greedy tokens are drawn inside, and the next step can take them from there before the host has seen them.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...kernels.decode_attention import DecodeWorkspace
 from ...layouts.kv_format import DeviceDecodeTokens
-from .attention import AttentionLayer, PagedAttention
+from .forward import TRACED_TOKENS, Forward
 from .kv_pool import KVPool
 from .sequence import Sequence
+from .transfer import to_device
+
+TOKEN, POSITION, SLOT, LENGTH, ROW = range(5)
+"""Columns of a step's scalars."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one bucket's graph leaves behind; good until a graph is launched again."""
+
+    logits: Tensor
+    """[B, V]."""
+    greedy: Tensor | None
+    """int64 [B]; None where nothing was drawn."""
 
 
 class DecodeGraphs:
     """The captured decode step of one model, and the static buffers that all its graphs share.
 
-    Buffers, for the largest bucket B: tokens and positions int64 [B, 1], slots int64 [B], lengths int32 [B],
-    block_table int32 [B, W], logits [B, V].
+    For B, the largest bucket: scalars int64 [B, 5], block_table int32 [B, W], slots int64 [B], lengths int32
+    [B]. last_tokens int64 [rows of the pool + 1]: the token drawn last for each row; padding has the last.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: dict[int, AttentionLayer],
-        pool: KVPool,
-        buckets: tuple[int, ...],
-    ):
-        self.model = model
-        self.layers = layers
+    def __init__(self, forward: Forward, pool: KVPool, buckets: tuple[int, ...]):
+        self.forward = forward
         self.pool = pool
         self.buckets = buckets
-        largest, device = buckets[-1], model.device
-        width = pool.block_table.shape[1]
-        # One row of scalars a request, so that a step's update is one copy: token, position, slot, length.
-        self.rows = torch.zeros(largest, 4, dtype=torch.int64, device=device)
+        largest, device = max(buckets[-1], TRACED_TOKENS), forward.model.device
+        rows, width = pool.block_table.shape
+        # One row of scalars a request, so that a step's update is one copy.
+        self.scalars = torch.zeros(largest, 5, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        self.staged_rows = torch.zeros(largest, 4, dtype=torch.int64, pin_memory=True)
-        self.staged_table = torch.zeros(largest, width, dtype=torch.int32, pin_memory=True)
         self.slots = torch.zeros(largest, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(largest, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.every = torch.arange(largest, device=device)
+        # Two of each: a step is staged while the copies of the one before may still be waiting to run.
+        self.staging = [
+            (
+                torch.zeros(largest, 5, dtype=torch.int64, pin_memory=True),
+                torch.zeros(largest, width, dtype=torch.int32, pin_memory=True),
+            )
+            for _ in range(2)
+        ]
         self.workspaces: dict[tuple[int, int], DecodeWorkspace] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.logits: dict[int, Tensor] = {}
+        self.decoded: dict[int, tuple[Tensor, Tensor]] = {}
+        """The logits and greedy tokens of each."""
         self._memory: Any = None
 
-    def decode(self, sequences: list[Sequence]) -> Tensor:
-        """One token for each sequence, its last → logits [B, V] for the next, good until the next step."""
+    def decode(self, sequences: list[Sequence]) -> Decoded:
+        """Launch one token for each sequence: its last, or where the host has not seen it, the drawn."""
         count = len(sequences)
         size = next(bucket for bucket in self.buckets if bucket >= count)
         if size not in self.graphs:
             self._capture(size)
         self._stage(sequences, size)
         self.graphs[size].replay()
-        return self.logits[size][:count]
+        logits, greedy = self.decoded[size]
+        return Decoded(logits[:count], greedy[:count])
+
+    def drawn(self, sequences: list[Sequence], tokens: Tensor) -> None:
+        """Say what was drawn for sequences that did not take the greedy token of `decode`."""
+        rows = torch.tensor([sequence.row for sequence in sequences])
+        self.last_tokens[to_device(rows, tokens.device)] = tokens
 
     def _capture(self, size: int) -> None:
         """Capture one bucket, on rows that are all padding, so that nothing is stored."""
-        self.rows.zero_()
-        self.rows[:, 2] = -1
+        self.pad()
         with _side_stream():
-            self._forward(size)
+            self._decode(size)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            self.logits[size] = self._forward(size)
+            self.decoded[size] = self._decode(size)
         self._memory = graph.pool()
         self.graphs[size] = graph
 
+    def pad(self) -> DeviceDecodeTokens:
+        """A step of nothing but padding, as large as any."""
+        self.scalars[:] = torch.tensor([0, 0, -1, 0, len(self.last_tokens) - 1], device=self.scalars.device)
+        self.slots.fill_(-1)
+        self.lengths.zero_()
+        return self._step(len(self.slots))
+
     def _stage(self, sequences: list[Sequence], size: int) -> None:
         """Fill the buffers: the scalars, and the block table, whose rows move as requests come and go."""
+        self.staging.reverse()
+        staged_scalars, staged_table = self.staging[0]
+        scalars, table = staged_scalars.numpy(), staged_table.numpy()
         count, page_size = len(sequences), self.pool.page_size
-        # The copies of the step before have been waited for by whoever read its tokens.
-        rows, table = self.staged_rows.numpy(), self.staged_table.numpy()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         positions = lengths - 1
         indices = np.array([sequence.row for sequence in sequences], np.int64)
         width = self.pool.pages_for(int(lengths.max()))
         table[:count, :width] = self.pool.block_table[indices, :width]
-        rows[:count, 0] = [sequence.tokens[-1] for sequence in sequences]
-        rows[:count, 1] = positions
+        scalars[:count, TOKEN] = [sequence.tokens[-1] for sequence in sequences]
+        scalars[:count, POSITION] = positions
         pages = table[np.arange(count), positions // page_size].astype(np.int64)
-        rows[:count, 2] = pages * page_size + positions % page_size
-        rows[:count, 3] = lengths
-        rows[count:size] = (0, 0, -1, 0)
-        self.rows[:size].copy_(self.staged_rows[:size], non_blocking=True)
-        self.block_table[:count, :width].copy_(self.staged_table[:count, :width], non_blocking=True)
+        scalars[:count, SLOT] = pages * page_size + positions % page_size
+        scalars[:count, LENGTH] = lengths
+        scalars[:count, ROW] = indices
+        scalars[count:size] = (0, 0, -1, 0, len(self.last_tokens) - 1)
+        self.scalars[:size].copy_(staged_scalars[:size], non_blocking=True)
+        # Whole rows, stale past `width`: only a contiguous copy runs without making the host wait.
+        self.block_table[:count].copy_(staged_table[:count], non_blocking=True)
 
-    def _forward(self, size: int) -> Tensor:
-        rows = self.rows[:size]
-        self.slots[:size].copy_(rows[:, 2])
-        self.lengths[:size].copy_(rows[:, 3])
-        step = DeviceDecodeTokens(
+    def _decode(self, size: int) -> tuple[Tensor, Tensor]:
+        scalars = self.scalars[:size]
+        self.slots[:size].copy_(scalars[:, SLOT])
+        self.lengths[:size].copy_(scalars[:, LENGTH])
+        rows = scalars[:, ROW]
+        known = scalars[:, TOKEN]
+        tokens = torch.where(known >= 0, known, self.last_tokens[rows])
+        logits = self.forward(tokens, scalars[:, POSITION].contiguous(), self._step(size), self.every[:size])
+        greedy = logits.argmax(dim=-1)
+        self.last_tokens[rows] = greedy
+        return logits, greedy
+
+    def _step(self, size: int) -> DeviceDecodeTokens:
+        return DeviceDecodeTokens(
             self.slots[:size],
             self.block_table[:size],
             self.lengths[:size],
             self.block_table.shape[1] * self.pool.page_size,
             self.workspaces,
         )
-        return self.model(
-            input_ids=rows[:, 0:1].contiguous(),
-            position_ids=rows[:, 1:2].contiguous(),
-            use_cache=False,
-            logits_to_keep=0,
-            paged=PagedAttention(self.layers, self.pool.layers, step),
-        ).logits[:, 0]
 
 
 @contextmanager

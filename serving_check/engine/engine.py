@@ -18,8 +18,10 @@ from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, decode_buckets
 from .request import EngineConfig, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from .sampler import SamplingBatch, sample, token_logprobs
-from .scheduler import Scheduler
-from .sequence import Completion, Sequence
+from .scheduler import Schedule, Scheduler
+from .sequence import UNKNOWN, Completion, Sequence
+from .sibling_products import join_siblings
+from .transfer import Arrival, to_device
 
 STEPS_REMEMBERED = 1 << 16
 
@@ -35,6 +37,17 @@ class Counters:
     running_by_step: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
 
 
+@dataclass(frozen=True)
+class Flight:
+    """Tokens that a launched step draws, until the host has them."""
+
+    sequences: list[Sequence]
+    lengths: list[int]
+    """Of each sequence, its new token counted."""
+    tokens: Arrival
+    logprobs: dict[int, TokenLogprobs]
+
+
 class Engine:
     """Continuous batching over one transformers model, which from here on belongs to the engine."""
 
@@ -46,6 +59,8 @@ class Engine:
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         model.eval()
         layers = attention_layers(model)
+        if model.device.type == "cuda" and config.compiled:
+            join_siblings(model, lambda: attention_layers(model))
         kv_format = KV_FORMATS["unquantized"]
         num_pages = pool_pages(
             layers,
@@ -66,15 +81,17 @@ class Engine:
             model.device,
         )
         buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
-        self.runner = ModelRunner(model, layers, self.pool, buckets)
+        self.runner = ModelRunner(model, layers, self.pool, buckets, config.compiled)
         self.scheduler = Scheduler(self.pool, config.prefill_chunk)
         self._sequences: dict[str, Sequence] = {}
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
+        self._overlapped = config.overlapped and model.device.type == "cuda"
+        self._flights: list[Flight] = []
         self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
 
     def add_request(self, request_id: str, prompt: Prompt[int], params: SamplingParams) -> None:
         """Queue a request. What can never be served is refused here, and nothing else is touched."""
@@ -101,28 +118,37 @@ class Engine:
         """Forget a request, wherever it stands; one that has finished meanwhile is no error."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.remove(sequence)
+            self._leave(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One step of the model: a token for every decoding request, then a chunk of the waiting prompts."""
         started = time.perf_counter()
-        schedule = self.scheduler.schedule()
-        outputs: list[StepOutput] = []
-        if schedule.decode:
-            logits = self.runner.decode(schedule.decode)
-            outputs += self._advance(schedule.decode, logits)
-        if schedule.prefill:
-            logits = self.runner.prefill(schedule.prefill)
-            for piece in schedule.prefill:
-                piece.sequence.num_computed += piece.count
-            completed = [piece.sequence for piece in schedule.prefill if piece.completes]
-            if completed:
-                outputs += self._advance(completed, logits)
+        outputs = self._overlapped_step() if self._may_overlap() else self._plain_step()
         self._counters.steps += 1
-        self._counters.running_by_step.append(len(schedule.decode))
         self._counters.step_seconds = time.perf_counter() - started
         return outputs
+
+    def _plain_step(self) -> list[StepOutput]:
+        """Launch a step, and wait for what it draws."""
+        outputs = self._land()
+        self._flights += self._launch(self.scheduler.schedule())
+        return outputs + self._land()
+
+    def _overlapped_step(self) -> list[StepOutput]:
+        """Launch a step, and only then see what the one before has drawn.
+
+        A request that the one before ended was launched once more: that token is dropped when it lands. Its
+        row and pages may go to others at once, since what they store comes later on the device as well.
+        """
+        launched = self._launch(self.scheduler.schedule())
+        outputs = self._land()
+        self._flights = launched
+        return outputs
+
+    def _may_overlap(self) -> bool:
+        """While each running request can have another page: none is preempted with a token unknown."""
+        return self._overlapped and self.pool.free_pages >= len(self.scheduler.running)
 
     def stats(self) -> EngineStats:
         """A snapshot; running_by_step starts afresh with each."""
@@ -183,24 +209,63 @@ class Engine:
                         bar.update()
         return [Completion(tuple(tokens[name]), tuple(logprobs[name]), reasons[name]) for name in names]
 
-    def _advance(self, sequences: list[Sequence], logits: Tensor) -> list[StepOutput]:
-        """Draw each sequence's next token, append it, and see off those that are done."""
+    def _launch(self, schedule: Schedule) -> list[Flight]:
+        """Start a step: from here on, its sequences are as long as if its tokens were known."""
+        flights = []
+        self._counters.running_by_step.append(len(schedule.decode))
+        if schedule.decode:
+            decoded = self.runner.decode(schedule.decode)
+            flights.append(self._draw(schedule.decode, decoded.logits, decoded.greedy))
+        if schedule.prefill:
+            logits = self.runner.prefill(schedule.prefill)
+            for piece in schedule.prefill:
+                piece.sequence.num_computed += piece.count
+            completed = [piece.sequence for piece in schedule.prefill if piece.completes]
+            if completed:
+                flights.append(self._draw(completed, logits, None))
+        return flights
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor, greedy: Tensor | None) -> Flight:
+        """Each sequence's next token, unknown on the host until it lands; those it fills up leave."""
         batch = self._sampling_batch(sequences)
-        positions = torch.tensor([len(sequence.tokens) for sequence in sequences], device=logits.device)
-        drawn = sample(logits, batch, positions)
+        if greedy is None or batch.any_sampled:
+            lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
+            drawn = sample(logits, batch, to_device(lengths, logits.device))
+            self.runner.drawn(sequences, drawn)
+        else:
+            drawn = greedy
         logprobs = token_logprobs(logits, drawn, batch)
-        outputs = []
-        for row, (sequence, token) in enumerate(zip(sequences, drawn.tolist(), strict=True)):
+        for sequence in sequences:
             sequence.num_computed = len(sequence.tokens)
-            sequence.tokens.append(token)
-            reason = sequence.finish_reason(self.eos_token_ids)
-            if reason is not None:
-                del self._sequences[sequence.request_id]
-                self.scheduler.remove(sequence)
-            extra = (logprobs[row],) if row in logprobs else ()
-            outputs.append(StepOutput(sequence.request_id, (token,), extra, reason))
+            sequence.tokens.append(UNKNOWN)
+            if len(sequence.tokens) >= sequence.max_len:
+                self._leave(sequence)
+        lengths_after = [len(sequence.tokens) for sequence in sequences]
+        return Flight(list(sequences), lengths_after, Arrival(drawn), logprobs)
+
+    def _land(self) -> list[StepOutput]:
+        """Wait for the tokens under way, and see off the requests they end."""
+        outputs = []
+        for flight in self._flights:
+            rows = zip(flight.sequences, flight.lengths, flight.tokens.wait(), strict=True)
+            for row, (sequence, length, token) in enumerate(rows):
+                if self._sequences.get(sequence.request_id) is not sequence:
+                    continue
+                sequence.tokens[length - 1] = token
+                reason = sequence.finish_reason(self.eos_token_ids, length)
+                if reason is not None:
+                    del self._sequences[sequence.request_id]
+                    self._leave(sequence)
+                extra = (flight.logprobs[row],) if row in flight.logprobs else ()
+                outputs.append(StepOutput(sequence.request_id, (token,), extra, reason))
+        self._flights = []
         self._counters.generation_tokens += len(outputs)
         return outputs
+
+    def _leave(self, sequence: Sequence) -> None:
+        if not sequence.has_left:
+            sequence.has_left = True
+            self.scheduler.remove(sequence)
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
         """Built anew only when the batch is another than in the step before."""

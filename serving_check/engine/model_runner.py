@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 from ...layouts.kv_format import DecodeTokens, PrefillTokens, PromptPiece, StepTokens
 from .attention import AttentionLayer, PagedAttention
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import Decoded, DecodeGraphs
+from .forward import Forward
 from .kv_pool import KVPool
 from .scheduler import PrefillPiece
 from .sequence import Sequence
+from .transfer import to_device
 
 
 class ModelRunner:
@@ -25,6 +27,7 @@ class ModelRunner:
         layers: dict[int, AttentionLayer],
         pool: KVPool,
         buckets: tuple[int, ...] | None,
+        compiled: bool = False,
     ):
         self.model = model
         self.layers = layers
@@ -34,11 +37,14 @@ class ModelRunner:
         """Batch sizes that a decode step may have, ascending; None for all."""
         self.graphs = None
         if self.device.type == "cuda" and buckets is not None:
-            self.graphs = DecodeGraphs(model, layers, pool, buckets)
+            self.forward = Forward(model, layers, pool.layers)
+            self.graphs = DecodeGraphs(self.forward, pool, buckets)
+            self._must_compile = compiled
 
-    def decode(self, sequences: list[Sequence]) -> Tensor:
+    def decode(self, sequences: list[Sequence]) -> Decoded:
         """One token for each sequence, its last one → logits [B, V] for the next."""
         if self.graphs is not None:
+            self._compile_once(self.graphs)
             return self.graphs.decode(sequences)
         count = len(sequences)
         size = self.bucket(count)
@@ -53,7 +59,12 @@ class ModelRunner:
         page_size = self.pool.page_size
         slots = block_table[np.arange(size), positions // page_size] * page_size + positions % page_size
         step = DecodeTokens(self._on_device(slots), block_table, lengths, page_size)
-        return self._forward(tokens[:, None], positions[:, None], step, None)[:count, 0]
+        return Decoded(self._forward(tokens[:, None], positions[:, None], step, None)[:count, 0], None)
+
+    def drawn(self, sequences: list[Sequence], tokens: Tensor) -> None:
+        """Say what was drawn where it was not the greedy token of `decode`."""
+        if self.graphs is not None:
+            self.graphs.drawn(sequences, tokens)
 
     def prefill(self, pieces: list[PrefillPiece]) -> Tensor:
         """The pieces' tokens → logits [those that complete, V] for the next token of each that does."""
@@ -72,8 +83,12 @@ class ModelRunner:
         step = PrefillTokens(self._on_device(np.concatenate(slots)), prompt_pieces, page_size)
         # A chunk in which no prompt ends still computes one row of logits: no matrix product has zero rows.
         wanted = self._on_device(keep if len(keep) else ends[-1:] - 1)
-        logits = self._forward(np.concatenate(tokens)[None], np.concatenate(positions)[None], step, wanted)
-        return logits[0, : len(keep)]
+        packed_tokens, packed_positions = np.concatenate(tokens), np.concatenate(positions)
+        if self.graphs is not None:
+            self._compile_once(self.graphs)
+            inputs = self._on_device(packed_tokens), self._on_device(packed_positions)
+            return self.forward(*inputs, step, wanted)[: len(keep)]
+        return self._forward(packed_tokens[None], packed_positions[None], step, wanted)[0, : len(keep)]
 
     def bucket(self, count: int) -> int:
         """The smallest bucket that `count` rows fit in."""
@@ -87,6 +102,11 @@ class ModelRunner:
             return list(self.buckets)
         return [1 << power for power in range(len(self.pool.block_table).bit_length())]
 
+    def _compile_once(self, graphs: DecodeGraphs) -> None:
+        if self._must_compile:
+            self._must_compile = False
+            self.forward.compile(graphs.pad())
+
     def _forward(
         self, tokens: np.ndarray, positions: np.ndarray, step: StepTokens, keep: Tensor | None
     ) -> Tensor:
@@ -99,7 +119,7 @@ class ModelRunner:
         ).logits
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(torch.from_numpy(array), self.device)
 
 
 def decode_buckets(max_num_seqs: int, device: torch.device) -> tuple[int, ...] | None:

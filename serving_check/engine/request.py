@@ -72,6 +72,10 @@ class EngineConfig:
     """Prompt tokens computed in one step, over all requests."""
     decode_buckets: tuple[int, ...] | None = None
     """Batch sizes that decode steps are padded to, ascending; None takes the device's own."""
+    compiled: bool = True
+    """On a GPU: fuse the model's small operations, and the products of layers that share an input."""
+    overlapped: bool = True
+    """On a GPU: launch a step while the host still handles the one before."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .request import TokenLogprobs
 from .sequence import Sequence
+from .transfer import to_device
 
 FULL_MANTISSA = 1 << 24
 BISECTIONS = 30
@@ -56,7 +57,7 @@ class SamplingBatch:
         with_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         return cls(
             any_sampled=any(p.temperature > 0 for p in params),

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from .request import FinishReason, SamplingParams, TokenLogprobs
 
+UNKNOWN = -1
+"""Stands for a token that is drawn but not yet on the host."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -21,6 +24,8 @@ class Sequence:
     """Length at which it ends, whatever it says."""
     num_computed: int = 0
     """Tokens whose keys and values are in the pool."""
+    has_left: bool = False
+    """Out of the scheduler: finished, aborted, or its last token is under way."""
     row: int | None = None
     """Its row in the block table."""
     pages: list[int] = field(default_factory=list)
@@ -37,12 +42,12 @@ class Sequence:
     def is_prefilling(self) -> bool:
         return self.num_computed < len(self.tokens) - 1
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Whether the token just appended was the last one, and why."""
-        token = self.tokens[-1]
+    def finish_reason(self, eos_token_ids: frozenset[int], length: int) -> FinishReason | None:
+        """Whether the last of the first `length` tokens ended it, and why."""
+        token = self.tokens[length - 1]
         if token in self.params.stop_token_ids or (not self.params.ignore_eos and token in eos_token_ids):
             return "stop"
-        return "length" if len(self.tokens) >= self.max_len else None
+        return "length" if length >= self.max_len else None
 
 
 @dataclass(frozen=True)

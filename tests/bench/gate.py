@@ -2,9 +2,9 @@
 
     python -P tests/bench/gate.py examples/qwen3-pycode-5m --runs 20
 
-Every run is a whole `validate` over HTTP. Bar: the first never fails, the second never passes; inconclusive is
-allowed and counted. The slowed copy is the same checkpoint behind `tests/serving_check/slowed_server.py`, whose
-steps take 1/0.85 of their time from M=8 on, so its throughput is 15% lower there.
+Every run is a whole `validate` over HTTP. Bar: the first never fails, the second never passes; inconclusive
+is allowed and counted. The slowed copy is the same checkpoint behind `tests/serving_check/slowed_server.py`,
+whose steps take 1/0.85 of their time from M=8 on, so its throughput is 15% lower there.
 """
 
 import argparse
