@@ -1,10 +1,10 @@
 """Our own INT4 layout: the weight in the order of the matrix unit's registers, unpacked without conversions.
 
-What the bytes are and why they are fast is in `kernels/int4_swap_ab.py`; here are the layouts that read them. Not
-for the CPU.
+What the bytes are and why they are fast is in `kernels/int4_swap_ab.py`; here are the layouts that read them.
+Not for the CPU.
 
-    swap_ab            Hopper; kernel and split of K chosen by the bucket of M, the library's product for large M
-    swap_ab_invariant  Hopper; one order of summation for every M, so a row's bits do not depend on its company
+    swap_ab            Hopper; tile and split of K by the bucket of M and the shape
+    swap_ab_invariant  Hopper; one order of summation for every M: a row's bits are its own
     swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton
 """
 

@@ -1,0 +1,197 @@
+"""Times every registered layout that serves a problem beside the unquantized product, on real models' shapes.
+
+    python tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
+
+Weights are rotated past the L2 cache, calls run in CUDA graphs, figures are medians of interleaved samples.
+In the same run each layout's answer, into poisoned memory, is compared with float64 on fresh random data. Not
+for whole models: that is `engine.py`.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.files import write_json
+from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.layout import Layout, PackedWeight, Problem
+from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
+from torch import Tensor
+from torch.nn import functional
+
+MODELS = {
+    "qwen3-8b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (24576, 4096),
+        "down": (4096, 12288),
+    },
+    "qwen3-4b": {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)},
+    "llama3-70b": {
+        "qkv": (10240, 8192),
+        "o": (8192, 8192),
+        "gate_up": (57344, 8192),
+        "down": (8192, 28672),
+    },
+}
+ROTATED_BYTES = 300e6
+BASELINE = "unquantized"
+MAX_ERROR = 4e-3
+SLOW_FROM = 512
+"""A layout more than `HOPELESS` times behind is not timed from here on: its figure would take minutes."""
+ALWAYS = ("swap_ab",)
+
+
+def random_int4(n: int, k: int, group_size: int, fractional: bool, device: torch.device) -> Int4Weight:
+    codes = pack_nibbles(torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device))
+    groups = (n, k // group_size)
+    scale = (torch.rand(groups, device=device) * 0.02 + 0.001).to(torch.bfloat16)
+    if fractional:
+        return Int4Weight(codes, scale, torch.rand(groups, device=device) * 15, group_size)
+    zero = torch.randint(0, 16, groups, dtype=torch.uint8, device=device)
+    return Int4Weight(codes, scale, zero, group_size)
+
+
+def exact_weight(weight: Int4Weight) -> Tensor:
+    """The weight in float64, from the definition."""
+    n, k = weight.shape
+    codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(n, -1, weight.group_size).double()
+    return ((codes - weight.zero_point.double()[..., None]) * weight.scale.double()[..., None]).view(n, k)
+
+
+def checked_error(layout: Layout, packed: PackedWeight, x: Tensor, expected: Tensor) -> float:
+    """Relative error of the worse of two runs into poisoned memory; infinite where their bits differ."""
+    answers = []
+    for _ in range(2):
+        poison = torch.full(expected.shape, math.nan, dtype=x.dtype, device=x.device)
+        del poison  # the allocator hands the same memory to the answer
+        answers.append(layout.matmul(x, packed))
+    if not torch.equal(answers[0], answers[1]):
+        return math.inf
+    return float((answers[0].double() - expected).norm() / expected.norm())
+
+
+def copies_of(packed: PackedWeight, count: int) -> list[PackedWeight]:
+    return [packed] + [
+        PackedWeight(
+            packed.layout,
+            packed.shape,
+            packed.dtype,
+            {name: tensor.clone() for name, tensor in packed.tensors.items()},
+            packed.meta,
+        )
+        for _ in range(count - 1)
+    ]
+
+
+def multiply_by(layout: Layout, copies: list[PackedWeight], x: Tensor) -> Callable[[int], Tensor]:
+    return lambda i: layout.matmul(x, copies[i % len(copies)])
+
+
+def measure_shape(
+    n: int, k: int, ms: list[int], names: list[str], group_size: int, fractional: bool, device: torch.device
+) -> list[dict[str, object]]:
+    weight = random_int4(n, k, group_size, fractional, device)
+    exact = exact_weight(weight)
+    problem = Problem.of(weight, torch.bfloat16, device)
+    packed = {}
+    for name in names:
+        refusal = LAYOUTS[name].refuses(problem)
+        if refusal is None:
+            one = LAYOUTS[name].pack(weight, torch.bfloat16)
+            packed[name] = copies_of(one, max(2, int(ROTATED_BYTES // one.nbytes)))
+        else:
+            print(f"{name}: {refusal}", file=sys.stderr)
+    count = max(2, int(ROTATED_BYTES // (2 * n * k)))
+    dense = [exact.to(torch.bfloat16)] + [
+        torch.randn(n, k, device=device, dtype=torch.bfloat16) for _ in range(count - 1)
+    ]
+    rows: list[dict[str, object]] = []
+    hopeless: set[str] = set()
+    for m in ms:
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        expected = x.double() @ exact.T
+        calls = {BASELINE: lambda i, x=x: functional.linear(x, dense[i % len(dense)])}
+        errors = {}
+        for name, copies in packed.items():
+            if m >= SLOW_FROM and name in hopeless:
+                continue
+            errors[name] = checked_error(LAYOUTS[name], copies[0], x, expected)
+            calls[name] = multiply_by(LAYOUTS[name], copies, x)
+        graph_calls = max(len(copies) for copies in [dense, *packed.values()])
+        budget = TimingBudget(samples=16, seconds=1.0)
+        times = interleaved_microseconds(calls, graph_calls if m < SLOW_FROM else 3, device, budget)
+        hopeless |= {name for name, us in times.items() if us > 4 * times[BASELINE] and name not in ALWAYS}
+        rows.append({"m": m, "microseconds": times, "errors": errors})
+    return rows
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str]) -> bool:
+    """One table a shape and one of geometric means; False where an answer was wrong."""
+    right = True
+    head = "".join(f"{f'M={m}':>12}" for m in ms)
+    for shape, rows in results.items():
+        print(f"\n{shape:<30}{head}")
+        print(f"{BASELINE:<30}" + "".join(f"{row['microseconds'][BASELINE]:12.1f}" for row in rows))
+        for name in names:
+            cells = []
+            for row in rows:
+                us = row["microseconds"].get(name)
+                cells.append(f"{us:6.1f} {row['microseconds'][BASELINE] / us:4.2f}x" if us else "-")
+                right &= row["errors"].get(name, 0.0) <= MAX_ERROR
+            print(f"{name:<30}" + "".join(f"{cell:>12}" for cell in cells))
+    print(f"\n{'geometric mean of ratios':<30}{head}")
+    for name in names:
+        cells = []
+        for i in range(len(ms)):
+            times = [rows[i]["microseconds"] for rows in results.values()]
+            whole = all(name in t for t in times)
+            cells.append(f"{geometric_mean([t[BASELINE] / t[name] for t in times]):.2f}" if whole else "-")
+        print(f"{name:<30}" + "".join(f"{cell:>12}" for cell in cells))
+    worst = max((e for rows in results.values() for row in rows for e in row["errors"].values()), default=0.0)
+    print(f"\nworst relative error {worst:.2e}, bound {MAX_ERROR:.0e}: {'right' if right else 'WRONG'}")
+    return right
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--m", default="1,8,16,32,64,128,256,512,2048,8192", help="comma-separated")
+    parser.add_argument("--layouts", default="", help="comma-separated; all that serve the problem if empty")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--fractional", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    ms = [int(m) for m in arguments.m.split(",")]
+    names = [name for name in arguments.layouts.split(",") if name] or list(LAYOUTS)
+    results = {
+        f"{shape} {n}x{k}": measure_shape(n, k, ms, names, arguments.group_size, arguments.fractional, device)
+        for shape, (n, k) in MODELS[arguments.model].items()
+    }
+    served = [name for name in names if any(name in r["errors"] for rows in results.values() for r in rows)]
+    right = print_tables(results, ms, served)
+    if arguments.out:
+        record = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "model": arguments.model,
+            "group_size": arguments.group_size,
+            "fractional_zero": arguments.fractional,
+            "results": results,
+        }
+        write_json(arguments.out, record)
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What the compiler makes of the INT4 kernels, with no GPU: wgmma, no conversions, no spills."""
+
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from scalegate.kernels import int4_hopper, int4_swap_ab
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TILES = [tile for tiles in int4_hopper.BUCKETS.values() for tile in tiles]
+CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
+
+
+def hopper_source(tile, group_size: int, fractional: bool, half: bool) -> GluonASTSource:
+    kernel = int4_hopper.int4_hopper_kernel
+    element = "fp16" if half else "bf16"
+    meta_rows = max(1, tile.tiles * 64 // group_size)
+    x_layout, words_layout, meta_layout = (
+        repr(layout()) for layout in (int4_hopper.x_layout, int4_hopper.words_layout, int4_hopper.meta_layout)
+    )
+    bulk = tile.tiles == 1
+    columns = tile.n if bulk else tile.tiles * 64
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {
+        "x_desc": f"tensordesc<{element}[{tile.m}, {tile.tiles * 64}],{x_layout}>",
+        "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.tiles * 8}, 64],{words_layout}>",
+        "meta_desc": f"tensordesc<i32[{meta_rows}, {tile.n}],{meta_layout}>",
+        "y": f"*{element}",
+        "y_desc": f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>",
+        "partials": "*fp32",
+        "arrivals": "*i32",
+    }
+    constants = int4_hopper.constants(tile, group_size, fractional, half, bulk)
+    signature |= dict.fromkeys(constants, "constexpr")
+    places = {name: (kernel.arg_names.index(name),) for name in signature}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in ("y", "partials", "arrivals")}
+    return GluonASTSource(kernel, signature, {places[n]: v for n, v in constants.items()}, aligned)
+
+
+@functools.cache
+def compiled(tile, group_size: int = 128, fractional: bool = False, half: bool = False):
+    options = {"num_warps": tile.n // 16, "maxnreg": tile.registers, "launch_pdl": True}
+    source = hopper_source(tile, group_size, fractional, half)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def disassembled(kernel, tmp_path: Path) -> list[str]:
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    text = subprocess.run([TOOLS / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", text.stdout)
+
+
+def assembler_notes(kernel, tmp_path: Path) -> str:
+    source = tmp_path / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"])
+    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.m}x{tile.n}r{tile.resident}")
+def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, tmp_path):
+    kernel = compiled(tile)
+    instructions = disassembled(kernel, tmp_path)
+    products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
+    assert len(products) >= 4
+    between = instructions[products[0] : products[-1]]
+    assert not [text for text in between if CONVERSION.search(text)]
+    assert not [text for text in between if re.search(r"\b(LDL|STL)\b", text)]
+    notes = assembler_notes(kernel, tmp_path)
+    assert "0 bytes spill stores" in notes
+    assert "serialized" not in notes
+    # What a multiprocessor holds: 227 KB of shared memory less 1 KB for each CTA, 64 Ki registers.
+    assert tile.resident * (kernel.metadata.shared + 1024) <= 228 * 1024
+    assert tile.resident * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
+
+
+@pytest.mark.parametrize(
+    ("group_size", "fractional", "half"), [(64, False, True), (32, True, False), (128, True, True)]
+)
+def test_every_form_of_the_weight_compiles_without_spills(group_size, fractional, half, tmp_path):
+    kernel = compiled(TILES[1], group_size, fractional, half)
+    assert "0 bytes spill stores" in assembler_notes(kernel, tmp_path)
+
+
+@pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (89, "HMMA"), (100, None)])
+def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_path):
+    kernel = int4_swap_ab.int4_swap_ab_kernel
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {
+        "x": "*bf16",
+        "words": "*i32",
+        "meta": "*i32",
+        "y": "*bf16",
+    }
+    constants = {"BM": 16, "GROUP": 128, "FRACTIONAL": False}
+    signature |= dict.fromkeys(constants, "constexpr")
+    places = {name: (kernel.arg_names.index(name),) for name in signature}
+    source = ASTSource(kernel, signature, {places[n]: v for n, v in constants.items()})
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    if product:
+        assert any(product in text for text in disassembled(built, tmp_path))

@@ -1,0 +1,82 @@
+"""Our INT4 layouts on the GPU: the right product, the same bits again, and, where promised, at every M."""
+
+import pytest
+import torch
+
+from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.layout import Problem
+from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
+
+pytestmark = pytest.mark.gpu
+
+MAX_ERROR = 4e-3
+# n, k, group size, fractional zeros, activations
+PROBLEMS = [
+    (256, 512, 128, False, torch.bfloat16),
+    (4096, 4096, 128, False, torch.bfloat16),
+    (200, 416, 32, False, torch.bfloat16),
+    (712, 1088, 64, True, torch.bfloat16),
+    (1001, 4160, 32, True, torch.bfloat16),
+    (520, 1152, 128, True, torch.float16),
+    (520, 1152, 64, False, torch.float16),
+    (4096, 12288, 128, False, torch.bfloat16),
+]
+ROWS = (1, 7, 8, 13, 31, 64, 100, 128, 200, 600)
+
+
+def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weight:
+    codes = pack_nibbles(torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda"))
+    scale = (torch.rand(n, k // group_size, device="cuda") * 0.02 + 0.001).to(torch.bfloat16)
+    zero = torch.rand(n, k // group_size, device="cuda") * 15
+    return Int4Weight(codes, scale, zero if fractional else zero.to(torch.uint8), group_size)
+
+
+def exact(weight: Int4Weight) -> torch.Tensor:
+    codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(weight.shape).double()
+    spread = weight.group_size
+    zero = weight.zero_point.double().repeat_interleave(spread, 1)
+    return (codes - zero) * weight.scale.double().repeat_interleave(spread, 1)
+
+
+@pytest.mark.parametrize("layout", [SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE], ids=lambda one: one.name)
+@pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), PROBLEMS)
+def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, group_size, fractional, dtype):
+    weight = random_weight(n, k, group_size, fractional)
+    refusal = layout.refuses(Problem.of(weight, dtype, torch.device("cuda")))
+    assert refusal is None or layout is not SWAP_AB_PORTABLE
+    if refusal is not None:
+        return
+    packed = layout.pack(weight, dtype)
+    reference = exact(weight)
+    for m in ROWS:
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        expected = x.double() @ reference.T
+        answers = []
+        for _ in range(4):
+            torch.full((m, n), float("nan"), device="cuda", dtype=dtype)  # the next answer's memory, poisoned
+            answers.append(layout.matmul(x, packed))
+        assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm(), m
+        assert all(torch.equal(answers[0], again) for again in answers[1:]), m
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 12288), (6144, 4096), (712, 1088)])
+def test_a_row_keeps_its_bits_whatever_comes_with_it(n, k):
+    weight = random_weight(n, k, 64, False)
+    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
+        return
+    packed = SWAP_AB_INVARIANT.pack(weight, torch.bfloat16)
+    x = torch.randn(1100, k, device="cuda", dtype=torch.bfloat16)
+    alone = SWAP_AB_INVARIANT.matmul(x[:1], packed)
+    for m in (2, 9, 33, 65, 129, 300, 1100):
+        assert torch.equal(SWAP_AB_INVARIANT.matmul(x[:m], packed)[:1], alone), m
+
+
+def test_tuned_bits_do_drift_with_m():
+    """Without this the test above could pass on kernels that never change their order of summation."""
+    weight = random_weight(4096, 12288, 128, False)
+    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
+        return
+    packed = SWAP_AB.pack(weight, torch.bfloat16)
+    x = torch.randn(600, 12288, device="cuda", dtype=torch.bfloat16)
+    alone = SWAP_AB.matmul(x[:1], packed)
+    assert any(not torch.equal(SWAP_AB.matmul(x[:m], packed)[:1], alone) for m in (64, 128, 600))

@@ -1,0 +1,102 @@
+"""INT4 packing, its torch reference and the portable Triton kernels, the last under Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scalegate.kernels import int4_hopper, int4_swap_ab
+from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.swap_ab import pack
+
+INTERPRETED = Path(__file__).with_name("interpreted_int4.py")
+# n, k, group size, fractional zeros: whole tiles, ragged N, ragged K, groups over a tile
+SHAPES = [
+    (64, 128, 128, False),
+    (130, 320, 64, True),
+    (200, 416, 32, False),
+    (72, 256, 256, False),
+    (64, 96, 32, True),
+]
+
+
+def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weight:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
+    scale = torch.rand((n, k // group_size), generator=generator) * 0.02 + 0.001
+    zero = torch.rand((n, k // group_size), generator=generator) * 15
+    return Int4Weight(pack_nibbles(codes), scale, zero if fractional else zero.to(torch.uint8), group_size)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (128, 192), (65, 80)])
+def test_packing_is_undone_by_unpacking(n, k):
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    assert torch.equal(int4_swap_ab.unpack_words(int4_swap_ab.pack_words(codes))[:n, :k], codes)
+
+
+def test_a_word_holds_the_pairs_that_the_matrix_unit_wants_in_one_register():
+    codes = torch.arange(64 * 64).view(64, 64).remainder(15).to(torch.uint8)
+    words = int4_swap_ab.pack_words(codes).view(4, 8, 4, 2, 2)  # w, r, t, v, u
+    warp, row, pair, right, below, slice_ = 2, 5, 3, 1, 1, 3
+    word = int(words[warp, row, pair, right, below]) >> (4 * slice_)
+    line = codes[16 * warp + 8 * below + row]
+    column = 16 * slice_ + 8 * right + 2 * pair
+    assert (word & 0xF, (word >> 16) & 0xF) == (int(line[column]), int(line[column + 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k", "group_size", "fractional"), SHAPES)
+def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group_size, fractional, dtype):
+    weight = random_weight(n, k, group_size, fractional)
+    packed = pack("swap_ab", weight, dtype)
+    got = int4_swap_ab.reference_weight(
+        packed.tensors["words"], packed.tensors["meta"], packed.meta["group_size"], fractional, dtype
+    )[:n, :k]
+    exact = weight.dequantize(torch.float32)
+    error = (got.float() - exact).norm() / exact.norm()
+    assert error < (3e-3 if dtype is torch.bfloat16 else 4e-4)
+
+
+def test_padding_adds_nothing():
+    weight = random_weight(65, 96, 32, False)
+    tensors = pack("swap_ab", weight, torch.bfloat16).tensors
+    assert torch.all(tensors["meta"][:, 65:] == 0)
+    whole = int4_swap_ab.reference_weight(tensors["words"], tensors["meta"], 32, False, torch.bfloat16)
+    assert torch.all(whole[65:] == 0)
+
+
+def test_the_portable_kernels_agree_with_the_reference_under_the_interpreter():
+    """The interpreter must be chosen before the kernels are imported, hence a process of its own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-P", str(INTERPRETED)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "compared 5 shapes" in done.stdout
+
+
+def test_a_split_covers_every_tile_once_and_never_overfills_the_last_wave():
+    for tiles in (1, 31, 64, 96, 131, 132, 133, 384, 1000):
+        for units in (1, 7, 16, 48):
+            split = int4_hopper.split_of(tiles, units, slots=132)
+            assert 0 <= split.whole <= tiles
+            assert 1 <= split.parts <= min(units, int4_hopper.MAX_PARTS)
+            assert split.parts > 1 or split.whole == tiles
+            assert tiles - split.whole < int4_hopper.ARRIVALS
+
+
+def test_few_tiles_are_split_and_a_full_wave_is_not():
+    assert int4_hopper.split_of(64, 16, slots=396).parts > 1
+    assert int4_hopper.split_of(396, 16, slots=396).parts == 1
+
+
+def test_the_tile_depends_on_the_bucket_of_m_alone_within_it():
+    for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128)):
+        assert int4_hopper.plan(low, 4096, 4096) == int4_hopper.plan(high, 4096, 4096)
+    assert int4_hopper.plan(8, 4096, 4096) != int4_hopper.plan(9, 4096, 4096)
+
+
+def test_the_invariant_split_knows_only_the_shape_of_the_weight():
+    assert int4_hopper.invariant_parts(4096, 12288) > 1
+    assert int4_hopper.invariant_parts(24576, 4096) == 1
