@@ -14,7 +14,15 @@ from torch.nn.attention.bias import causal_lower_right
 from ..kernels.append_kv import append_kv
 from ..kernels.decode_attention import DecodeWorkspace, decode_attention
 from ..kernels.paged_attention import AttentionOptions
-from .kv_format import DecodeTokens, DeviceDecodeTokens, KVShape, PrefillTokens, PromptPiece, StepTokens
+from .kv_format import (
+    DecodeTokens,
+    DeviceDecodeTokens,
+    KVShape,
+    PackedPieces,
+    PrefillTokens,
+    PromptPiece,
+    StepTokens,
+)
 
 
 class CudaLayerKV:
@@ -60,12 +68,36 @@ class CudaLayerKV:
         self, query: Tensor, tokens: PrefillTokens, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
         """Each prompt's piece over its own history, gathered from its pages."""
+        if options.softcap is None and sinks is None and _flash_takes(query, self.value_pages):
+            return self._flash(query, tokens.packed(query.device), options)
         output, first = torch.empty_like(query[..., : self.value_pages.shape[3]]), 0
         for piece in tokens.pieces:
             rows = slice(first, first + piece.count)
             output[rows] = self._prefill_piece(query[rows], piece, options, sinks)
             first += piece.count
         return output
+
+    def _flash(self, query: Tensor, pieces: PackedPieces, options: AttentionOptions) -> Tensor:
+        """All pieces in one call of torch's flash attention; causal from the last token of each."""
+        key, value = (
+            stored[pieces.context_pages, :, pieces.context_offsets]
+            for stored in (self.key_pages, self.value_pages)
+        )
+        return torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            pieces.query_starts,
+            pieces.context_starts,
+            pieces.longest_query,
+            pieces.longest_context,
+            0.0,
+            True,
+            False,
+            scale=options.scale,
+            window_size_left=None if options.sliding_window is None else options.sliding_window - 1,
+            window_size_right=None if options.sliding_window is None else 0,
+        )[0]
 
     def _prefill_piece(
         self, query: Tensor, piece: PromptPiece, options: AttentionOptions, sinks: Tensor | None
@@ -91,6 +123,16 @@ class CudaLayerKV:
             )[0]
             return output.transpose(0, 1)
         return _masked(queries, key, value, piece.start, options, sinks).transpose(0, 1)
+
+
+def _flash_takes(query: Tensor, value_pages: Tensor) -> bool:
+    head_dim = query.shape[2]
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and head_dim == value_pages.shape[3]
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
 
 
 def _workspace(tokens: DeviceDecodeTokens, heads: int, head_dim: int) -> DecodeWorkspace:

@@ -45,7 +45,10 @@ class QuantizedLinear(nn.Module):
         # and the bias flag are plain attributes, since a buffer or parameter is looked up four times slower,
         # and the shape that decoders use is written out, since unpacking it costs another microsecond.
         rows = x.reshape(-1, self.in_features).contiguous()
-        y = self.layout.matmul(rows, self._packed)
+        if torch.compiler.is_compiling():
+            y = _packed_product(rows, self._packed)
+        else:
+            y = self.layout.matmul(rows, self._packed)
         if self._has_bias and self.bias is not None:
             y.add_(self.bias)
         shape = x.shape
@@ -57,3 +60,51 @@ class QuantizedLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, layout={self._packed.layout}"
         )
+
+
+def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:
+    """The product as one op that a traced graph can hold: tensors, numbers and names only."""
+    return torch.ops.scalegate.packed_matmul(
+        rows,
+        list(packed.tensors.values()),
+        packed.layout,
+        list(packed.shape),
+        list(packed.tensors),
+        list(packed.meta),
+        list(packed.meta.values()),
+    )
+
+
+# Scratch among the tensors may be written, but is as it was when the product is done.
+@torch.library.custom_op("scalegate::packed_matmul", mutates_args=())
+def _packed_matmul(
+    x: Tensor,
+    tensors: list[Tensor],
+    layout: str,
+    shape: list[int],
+    names: list[str],
+    meta_names: list[str],
+    meta: list[int],
+) -> Tensor:
+    """x [M, K] → [M, N]."""
+    packed = PackedWeight(
+        layout,
+        (shape[0], shape[1]),
+        x.dtype,
+        dict(zip(names, tensors, strict=True)),
+        dict(zip(meta_names, meta, strict=True)),
+    )
+    return LAYOUTS[layout].matmul(x, packed)
+
+
+@_packed_matmul.register_fake
+def _(
+    x: Tensor,
+    tensors: list[Tensor],
+    layout: str,
+    shape: list[int],
+    names: list[str],
+    meta_names: list[str],
+    meta: list[int],
+) -> Tensor:
+    return x.new_empty(x.shape[0], shape[0])

@@ -1,0 +1,32 @@
+"""Copies between host and device that do not make the host wait for what the device is doing.
+
+Not for weights: what is copied is small, and its pinned memory is taken anew for each copy.
+"""
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A plain copy to a GPU would first wait for the steps under way."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Arrival:
+    """A tensor's values on their way to the host."""
+
+    def __init__(self, tensor: Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._values = tensor
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
