@@ -37,7 +37,7 @@ class Artifact:
     quantization: dict[str, Any] = field(default_factory=dict)
     """Format, export convention, quantized and kept modules, bits per weight, per-module errors."""
     base_metadata: dict[str, Any] = field(default_factory=dict)
-    """What the base model's card declares (licence, languages, tags), carried into ours; `base_metadata.py`."""
+    """What the base model's card declares and ours carries on: licence, languages, tags."""
     layout_plan: dict[str, Any] | None = None
     verdict_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
