@@ -9,13 +9,12 @@ from .dequantize import Dequantize
 from .gemlite import GemLite
 from .humming import Humming
 from .layout import LAYOUTS, Layout
-from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
+from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
 
 IN_ORDER: tuple[Layout, ...] = (
     SWAP_AB,
     Tinygemm(),
-    SWAP_AB_PORTABLE,
     SWAP_AB_INVARIANT,
     CPU_INT4,
     # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was

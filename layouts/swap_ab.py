@@ -5,7 +5,7 @@ Not for the CPU.
 
     swap_ab            Hopper; tile and split of K by the bucket of M and the shape
     swap_ab_invariant  Hopper; one order of summation for every M: a row's bits are its own
-    swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton
+    swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton; slow, and not registered
 """
 
 import torch
