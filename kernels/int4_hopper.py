@@ -516,6 +516,8 @@ def matmul(
     """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous, on 16 bytes; `arrivals` zero, and left so."""
     m, k = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if m == 0:
+        return y
     tile, split = plan(m, n, k)
     if not batch_invariant:
         launch(x, words, meta, arrivals, y, group_size, fractional, tile, split.whole, split.parts)

@@ -126,7 +126,7 @@ def measure_shape(
                 continue
             errors[name] = checked_error(LAYOUTS[name], copies[0], x, expected)
             calls[name] = multiply_by(LAYOUTS[name], copies, x)
-        graph_calls = max(len(dense), *(len(copies) for copies in packed.values()))
+        graph_calls = max([len(dense), *(len(copies) for copies in packed.values())])
         budget = TimingBudget(samples=16, seconds=1.0)
         times = interleaved_microseconds(calls, graph_calls if m < SLOW_FROM else 3, device, budget)
         hopeless |= {name for name, us in times.items() if us > 4 * times[BASELINE] and name not in ALWAYS}
