@@ -25,7 +25,10 @@ def build_slowed_engine(
         started = time.perf_counter()
         outputs = step()
         if len(outputs) >= from_m:
-            time.sleep((time.perf_counter() - started) * (factor - 1))
+            # A sleep would end late on a busy machine, and slow it by more than was asked.
+            until = started + (time.perf_counter() - started) * factor
+            while time.perf_counter() < until:
+                pass
         return outputs
 
     engine.step = slowed_step  # type: ignore[method-assign]
