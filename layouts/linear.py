@@ -69,8 +69,8 @@ def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:
         list(packed.tensors.values()),
         packed.layout,
         list(packed.shape),
-        list(packed.tensors),
-        list(packed.meta),
+        " ".join(packed.tensors),
+        " ".join(packed.meta),
         list(packed.meta.values()),
     )
 
@@ -82,17 +82,17 @@ def _packed_matmul(
     tensors: list[Tensor],
     layout: str,
     shape: list[int],
-    names: list[str],
-    meta_names: list[str],
+    names: str,
+    meta_names: str,
     meta: list[int],
 ) -> Tensor:
-    """x [M, K] → [M, N]."""
+    """x [M, K] → [M, N]; names stand in one string, separated by spaces: an op takes no list of strings."""
     packed = PackedWeight(
         layout,
         (shape[0], shape[1]),
         x.dtype,
-        dict(zip(names, tensors, strict=True)),
-        dict(zip(meta_names, meta, strict=True)),
+        dict(zip(names.split(), tensors, strict=True)),
+        dict(zip(meta_names.split(), meta, strict=True)),
     )
     return LAYOUTS[layout].matmul(x, packed)
 
@@ -103,8 +103,8 @@ def _(
     tensors: list[Tensor],
     layout: str,
     shape: list[int],
-    names: list[str],
-    meta_names: list[str],
+    names: str,
+    meta_names: str,
     meta: list[int],
 ) -> Tensor:
     return x.new_empty(x.shape[0], shape[0])
