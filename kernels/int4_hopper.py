@@ -157,7 +157,7 @@ def read_scales(
             second = pair_of((meta & -16).to(gl.float32, bitcast=True), HALF)
         first = gl.expand_dims(gl.expand_dims(first, 2), 3)
         second = gl.expand_dims(gl.expand_dims(second, 2), 3)
-        scales = scales + (first, second)  # noqa: RUF005
+        scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
     return scales
 
 

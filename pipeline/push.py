@@ -64,9 +64,7 @@ def check_target(
     plan_hub([], HubTarget(to, private, create_pr, revision), artifact)
 
 
-def _refuse_hub_options(
-    directory: Path | None, private: bool, create_pr: bool, revision: str | None
-) -> None:
+def _refuse_hub_options(directory: Path | None, private: bool, create_pr: bool, revision: str | None) -> None:
     if directory is not None and (private or create_pr or revision is not None):
         raise UserError("--private, --create-pr and --revision are for the Hub; a folder has none of them")
 
