@@ -18,7 +18,7 @@ from .push import check_target, push
 from .push_result import PushResult
 from .quantize import DEFAULT_EXPORT, quantize
 from .recipe import Recipe, load_recipe
-from .validate import validate
+from .validate import QUALITY_TOKENS, validate
 
 DEFAULT_WORK = "scalegate-work"
 
@@ -44,7 +44,7 @@ class ReleaseOptions:
     floor: float | None = None
     engine: str = "embedded"
     text: str | Path | None = None
-    quality_tokens: int = 16384
+    quality_tokens: int = QUALITY_TOKENS
     private: bool = False
     create_pr: bool = False
     to_revision: str | None = None

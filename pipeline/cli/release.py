@@ -38,14 +38,14 @@ from .validate import INTERRUPTED, WholeNumbers
 )
 @click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
-@click.option("--max-repeats", default=15, show_default=True, help="Blocks of repeats at one M at most.")
+@click.option("--max-repeats", default=24, show_default=True, help="Blocks of repeats at one M at most.")
 @click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
 @click.option("--engine", default="embedded", show_default=True, help="embedded or vllm.")
 @click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
 @click.option(
     "--quality-tokens",
     type=click.IntRange(min=1024),
-    default=16384,
+    default=8192,
     show_default=True,
     help="Held-out tokens to measure quality on.",
 )
