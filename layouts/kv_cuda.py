@@ -38,6 +38,7 @@ class CudaLayerKV:
         )
 
     def append(self, key: Tensor, value: Tensor, tokens: StepTokens) -> None:
+        key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
         append_kv(key, value, tokens.slots, self.key_pages, self.value_pages)
 
     def attend(

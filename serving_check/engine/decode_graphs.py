@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...kernels.decode_attention import DecodeWorkspace
 from ...layouts.kv_format import DeviceDecodeTokens
-from .forward import TRACED_TOKENS, Forward
+from .compiled_layers import TRACED_TOKENS
+from .forward import Forward
 from .kv_pool import KVPool
 from .sequence import Sequence
 from .transfer import to_device

@@ -1,0 +1,153 @@
+"""The layers of a transformers model compiled one by one: those that are alike share one compilation.
+
+Not for the model as a whole: a graph of all its layers takes five times as long to compile. Guards are
+dropped, since a model in an engine never changes; layers are told apart here, by all that could do so.
+"""
+
+import dataclasses
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+TRACED_TOKENS = 37
+"""The number of tokens in the traced pass: a size that nothing else in a model has, to recognize it by."""
+
+TELLS_NOTHING = {"layer_idx", "training"}
+"""Attributes that differ between layers, or may, and do not change what is computed."""
+
+
+FUSION = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
+"""What queries and keys go through alike becomes one kernel."""
+
+
+class CompiledLayers:
+    """While open, the one forward pass that it is open for compiles every layer it meets."""
+
+    def __init__(self, model: nn.Module):
+        self._traced = [_TracedLayer(self, layer) for layer in _layers(model)]
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._failed: set[str] = set()
+
+    def __enter__(self) -> Self:
+        for traced in self._traced:
+            traced.layer.forward = traced
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for traced in self._traced:
+            traced.layer.forward = traced.plain if traced.compiled is None else traced.compiled
+
+    def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any]:
+        """The layer's forward, compiled for arguments like these; shared by layers that are alike."""
+        kind = (_signature(layer), _signature(args), _signature(kwargs))
+        if kind not in self._compiled:
+            self._compiled[kind] = torch.compile(
+                _own_code(cast(types.FunctionType, _run)),
+                fullgraph=True,
+                dynamic=False,
+                options={"guard_filter_fn": _no_guards, **FUSION},
+            )
+            for tensor in _tensors((args, kwargs)):
+                for dim, size in enumerate(tensor.shape):
+                    if size == TRACED_TOKENS:
+                        torch._dynamo.mark_dynamic(tensor, dim)
+        run = self._compiled[kind]
+        return lambda *args, **kwargs: run(layer, type(layer).forward, args, kwargs)
+
+    def warn(self, layer: nn.Module, error: Exception) -> None:
+        name = type(layer).__name__
+        if name not in self._failed:
+            self._failed.add(name)
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"{name} is served uncompiled, and slower for it: {reason}", stacklevel=2)
+
+
+class _TracedLayer:
+    """Stands for a layer's forward in the traced pass."""
+
+    def __init__(self, compiled_layers: CompiledLayers, layer: nn.Module):
+        self.compiled_layers = compiled_layers
+        self.layer = layer
+        self.plain = layer.forward
+        self.compiled: Callable[..., Any] | None = None
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls > 1:
+            # Called again with other arguments, perhaps: a name, which compiled code takes for a constant.
+            self.compiled = None
+            return self.plain(*args, **kwargs)
+        self.layer.forward = self.plain
+        try:
+            self.compiled = self.compiled_layers.compiled(self.layer, args, kwargs)
+            return self.compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.compiled_layers.warn(self.layer, error)
+            self.compiled = None
+            return self.plain(*args, **kwargs)
+        finally:
+            self.layer.forward = self
+
+
+def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    return forward(layer, *args, **kwargs)
+
+
+def _own_code(function: types.FunctionType) -> types.FunctionType:
+    """A copy with a code object of its own, which is what compiled code is filed under."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _no_guards(entries: list[Any]) -> list[bool]:
+    return [False] * len(entries)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Members of the model's outermost module lists, and what else stands beside these but embeddings."""
+    for parent in model.modules():
+        children = list(parent.children())
+        lists = [child for child in children if isinstance(child, nn.ModuleList)]
+        if lists:
+            beside = [child for child in children if not isinstance(child, nn.ModuleList | nn.Embedding)]
+            return [layer for one in lists for layer in one] + beside
+    return []
+
+
+def _signature(value: Any) -> Hashable:
+    """What compiled code depends on: equal for what one compilation serves. Arguments may have any sizes."""
+    if isinstance(value, Tensor):
+        return value.ndim, value.dtype
+    if isinstance(value, nn.Module):
+        own = {name: item for name, item in vars(value).items() if name[0] != "_" or name == "_packed"}
+        tensors = {**value._parameters, **value._buffers}
+        shapes = [
+            (name, t if t is None else (tuple(t.shape), t.stride(), t.dtype)) for name, t in tensors.items()
+        ]
+        return type(value), _signature(own), _signature(shapes), _signature(value._modules)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), _signature(vars(value))
+    if isinstance(value, Mapping):
+        return tuple((name, _signature(item)) for name, item in value.items() if name not in TELLS_NOTHING)
+    if isinstance(value, list | tuple):
+        return tuple(_signature(item) for item in value)
+    if isinstance(value, slice):
+        return value.start, value.stop, value.step
+    if isinstance(value, int | float | str | torch.dtype | type(None)):
+        return value
+    return hash(type(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
