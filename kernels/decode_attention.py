@@ -330,7 +330,7 @@ def decode_attention(
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
-        HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, SPLITS_AT_ONCE=16,
-        SINKS=sinks is not None, WINDOW=window > 0, num_warps=4,
+        HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, SPLITS_AT_ONCE=8,
+        SINKS=sinks is not None, WINDOW=window > 0, num_warps=1 if dim <= 128 else 2,
     )  # fmt: skip
     return out

@@ -1,0 +1,214 @@
+"""The engine's speed on one GPU: offline API, Qwen3-4B and 8B shapes with random weights, beside vLLM's.
+
+    python tests/bench/serving.py --out results/serving.json
+
+Speed does not depend on the weights' values. vLLM's figures were taken earlier on another H200 and are copied
+here, not measured: vLLM 0.26, offline API, the same shapes, prompts and outputs.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+SHARED = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+MODELS = {
+    "qwen3-4b": Qwen3Config(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **SHARED),
+    "qwen3-8b": Qwen3Config(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, **SHARED),
+}
+WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
+VLLM = {
+    ("qwen3-8b", "32/512"): {1: 199, 8: 1508, 16: 3047, 32: 5708, 64: 10199, 128: 16215},
+    ("qwen3-8b", "512/128"): {1: 195, 8: 1304, 16: 2349, 32: 3623, 64: 5090, 128: 6222},
+    ("qwen3-4b", "32/512"): {1: 294, 8: 2250, 16: 4346, 32: 7961, 64: 13817, 128: 22003},
+    ("qwen3-4b", "512/128"): {1: 286, 8: 1983, 16: 3429, 32: 5388, 64: 7565, 128: 9517},
+}
+VLLM_SOURCE = "vLLM 0.26, offline API, one H200, random weights; an earlier run, not this one"
+PROFILED_STEPS = 20
+DECODING, ARRIVALS, ARRIVAL_TOKENS = 64, 5, 4000
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument("--offline-chunk", type=int, default=8192, help="prompt tokens in a step, offline")
+    parser.add_argument("--serving-chunk", type=int, default=512, help="the same while streams decode")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serving.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "vllm_source": VLLM_SOURCE,
+        "offline_chunk": options.offline_chunk,
+        "models": {name: measure(MODELS[name], name, options) for name in options.models},
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    show(results)
+
+
+def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict:
+    model = random_model(config)
+    started = time.perf_counter()
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_num_seqs=128,
+            max_model_len=4096,
+            kv_cache_tokens=200_000,
+            page_size=64,
+            prefill_chunk=options.offline_chunk,
+        ),
+        frozenset(),
+    )
+    engine.warm_up(progress=False)
+    torch.cuda.synchronize()
+    ready = time.perf_counter() - started
+    cells = []
+    for workload in options.workloads:
+        input_len, output_len = WORKLOADS[workload]
+        for n in options.n:
+            seconds = generate_seconds(engine, n, input_len, output_len)
+            ours, theirs = n * output_len / seconds, VLLM[name, workload].get(n)
+            cells.append(
+                {
+                    "workload": workload,
+                    "n": n,
+                    "tok_s": ours,
+                    "vllm_tok_s": theirs,
+                    "ratio": theirs and ours / theirs,
+                }
+            )
+    steps = [decode_step(engine, n) for n in options.n if n in (1, 64, 128)]
+    engine.scheduler.prefill_chunk = options.serving_chunk
+    stall = arrivals_while_decoding(engine)
+    return {"construct_and_warm_up_s": ready, "offline": cells, "decode_steps": steps, "arrivals": stall}
+
+
+def random_model(config: Qwen3Config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def prompts(n: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(0, SHARED["vocab_size"], (n, length), generator=generator).tolist()
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def generate_seconds(engine: Engine, n: int, input_len: int, output_len: int) -> float:
+    engine.generate(prompts(n, input_len), greedy(4))
+    return timed(lambda: engine.generate(prompts(n, input_len), greedy(output_len)))
+
+
+def timed(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def start_decoding(engine: Engine, n: int, input_len: int, output_len: int) -> None:
+    for index, prompt in enumerate(prompts(n, input_len)):
+        engine.add_request(f"stream-{index}", prompt, greedy(output_len))
+    while engine.scheduler.waiting or any(sequence.is_prefilling for sequence in engine.scheduler.running):
+        engine.step()
+    for _ in range(4):
+        engine.step()
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def decode_step(engine: Engine, n: int) -> dict:
+    """One step's time, against the sum of its kernels' times."""
+
+    def steps() -> None:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+
+    start_decoding(engine, n, 256, 4 * PROFILED_STEPS)
+    wall = timed(steps) / PROFILED_STEPS
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        timed(steps)
+    kernels = sum(event.device_time_total for event in profiler.key_averages()) * 1e-6 / PROFILED_STEPS
+    finish(engine)
+    return {"n": n, "step_ms": wall * 1e3, "kernels_ms": kernels * 1e3, "idle_share": 1 - kernels / wall}
+
+
+def arrivals_while_decoding(engine: Engine) -> dict:
+    """Inter-token latencies of streams that decode, alone and while a long prompt arrives every second."""
+    start_decoding(engine, DECODING, 64, 1500)
+    alone = [timed_step(engine) for _ in range(200)]
+    disturbed, started, arrived = [], time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - started) < ARRIVALS:
+        if elapsed >= arrived:
+            engine.add_request(f"long-{arrived}", prompts(1, ARRIVAL_TOKENS)[0], greedy(1))
+            arrived += 1
+        disturbed.append(timed_step(engine))
+    for index in range(DECODING):
+        engine.abort(f"stream-{index}")
+    finish(engine)
+    median, p99 = statistics.median(alone), statistics.quantiles(disturbed, n=100)[98]
+    return {"median_itl_alone_ms": median * 1e3, "p99_itl_ms": p99 * 1e3, "ratio": p99 / median}
+
+
+def timed_step(engine: Engine) -> float:
+    started = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started
+
+
+def show(results: dict) -> None:
+    print(f"vLLM's figures: {results['vllm_source']}")
+    for name, model in results["models"].items():
+        print(f"\n{name}: constructed and warmed up in {model['construct_and_warm_up_s']:.1f} s")
+        print(f"{'in/out':>8} {'N':>4} {'tok/s':>7} {'vLLM':>7} {'ratio':>6}")
+        for cell in model["offline"]:
+            vllm = f"{cell['vllm_tok_s']:>7} {cell['ratio']:>6.3f}" if cell["vllm_tok_s"] else ""
+            print(f"{cell['workload']:>8} {cell['n']:>4} {cell['tok_s']:>7.0f} {vllm}")
+        for step in model["decode_steps"]:
+            print(
+                f"N={step['n']}: a step {step['step_ms']:.3f} ms, its kernels {step['kernels_ms']:.3f}; "
+                f"idle {step['idle_share']:.1%}"
+            )
+        stall = model["arrivals"]
+        print(
+            f"{DECODING} streams, a {ARRIVAL_TOKENS}-token prompt every second: "
+            f"p99 ITL {stall['p99_itl_ms']:.1f} ms, "
+            f"{stall['ratio']:.2f} times the median of {stall['median_itl_alone_ms']:.1f} ms without"
+        )
+
+
+if __name__ == "__main__":
+    main()
