@@ -144,12 +144,13 @@ def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Seq
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """fp32 logits [rows, vocab] and the tokens they should have predicted [rows], a slice at a time."""
     device = next(iter(model.parameters())).device
+    ids = window.to(device).unsqueeze(0)
+    # Left before the first yield: two of these read in turn would otherwise leave the mode on for good.
     with torch.inference_mode():
-        ids = window.to(device).unsqueeze(0)
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        for start in range(0, logits.shape[0], LOGIT_ROWS):
-            rows = slice(start, start + LOGIT_ROWS)
-            yield logits[rows].float(), ids[0, 1:][rows]
+    for start in range(0, logits.shape[0], LOGIT_ROWS):
+        rows = slice(start, start + LOGIT_ROWS)
+        yield logits[rows].float(), ids[0, 1:][rows]
 
 
 def _nll(log_probabilities: Tensor, targets: Tensor) -> Tensor:

@@ -77,3 +77,8 @@ def test_texts_come_from_json_lines_or_are_the_whole_file(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
     assert read_texts(tmp_path / "a.jsonl") == ["one", "two"]
     assert read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
+
+
+def test_comparing_leaves_inference_mode_as_it_was():
+    compare(SKEWED, EVEN, WINDOWS)
+    assert not torch.is_inference_mode_enabled()

@@ -1,13 +1,7 @@
-"""Storing keys and values into pages, against the reference, under the Triton interpreter without a GPU."""
-
-import os
+"""Storing keys and values into pages, against the reference; see conftest.py."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from scalegate.kernels.append_kv import append_kv, append_kv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,13 +1,7 @@
-"""The paged decode kernel against its fp64 reference, under the Triton interpreter where there is no GPU."""
-
-import os
+"""The paged decode kernel against its fp64 reference; see conftest.py."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from scalegate.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
