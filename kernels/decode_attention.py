@@ -106,16 +106,23 @@ def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.conste
     return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16) if SCALES == 1 else byte.to(tl.float16)
 
 
+@triton.jit
+def _is_only_split(length, first_token, SPLIT: tl.constexpr, SINKS: tl.constexpr):
+    """Whether nothing is to be merged; sinks always are."""
+    return (length > 0) & ((length - 1) // SPLIT == first_token // SPLIT) & (not SINKS)
+
+
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
 def _attend_splits(
     q_ptr, key_ptr, value_ptr, block_table_ptr, lengths_ptr, key_scale_ptr, value_scale_ptr,
-    partial_ptr, lse_ptr,
+    partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, max_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, ASM: tl.constexpr,
+    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one.
+    """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one; of an only
+    split, the result.
 
     Eight-bit pages come as int16 pairs of neighbouring d, and even and odd d are two products: the matrix
     units want two *tokens* in a register, which the transposing load makes of 16-bit values, never of bytes.
@@ -195,12 +202,20 @@ def _attend_splits(
             else:
                 acc = tl.dot(probability, value, acc * rescale[:, None])
             largest = new_largest
-        at = (row * HEADS + head) * max_splits + split
-        tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
-        to = partial_ptr + at[:, None] * HEAD_DIM + column[None, :] * STEP
-        tl.store(to, acc * (value_scale / total)[:, None], mask=in_q)
-        if EIGHT_BIT:
-            tl.store(to + 1, acc_odd * (value_scale / total)[:, None], mask=in_q)
+        result = acc * (value_scale / total)[:, None]
+        result_odd = acc_odd * (value_scale / total)[:, None]
+        if _is_only_split(length, first_token, SPLIT, SINKS):
+            out_at = out_ptr + (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :] * STEP
+            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=in_q)
+            if EIGHT_BIT:
+                tl.store(out_at + 1, result_odd.to(out_ptr.dtype.element_ty), mask=in_q)
+        else:
+            at = (row * HEADS + head) * max_splits + split
+            tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
+            partial_at = partial_ptr + at[:, None] * HEAD_DIM + column[None, :] * STEP
+            tl.store(partial_at, result, mask=in_q)
+            if EIGHT_BIT:
+                tl.store(partial_at + 1, result_odd, mask=in_q)
         split += tl.num_programs(0)
 
 
@@ -214,9 +229,12 @@ def _merge_splits(
     row = tl.program_id(1)
     head = tl.program_id(0)
     length = tl.load(lengths_ptr + row)
-    first_split = 0
+    first_token = 0
     if WINDOW:
-        first_split = tl.maximum(length - window, 0) // SPLIT
+        first_token = tl.maximum(length - window, 0)
+    if _is_only_split(length, first_token, SPLIT, SINKS):
+        return
+    first_split = first_token // SPLIT
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
     largest = -float("inf")
@@ -321,12 +339,13 @@ def decode_attention(
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     _attend_splits[(splits, kv_heads, batch)](
         q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
-        workspace.partial, workspace.lse,
+        workspace.partial, workspace.lse, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
         BLOCK=128 if eight_bit or dim <= 64 else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        ASM=_has_e4m3_conversion(q.device), num_warps=4, num_stages=3 if dim <= 128 else 2,
+        SINKS=sinks is not None, ASM=_has_e4m3_conversion(q.device),
+        num_warps=4, num_stages=3 if dim <= 128 else 2,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,

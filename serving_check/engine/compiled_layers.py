@@ -55,8 +55,7 @@ class CompiledLayers:
                 for dim, size in enumerate(tensor.shape):
                     if size == TRACED_TOKENS:
                         torch._dynamo.mark_dynamic(tensor, dim)
-        run = self._compiled[kind]
-        return lambda *args, **kwargs: run(layer, type(layer).forward, args, kwargs)
+        return _CompiledForward(self._compiled[kind], layer)
 
     def warn(self, layer: nn.Module, error: Exception) -> None:
         name = type(layer).__name__
@@ -64,6 +63,24 @@ class CompiledLayers:
             self._failed.add(name)
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"{name} is served uncompiled, and slower for it: {reason}", stacklevel=2)
+
+
+class _CompiledForward:
+    """Stands for a layer's forward once it is compiled."""
+
+    def __init__(self, run: Callable[..., Any], layer: nn.Module):
+        self.run = run
+        self.layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.layer, type(self.layer).forward, args, kwargs)
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo what an engine that had the model before compiled for itself."""
+    for layer in _layers(model):
+        if isinstance(layer.forward, _CompiledForward):
+            del layer.forward
 
 
 class _TracedLayer:

@@ -17,6 +17,7 @@ from ...kernels.decode_attention import DecodeWorkspace
 from ...layouts.kv_format import DeviceDecodeTokens
 from .compiled_layers import TRACED_TOKENS
 from .forward import Forward
+from .jit_monitor import JitEvent, report
 from .kv_pool import KVPool
 from .sequence import Sequence
 from .transfer import to_device
@@ -54,7 +55,6 @@ class DecodeGraphs:
         self.slots = torch.zeros(largest, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        self.every = torch.arange(largest, device=device)
         # Two of each: a step is staged while the copies of the one before may still be waiting to run.
         self.staging = [
             (
@@ -87,6 +87,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> None:
         """Capture one bucket, on rows that are all padding, so that nothing is stored."""
+        report(JitEvent("graph capture", f"decode step of {size}"))
         self.pad()
         with _side_stream():
             self._decode(size)
@@ -132,7 +133,7 @@ class DecodeGraphs:
         rows = scalars[:, ROW]
         known = scalars[:, TOKEN]
         tokens = torch.where(known >= 0, known, self.last_tokens[rows])
-        logits = self.forward(tokens, scalars[:, POSITION].contiguous(), self._step(size), self.every[:size])
+        logits = self.forward(tokens, scalars[:, POSITION].contiguous(), self._step(size), None)
         greedy = logits.argmax(dim=-1)
         self.last_tokens[rows] = greedy
         return logits, greedy

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS
 from .attention import attention_layers, context_length, unsupported
+from .compiled_layers import restore_layers
+from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, decode_buckets
 from .request import EngineConfig, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
@@ -58,6 +60,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         model.eval()
+        restore_layers(model)
         layers = attention_layers(model)
         if model.device.type == "cuda" and config.compiled:
             join_siblings(model, lambda: attention_layers(model))
@@ -87,6 +90,7 @@ class Engine:
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
         self._overlapped = config.overlapped and model.device.type == "cuda"
         self._flights: list[Flight] = []
+        self.jit_monitor = JitMonitor(config.jit_monitor if model.device.type == "cuda" else "off")
         self._counters = Counters()
 
     @property
@@ -127,6 +131,7 @@ class Engine:
         outputs = self._overlapped_step() if self._may_overlap() else self._plain_step()
         self._counters.steps += 1
         self._counters.step_seconds = time.perf_counter() - started
+        self.jit_monitor.check()
         return outputs
 
     def _plain_step(self) -> list[StepOutput]:
@@ -165,6 +170,7 @@ class Engine:
             steps=counters.steps,
             step_seconds=counters.step_seconds,
             running_by_step=running_by_step,
+            compilations=tuple(str(event) for event in self.jit_monitor.events),
         )
 
     def warm_up(self, progress: bool | None = None) -> None:
@@ -182,6 +188,7 @@ class Engine:
         self.generate([[0] * longest], greedy)
         self._counters = Counters()
         self.scheduler.preemptions = 0
+        self.jit_monitor.arm()
 
     def generate(
         self,

@@ -24,15 +24,15 @@ class Forward:
         self.layers = layers
         self.pages = pages
 
-    def __call__(self, tokens: Tensor, positions: Tensor, step: StepTokens, keep: Tensor) -> Tensor:
-        """tokens and positions int64 [T], keep int64 [K] of the tokens whose logits are wanted → [K, V]."""
+    def __call__(self, tokens: Tensor, positions: Tensor, step: StepTokens, keep: Tensor | None) -> Tensor:
+        """tokens and positions int64 [T] → logits [K, V] of the tokens keep, int64 [K]; None keeps all."""
         under_way = _UNDER_WAY.set(_Step(PagedAttention(self.layers, self.pages, step)))
         try:
             return self.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=keep,
+                logits_to_keep=0 if keep is None else keep,
                 paged=_ATTENTION_AS_OP,
             ).logits[0]
         finally:

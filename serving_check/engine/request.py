@@ -76,6 +76,8 @@ class EngineConfig:
     """On a GPU: fuse the model's small operations, and the products of layers that share an input."""
     overlapped: bool = True
     """On a GPU: launch a step while the host still handles the one before."""
+    jit_monitor: Literal["off", "warn", "error"] = "warn"
+    """On a GPU: what to do about compilations after warm-up."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,5 @@ class EngineStats:
     """Time the last step took."""
     running_by_step: tuple[int, ...] = field(default=())
     """How many requests decoded in each step since the last snapshot: what M really was."""
+    compilations: tuple[str, ...] = field(default=())
+    """What was compiled after warm-up, by name and key."""

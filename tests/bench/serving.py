@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--offline-chunk", type=int, default=8192, help="prompt tokens in a step, offline")
-    parser.add_argument("--serving-chunk", type=int, default=512, help="the same while streams decode")
+    parser.add_argument(
+        "--serving-chunks", type=int, nargs="+", default=[256, 512], help="while streams decode"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serving.json")
     return parser.parse_args()
 
@@ -103,9 +105,14 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
                 }
             )
     steps = [decode_step(engine, n) for n in options.n if n in (1, 64, 128)]
-    engine.scheduler.prefill_chunk = options.serving_chunk
-    stall = arrivals_while_decoding(engine)
-    return {"construct_and_warm_up_s": ready, "offline": cells, "decode_steps": steps, "arrivals": stall}
+    arrivals = [arrivals_while_decoding(engine, chunk) for chunk in options.serving_chunks]
+    return {
+        "construct_and_warm_up_s": ready,
+        "offline": cells,
+        "decode_steps": steps,
+        "arrivals": arrivals,
+        "compilations": engine.stats().compilations,
+    }
 
 
 def random_model(config: Qwen3Config) -> PreTrainedModel:
@@ -166,8 +173,9 @@ def decode_step(engine: Engine, n: int) -> dict:
     return {"n": n, "step_ms": wall * 1e3, "kernels_ms": kernels * 1e3, "idle_share": 1 - kernels / wall}
 
 
-def arrivals_while_decoding(engine: Engine) -> dict:
+def arrivals_while_decoding(engine: Engine, chunk: int) -> dict:
     """Inter-token latencies of streams that decode, alone and while a long prompt arrives every second."""
+    engine.scheduler.prefill_chunk = chunk
     start_decoding(engine, DECODING, 64, 1500)
     alone = [timed_step(engine) for _ in range(200)]
     disturbed, started, arrived = [], time.perf_counter(), 0
@@ -180,7 +188,13 @@ def arrivals_while_decoding(engine: Engine) -> dict:
         engine.abort(f"stream-{index}")
     finish(engine)
     median, p99 = statistics.median(alone), statistics.quantiles(disturbed, n=100)[98]
-    return {"median_itl_alone_ms": median * 1e3, "p99_itl_ms": p99 * 1e3, "ratio": p99 / median}
+    return {
+        "prefill_chunk": chunk,
+        "median_itl_alone_ms": median * 1e3,
+        "median_itl_ms": statistics.median(disturbed) * 1e3,
+        "p99_itl_ms": p99 * 1e3,
+        "ratio": p99 / median,
+    }
 
 
 def timed_step(engine: Engine) -> float:
@@ -202,12 +216,13 @@ def show(results: dict) -> None:
                 f"N={step['n']}: a step {step['step_ms']:.3f} ms, its kernels {step['kernels_ms']:.3f}; "
                 f"idle {step['idle_share']:.1%}"
             )
-        stall = model["arrivals"]
-        print(
-            f"{DECODING} streams, a {ARRIVAL_TOKENS}-token prompt every second: "
-            f"p99 ITL {stall['p99_itl_ms']:.1f} ms, "
-            f"{stall['ratio']:.2f} times the median of {stall['median_itl_alone_ms']:.1f} ms without"
-        )
+        for stall in model["arrivals"]:
+            print(
+                f"{DECODING} streams, a {ARRIVAL_TOKENS}-token prompt every second in chunks of "
+                f"{stall['prefill_chunk']}: p99 ITL {stall['p99_itl_ms']:.1f} ms, "
+                f"{stall['ratio']:.2f} times the median of {stall['median_itl_alone_ms']:.1f} ms without"
+            )
+        print(f"compiled after warm-up: {', '.join(model['compilations']) or 'nothing'}")
 
 
 if __name__ == "__main__":

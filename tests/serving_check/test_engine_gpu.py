@@ -64,6 +64,7 @@ def engine(request: pytest.FixtureRequest, example_checkpoint: Path) -> Engine:
 def test_greedy_tokens_equal_generate(engine: Engine, prompts, generated):
     assert [list(answer.token_ids) for answer in engine.generate(prompts, GREEDY)] == generated
     assert engine.pool.usage == 0 and not engine.has_work
+    assert engine.stats().compilations == ()
 
 
 def test_nothing_follows_the_token_that_ends_a_request(engine: Engine, prompts, generated):
@@ -121,6 +122,13 @@ def test_layers_that_are_alike_are_compiled_once(example_checkpoint: Path):
     assert sum(isinstance(module, SiblingLinear) for module in model.modules()) == 5 * len(model.model.layers)
 
 
+def test_a_model_can_be_handed_to_another_engine(example_checkpoint: Path, prompts, generated):
+    model = load(example_checkpoint)
+    for _ in range(2):
+        engine = Engine(model, EngineConfig(**SIZES), frozenset())
+        assert [list(answer.token_ids) for answer in engine.generate(prompts, GREEDY)] == generated
+
+
 def test_a_layer_that_cannot_be_compiled_is_named(example_checkpoint: Path):
     class Awkward(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,3 +140,11 @@ def test_a_layer_that_cannot_be_compiled_is_named(example_checkpoint: Path):
     with pytest.warns(UserWarning, match="Awkward is served uncompiled"), CompiledLayers(model):
         assert torch.equal(model.layers[1](model.layers[0](x)), x + 2)
     assert torch.equal(model.layers[0](-x), -x - 1)
+
+
+def test_a_bucket_that_warm_up_did_not_meet_is_noticed(example_checkpoint: Path):
+    engine = Engine(load(example_checkpoint), EngineConfig(**SIZES, compiled=False), frozenset())
+    engine.warm_up(progress=False)
+    del engine.runner.graphs.graphs[8]
+    engine.generate([[1]] * 8, GREEDY)
+    assert [event.name for event in engine.jit_monitor.events] == ["decode step of 8"]
