@@ -3,9 +3,9 @@
 One file in this folder for each layout; `all_layouts.py` registers them. This file is the contract, no logic.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ class Layout(Protocol):
         Called once for every layer and step, so a microsecond spent here in Python is spent thousands of
         times a second: what can be worked out in `pack` belongs there.
         """
+        ...
+
+
+@runtime_checkable
+class JoiningLayout(Protocol):
+    """A layout that can also make one weight of several that get the same input."""
+
+    def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
+        """Their rows one after another; None where the shapes do not allow it. Their `meta` are equal."""
         ...
 
 

@@ -8,6 +8,8 @@ Not for the CPU.
     swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton; slow, and not registered
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,9 @@ class SwapAB:
         tensors = {**packed.tensors, "arrivals": arrivals}
         return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
 
+    def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
+        return join(packed)
+
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, meta = packed.tensors, packed.meta
         x = x.contiguous()
@@ -68,6 +73,9 @@ class SwapABPortable:
 
     def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         return pack(self.name, weight, dtype)
+
+    def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
+        return join(packed)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, meta = packed.tensors, packed.meta
@@ -98,6 +106,19 @@ def pack(layout: str, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeig
     }
     meta = {"group_size": min(weight.group_size, 128), "fractional": int(not weight.has_integer_zero)}
     return PackedWeight(layout, weight.shape, dtype, tensors, meta)
+
+
+def join(packed: Sequence[PackedWeight]) -> PackedWeight | None:
+    """Tiles of rows one after another: every weight but the last must fill its own."""
+    if any(one.shape[0] % int4_swap_ab.TILE for one in packed[:-1]):
+        return None
+    tensors = {
+        **packed[0].tensors,
+        "words": torch.cat([one.tensors["words"] for one in packed]),
+        "meta": torch.cat([one.tensors["meta"] for one in packed], dim=1),
+    }
+    shape = sum(one.shape[0] for one in packed), packed[0].shape[1]
+    return PackedWeight(packed[0].layout, shape, packed[0].dtype, tensors, packed[0].meta)
 
 
 SWAP_AB = SwapAB("swap_ab", batch_invariant=False)

@@ -1,6 +1,6 @@
 """One matrix product for linear layers that are given the same input: q, k and v; gate and up.
 
-Which they are is found by running the model, not by their names. Not for weights that a layout has packed.
+Which they are is found by running the model, not by their names. Not for weights that no layout can join.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from ...layouts.layout import JoiningLayout
+from ...layouts.linear import QuantizedLinear
+
+Linear = nn.Linear | QuantizedLinear
 
 
 @dataclass
@@ -20,14 +24,11 @@ class _Product:
 
 
 class SiblingLinear(nn.Module):
-    """One of several `nn.Linear` modules: its rows of their joint product.
+    """One of several linear layers: its rows of their joint product. `joint` is the same in every sibling."""
 
-    `joint_weight` [sum of N, K] and `joint_bias` are the same parameters in every sibling.
-    """
-
-    def __init__(self, joint: nn.Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
+    def __init__(self, joint: Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
         super().__init__()
-        self.joint_weight, self.joint_bias = joint.weight, joint.bias
+        self.joint = joint
         self.product = product
         self.rows = rows
         self.is_first, self.is_last = is_first, is_last
@@ -35,16 +36,18 @@ class SiblingLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.joint_weight[self.rows]
+        if not isinstance(self.joint, nn.Linear):
+            raise AttributeError("a packed weight has no rows to show")
+        return self.joint.weight[self.rows]
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.joint_bias is None else self.joint_bias[self.rows]
+        return None if self.joint.bias is None else self.joint.bias[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.product
         if self.is_first:
-            product.input, product.output = x, functional.linear(x, self.joint_weight, self.joint_bias)
+            product.input, product.output = x, self.joint(x)
         if product.output is None or product.input is not x:
             raise RuntimeError("linear layers that shared an input no longer do")
         output = product.output[..., self.rows]
@@ -55,28 +58,34 @@ class SiblingLinear(nn.Module):
 
 def join_siblings(model: nn.Module, run: Callable[[], object]) -> int:
     """Join what can be joined, watching what the linear layers are given in `run`; how many products less."""
-    groups = _siblings(model, run)
-    parents = dict(model.named_modules())
-    for names in groups:
-        parent = parents[names[0].rpartition(".")[0]]
-        joint, product, start = _joint([parents[name] for name in names]), _Product(), 0
+    joined = 0
+    modules = dict(model.named_modules())
+    for names in _siblings(model, run):
+        parent = modules[names[0].rpartition(".")[0]]
+        joint = _joint([modules[name] for name in names])
+        if joint is None:
+            continue
+        joined += len(names) - 1
+        product, start = _Product(), 0
         for name in names:
-            stop = start + parents[name].out_features
+            stop = start + modules[name].out_features
             sibling = SiblingLinear(joint, product, slice(start, stop), name == names[0], name == names[-1])
             setattr(parent, name.rpartition(".")[2], sibling)
-            parents[name] = sibling  # Lets go of the separate weight before the next is made.
+            modules[name] = sibling  # Lets go of the separate weight before the next is made.
             start = stop
-    return sum(len(names) - 1 for names in groups)
+    return joined
 
 
 def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     """Names of the children of one module that were each called once, one after another, on one tensor."""
-    calls: list[tuple[str, nn.Linear, Tensor]] = []
+    calls: list[tuple[str, Linear, Tensor]] = []
     # A subclass, a hook or a shared weight may mean more than a product does.
     plain = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+        if type(module) in (nn.Linear, QuantizedLinear)
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
     }
     hooks = [
         module.register_forward_pre_hook(
@@ -89,7 +98,7 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
-    groups: list[list[tuple[str, nn.Linear, Tensor]]] = []
+    groups: list[list[tuple[str, Linear, Tensor]]] = []
     for call in calls:
         if groups and _joins(groups[-1][-1], call):
             groups[-1].append(call)
@@ -104,28 +113,33 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     ]
 
 
-def _joins(before: tuple[str, nn.Linear, Tensor], call: tuple[str, nn.Linear, Tensor]) -> bool:
+def _joins(before: tuple[str, Linear, Tensor], call: tuple[str, Linear, Tensor]) -> bool:
     (name, module, x), (other_name, other, other_x) = before, call
     return (
         x is other_x
         and name.rpartition(".")[0] == other_name.rpartition(".")[0]
         and module is not other
-        and module.weight.dtype == other.weight.dtype
+        and type(module) is type(other)
         and (module.bias is None) == (other.bias is None)
     )
 
 
 @torch.no_grad()
-def _joint(linears: list[nn.Linear]) -> nn.Linear:
-    """Made on the meta device first, so that nothing is initialized only to be overwritten."""
-    first = linears[0]
-    joint = nn.Linear(
-        first.in_features,
-        sum(linear.out_features for linear in linears),
-        bias=first.bias is not None,
-        device="meta",
-    )
-    joint.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    if first.bias is not None:
-        joint.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+def _joint(linears: list[Linear]) -> Linear | None:
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    if isinstance(linears[0], QuantizedLinear):
+        layout = linears[0].layout
+        packed = [linear.packed for linear in linears if isinstance(linear, QuantizedLinear)]
+        alike = len({(one.layout, one.dtype, tuple(one.meta.items())) for one in packed}) == 1
+        weight = layout.join(packed) if alike and isinstance(layout, JoiningLayout) else None
+        return None if weight is None else QuantizedLinear(weight, bias)
+    weights: list[Tensor] = [linear.weight for linear in linears if isinstance(linear, nn.Linear)]
+    if len({weight.dtype for weight in weights}) > 1:
+        return None
+    # On the meta device, so that nothing is initialized only to be overwritten.
+    joint = nn.Linear(weights[0].shape[1], sum(map(len, weights)), bias=bias is not None, device="meta")
+    joint.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    if bias is not None:
+        joint.bias = nn.Parameter(bias, requires_grad=False)
     return joint
