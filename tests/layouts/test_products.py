@@ -38,7 +38,8 @@ def bound(name: str, dtype: torch.dtype) -> float:
 def test_int4_products_agree_with_float64(device, dtype, integer_zero, group_size, n, k):
     problem = Problem(Int4Weight, group_size, integer_zero, n, k, dtype, torch.device(device))
     names = serving(problem)
-    assert len(names) >= 2
+    # No kernel of ours or torch's multiplies INT4 by float32 on a GPU.
+    assert len(names) >= (1 if (device, dtype) == ("cuda", torch.float32) else 2)
     weight = random_weight(problem)
     truth = weight.dequantize(torch.float64)
     for name in names:
