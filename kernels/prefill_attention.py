@@ -1,0 +1,246 @@
+"""Prefill attention over paged KV: pieces of prompts, each over its whole context in its pages; Triton.
+
+The pieces' own keys and values are in their pages already. Not for decoding, where one token a request
+leaves the matrix units nothing to do and the context is what has to be split.
+
+    q            [T, H, D]            bf16, fp16 or fp32; the tokens of all pieces, one after another
+    key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn, or int8; value_pages alike
+    block_table  int32 [R, pages]     page numbers in the order of the context
+    tiles        int32 [N, 4]         first token in q, tokens (TILE at most), the position of the first in its
+                                      context, row of block_table. Position -1: no context, the tokens get
+                                      zeros. No tokens: nothing is done.
+    *_scale      as in decode_attention.py
+    out          [T, H, D]            q's dtype; written where a tile says so
+
+A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
+once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context and
+its place in its tile, whoever shares the step.
+
+Work for a piece of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+TILE = 128
+"""Tokens in a tile, for every number of heads; a program may take a part of one."""
+
+
+def prefill_attention_reference(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    tiles: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """What the kernel computes, in fp64, one token at a time; zeros where no tile writes."""
+    heads, kv_heads, page = q.shape[1], key_pages.shape[1], key_pages.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for first, count, position, row in tiles.tolist():
+        for index in range(count if position >= 0 else 0):
+            end = position + index + 1
+            pages = block_table[row, : triton.cdiv(end, page)].long()
+            start = max(end - window, 0) if window else 0
+            keys = _gather(key_pages, key_scale, pages)[:, start:end]
+            values = _gather(value_pages, value_scale, pages)[:, start:end]
+            query = q[first + index].double().view(kv_heads, heads // kv_heads, -1)
+            scores = torch.einsum("hgd,htd->hgt", query, keys) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.reshape(heads, -1)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().unsqueeze(-1)], dim=-1)
+            probabilities = scores.softmax(dim=-1)[:, : end - start].view(kv_heads, heads // kv_heads, -1)
+            out[first + index] = torch.einsum("hgt,htd->hgd", probabilities, values).reshape(heads, -1)
+    return out
+
+
+def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
+    """The context's keys or values [H_kv, tokens, D] in fp64, scales applied."""
+    values = pages_of[pages].double()
+    if scale is not None:
+        by_token = scale.ndim == 3
+        values *= scale[pages].double().unsqueeze(-1) if by_token else scale.double().view(1, -1, 1, 1)
+    return values.transpose(0, 1).flatten(1, 2)
+
+
+def tiles_of(pieces: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
+    """int32 [N, 4]: pieces (tokens, position of the first, row of the block table), one after another in q,
+    then `padding` tokens of no piece. The longest contexts first, so that the last programs are short."""
+    tiles, first = [], 0
+    for count, position, row in pieces:
+        for start in range(0, count, TILE):
+            tiles.append((first + start, min(TILE, count - start), position + start, row))
+        first += count
+    tiles.sort(key=lambda tile: -tile[2])
+    for start in range(0, padding, TILE):
+        tiles.append((first + start, min(TILE, padding - start), -1, 0))
+    return np.array(tiles, np.int32).reshape(-1, 4)
+
+
+@triton.jit
+def _attend_block(
+    q, acc, largest, total, block, end, position,
+    key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
+    scale_log2, softcap, window, kv_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the softmax along the context: tokens block .. block + BLOCK."""
+    token = block + tl.arange(0, BLOCK)
+    dim = tl.arange(0, DIM)
+    if PAGE % BLOCK == 0:
+        page = tl.load(table_ptr + block // PAGE)
+    else:
+        page = tl.load(table_ptr + token // PAGE, mask=token < end, other=0)
+    slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + token % PAGE
+    where = slot[:, None] * HEAD_DIM + dim[None, :]
+    keep = (token < end)[:, None] & (dim < HEAD_DIM)[None, :]
+    if MASKED or DIM != HEAD_DIM:
+        key = tl.load(key_ptr + where, mask=keep, other=0.0)
+        value = tl.load(value_ptr + where, mask=keep, other=0.0)
+    else:
+        key = tl.load(key_ptr + where)
+        value = tl.load(value_ptr + where)
+    scores = tl.dot(q, key.to(q.dtype).T, input_precision=PRECISION) * scale_log2
+    if SCALES == 2:
+        scores *= tl.load(key_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
+        scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
+    if MASKED:
+        visible = token[None, :] <= position[:, None]
+        if WINDOW:
+            visible = visible & (token[None, :] > position[:, None] - window)
+        scores = tl.where(visible & (token < end)[None, :], scores, -float("inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # A row whose window begins further on has seen nothing yet: its scores are all -inf.
+    pivot = tl.where(new_largest == -float("inf"), 0.0, new_largest) if WINDOW else new_largest
+    rescale = tl.exp2(largest - pivot)
+    probability = tl.exp2(scores - pivot[:, None])
+    total = total * rescale + tl.sum(probability, axis=1)
+    acc = acc * rescale[:, None]
+    if SCALES == 2:
+        probability *= tl.load(value_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
+    acc = tl.dot(probability.to(q.dtype), value.to(q.dtype), acc, input_precision=PRECISION)
+    return acc, new_largest, total
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def _attend_tiles(
+    q_ptr, key_ptr, value_ptr, table_ptr, tiles_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr, out_ptr,
+    scale_log2, softcap, window, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of a tile with one kv head's group of query heads."""
+    tile = tiles_ptr + tl.program_id(2) * 4
+    offset = tl.program_id(1) * TOKENS
+    kv_head = tl.program_id(0)
+    count = tl.minimum(tl.load(tile + 1) - offset, TOKENS)
+    if count <= 0:
+        return
+    first = tl.load(tile) + offset
+    start = tl.load(tile + 2)
+    end = 0
+    if start >= 0:
+        start += offset
+        end = start + count
+    table_ptr += tl.load(tile + 3).to(tl.int64) * table_stride
+
+    row = tl.arange(0, TOKENS * GROUP)
+    dim = tl.arange(0, DIM)
+    token = row // GROUP
+    group = row % GROUP
+    head = kv_head * (HEADS // KV_HEADS) + group
+    position = start + token
+    at = ((first + token).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+    is_row = (token < count) & (group < HEADS // KV_HEADS)
+    keep = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + at, mask=keep, other=0.0)
+    if SCALES != 0:
+        # Every e4m3 and int8 value is an fp16 one.
+        q = q.to(tl.float16)
+    value_scale = 1.0
+    if SCALES == 1:
+        scale_log2 *= tl.load(key_scale_ptr + kv_head)
+        value_scale = tl.load(value_scale_ptr + kv_head)
+
+    largest = tl.full([TOKENS * GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([TOKENS * GROUP], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
+        largest = sink.to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([TOKENS * GROUP, DIM], tl.float32)
+    if WINDOW:
+        masked_from = tl.maximum(start - window + 1, 0) // BLOCK * BLOCK
+    else:
+        masked_from = tl.minimum(start + 1, end) // BLOCK * BLOCK
+        for block in tl.range(0, masked_from, BLOCK):
+            acc, largest, total = _attend_block(
+                q, acc, largest, total, block, end, position,
+                key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
+                scale_log2, softcap, window, kv_head,
+                KV_HEADS, HEAD_DIM, DIM, PAGE, BLOCK, SCALES, SOFTCAP, WINDOW, False, PRECISION,
+            )  # fmt: skip
+    for block in tl.range(masked_from, end, BLOCK):
+        acc, largest, total = _attend_block(
+            q, acc, largest, total, block, end, position,
+            key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
+            scale_log2, softcap, window, kv_head,
+            KV_HEADS, HEAD_DIM, DIM, PAGE, BLOCK, SCALES, SOFTCAP, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    result = tl.where(total[:, None] > 0, acc / total[:, None], 0.0) * value_scale
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def prefill_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    tiles: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    """Write the tiles' tokens of `out`; arguments as in the file's docstring, options as in the reference.
+
+    Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
+    """
+    _, heads, head_dim = q.shape
+    kv_heads, page = key_pages.shape[1], key_pages.shape[2]
+    dim, group = triton.next_power_of_2(head_dim), triton.next_power_of_2(heads // kv_heads)
+    wide = q.element_size() == 4 or dim > 128
+    tokens = max(1, (64 if wide else 128) // group)
+    scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
+    _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
+        q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,
+        scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, GROUP=group, TOKENS=tokens, PAGE=page,
+        BLOCK=32 if wide else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        SINKS=sinks is not None, PRECISION="tf32x3" if q.element_size() == 4 else "tf32",
+        num_warps=4 if wide else 8, num_stages=2,
+    )  # fmt: skip
