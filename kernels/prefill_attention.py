@@ -6,15 +6,15 @@ leaves the matrix units nothing to do and the context is what has to be split.
     q            [T, H, D]            bf16, fp16 or fp32; the tokens of all pieces, one after another
     key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn, or int8; value_pages alike
     block_table  int32 [R, pages]     page numbers in the order of the context
-    tiles        int32 [N, 4]         first token in q, tokens (TILE at most), the position of the first in its
+    tiles        int32 [N, 4]         first token in q, tokens (TILE at most), the first one's position in its
                                       context, row of block_table. Position -1: no context, the tokens get
                                       zeros. No tokens: nothing is done.
     *_scale      as in decode_attention.py
     out          [T, H, D]            q's dtype; written where a tile says so
 
 A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
-once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context and
-its place in its tile, whoever shares the step.
+once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context
+and its place in its tile, whoever shares the step.
 
 Work for a piece of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
 """
