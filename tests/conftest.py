@@ -1,13 +1,11 @@
 """Fixtures that every room's tests share: the bundled checkpoint and its held-out text."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-# As the commands do for themselves, before torch loads OpenMP: see pipeline/__init__.py.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
+# Sets OpenMP's threads as it does for the commands, which has to come before torch.
+import scalegate.pipeline  # noqa: F401
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent

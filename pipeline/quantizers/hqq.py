@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.int4 import Int4Weight, pack_nibbles
+from ..cores import available_cores
 
 CLIPPING_RATIOS = tuple(1.08 - 0.04 * step for step in range(10))
 ZERO_STEPS = (0, -1, 1)
@@ -91,7 +92,7 @@ def _on_all_cores(work: Callable[[slice], None], blocks: Sequence[slice]) -> Non
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(available_cores()) as pool:
             for _ in pool.map(work, blocks):
                 pass
     finally:
