@@ -112,6 +112,32 @@ def _is_only_split(length, first_token, SPLIT: tl.constexpr, SINKS: tl.constexpr
     return (length > 0) & ((length - 1) // SPLIT == first_token // SPLIT) & (not SINKS)
 
 
+@triton.jit
+def _pages_of(table_ptr, block, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The one or two pages that the tile at token `block` lies in; page 0 past the end.
+
+    Two scalars: loaded as a tensor they would be pipelined like keys and values, and take those's place.
+    """
+    page = tl.load(table_ptr + block // PAGE, mask=block < end, other=0)
+    second_page = page
+    if BLOCK > PAGE:
+        second_page = tl.load(table_ptr + block // PAGE + 1, mask=block + PAGE < end, other=0)
+    return page, second_page
+
+
+@triton.jit
+def _slots(
+    page, second_page, block, in_block, kv_head,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the tile's tokens lie, in rows of D."""
+    slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE
+    if BLOCK > PAGE:
+        second = (second_page.to(tl.int64) * KV_HEADS + kv_head) * PAGE
+        return tl.where(in_block < PAGE, slot, second) + in_block % PAGE
+    return slot + block % PAGE + in_block
+
+
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
 def _attend_splits(
     q_ptr, key_ptr, value_ptr, block_table_ptr, lengths_ptr, key_scale_ptr, value_scale_ptr,
@@ -120,6 +146,7 @@ def _attend_splits(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one; of an only
     split, the result.
@@ -131,6 +158,9 @@ def _attend_splits(
     ROW: tl.constexpr = HEAD_DIM // 2 if EIGHT_BIT else HEAD_DIM
     COLUMNS: tl.constexpr = DIM // 2 if EIGHT_BIT else DIM
     STEP: tl.constexpr = 2 if EIGHT_BIT else 1
+    if PDL:
+        # The merge may take its place on the device while this runs; it waits for what is stored here.
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(2)
     kv_head = tl.program_id(1)
     length = tl.load(lengths_ptr + row)
@@ -138,6 +168,8 @@ def _attend_splits(
     if WINDOW:
         first_token = tl.maximum(length - window, 0)
 
+    table_ptr = block_table_ptr + row * table_stride
+    in_block = tl.arange(0, BLOCK)
     group = tl.arange(0, GROUP)
     column = tl.arange(0, COLUMNS)
     head = kv_head * (HEADS // KV_HEADS) + group
@@ -164,11 +196,14 @@ def _attend_splits(
         total = tl.zeros([GROUP], tl.float32)
         acc = tl.zeros([GROUP, COLUMNS], tl.float32)
         acc_odd = tl.zeros([GROUP, COLUMNS], tl.float32)
-        for block in range(tl.maximum(start, first_token // BLOCK * BLOCK), end, BLOCK):
-            token = block + tl.arange(0, BLOCK)
+        first_block = tl.maximum(start, first_token // BLOCK * BLOCK)
+        page, second_page = _pages_of(table_ptr, first_block, end, PAGE, BLOCK)
+        for block in range(first_block, end, BLOCK):
+            token = block + in_block
             valid = (token < end) & (token >= first_token)
-            page = tl.load(block_table_ptr + row * table_stride + token // PAGE, mask=valid, other=0)
-            slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + token % PAGE
+            slot = _slots(page, second_page, block, in_block, kv_head, KV_HEADS, PAGE, BLOCK)
+            # A tile ahead, so that no load of keys or values waits for the table.
+            page, second_page = _pages_of(table_ptr, block + BLOCK, end, PAGE, BLOCK)
             where = slot[:, None] * ROW + column[None, :]
             keep = valid[:, None] & is_column[None, :]
             key = tl.load(key_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
@@ -223,9 +258,11 @@ def _attend_splits(
 def _merge_splits(
     partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a head's splits, always in the order of the context and in the same grouping."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1)
     head = tl.program_id(0)
     length = tl.load(lengths_ptr + row)
@@ -299,13 +336,16 @@ def decode_split_tokens(max_context: int) -> int:
 
 
 @functools.cache
-def _has_e4m3_conversion(device: torch.device) -> bool:
-    """Whether PTX converts e4m3 pairs: from sm_89 on, and never under the interpreter."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) under the interpreter. PTX converts e4m3 from (8, 9) on, launches overlap from (9, 0) on."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 PROGRAMS_WANTED = 132 * 16
 """Programs that fill a large GPU with room for uneven contexts; beyond that, one takes several splits."""
+
+TILE_BYTES = 16384
+"""Of keys, and as much of values: with two of each in flight, three programs share a multiprocessor."""
 
 
 def decode_attention(
@@ -333,23 +373,25 @@ def decode_attention(
     out = torch.empty_like(q) if out is None else out
     dim = triton.next_power_of_2(head_dim)
     splits = min(workspace.max_splits, max(1, triton.cdiv(PROGRAMS_WANTED, batch * kv_heads)))
-    eight_bit = key_pages.element_size() == 1
-    if eight_bit:
+    itemsize = key_pages.element_size()
+    if itemsize == 1:
         key_pages, value_pages = key_pages.view(torch.int16), value_pages.view(torch.int16)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
+    tile = min(TILE_BYTES // (dim * itemsize), 128, 2 * page)
+    pdl = _compute_capability(q.device) >= (9, 0)
     _attend_splits[(splits, kv_heads, batch)](
         q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
         workspace.partial, workspace.lse, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
-        BLOCK=128 if eight_bit or dim <= 64 else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        SINKS=sinks is not None, ASM=_has_e4m3_conversion(q.device),
-        num_warps=4, num_stages=3 if dim <= 128 else 2,
+        BLOCK=tile, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
+        ASM=_compute_capability(q.device) >= (8, 9), PDL=pdl, num_warps=4, num_stages=3,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
         HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, SPLITS_AT_ONCE=8,
-        SINKS=sinks is not None, WINDOW=window > 0, num_warps=1 if dim <= 128 else 2,
+        SINKS=sinks is not None, WINDOW=window > 0, PDL=pdl,
+        num_warps=1 if dim <= 128 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, sinks: bool):
         **dict.fromkeys(["window", "table_stride", "max_splits"], "i32"),
     }
     sizes = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "DIM": 128, "GROUP": 16, "PAGE": 64, "SPLIT": 256}
-    flags = {"SCALES": scales, "SOFTCAP": False, "WINDOW": False, "SINKS": sinks, "ASM": True}
+    flags = {"SCALES": scales, "SOFTCAP": False, "WINDOW": False, "SINKS": sinks, "ASM": True, "PDL": True}
     kernel = compiled(decode_attention._attend_splits, types, {**sizes, **flags, "BLOCK": 64}, num_warps=4)
     assert kernel.asm["cubin"]
 
@@ -47,5 +47,5 @@ def test_the_merge_compiles(sinks: str | None):
         **dict.fromkeys(["window", "max_splits"], "i32"),
     }
     constants = {"HEADS": 32, "HEAD_DIM": 128, "DIM": 128, "SPLIT": 256, "SPLITS_AT_ONCE": 8}
-    flags = {"SINKS": sinks is not None, "WINDOW": True}
+    flags = {"SINKS": sinks is not None, "WINDOW": True, "PDL": True}
     assert compiled(decode_attention._merge_splits, types, {**constants, **flags}, num_warps=1).asm["cubin"]
