@@ -20,25 +20,34 @@ E4M3_MAX = 448.0
 INT8_MAX = 127.0
 
 
+def quantize_reference(new: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`new` [..., H_kv, D] as pages of `dtype` hold it; for int8 also the scales [..., H_kv] it chose.
+
+    scale: fp32 [H_kv] for e4m3; anything else ignores it
+    """
+    values = new.float()
+    if dtype == torch.int8:
+        token_scale = values.abs().amax(dim=-1).clamp(min=1e-10) / INT8_MAX
+        return (values / token_scale.unsqueeze(-1)).round().to(dtype), token_scale
+    if dtype == torch.float8_e4m3fn and scale is not None:
+        return (values / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(dtype), None
+    return new.to(dtype), None
+
+
 def append_kv_reference(
     new: Tensor, pages: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`pages` (and int8's `scale`) after storing `new`, either keys or values, on copies of both."""
     pages = pages.clone()
     scale = scale.clone() if scale is not None else None
-    page_size = pages.shape[2]
+    stored, token_scale = quantize_reference(new, pages.dtype, scale)
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        page, offset = divmod(slot, page_size)
-        values = new[token].float()
-        if pages.dtype == torch.int8 and scale is not None:
-            token_scale = values.abs().amax(dim=-1).clamp(min=1e-10) / INT8_MAX
-            scale[page, :, offset] = token_scale
-            values = (values / token_scale.unsqueeze(-1)).round()
-        elif scale is not None:
-            values = (values / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
-        pages[page, :, offset] = values.to(pages.dtype)
+        page, offset = divmod(slot, pages.shape[2])
+        pages[page, :, offset] = stored[token]
+        if token_scale is not None and scale is not None:
+            scale[page, :, offset] = token_scale[token]
     return pages, scale
 
 

@@ -1,9 +1,10 @@
 """Attention over paged keys and values: the torch reference, which every GPU kernel has to equal.
 
-Not for deciding which pages a request owns, nor for quantized pages: this is 16- and 32-bit KV.
+Not for deciding which pages a request owns, nor for formats that pack more than one value in a byte.
 
-    key_pages    [pages, P, H_kv, D]       one layer's keys, P tokens to a page
+    key_pages    [pages, P, H_kv, D]       one layer's keys, P tokens to a page; 16 or 32 bit, e4m3 or int8
     value_pages  [pages, P, H_kv, D_v]
+    *_scale      None; fp32 [H_kv] for e4m3, one a head; fp32 [pages, P, H_kv] for int8, one a token and head
     block_table  row b lists, in order, the pages that hold request b's tokens
     slot         page * P + offset: where one token's key and value lie
 
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .append_kv import quantize_reference
 
 PADDING_WORTH_A_GROUP = 64
 """Pages gathered in vain that cost about as much as attending in one more group."""
@@ -48,10 +51,16 @@ class TokenGroup:
     """[b, 1, n, m * P] in the query's dtype: 0 where the query may look, -inf elsewhere."""
 
 
-def append(key_pages: Tensor, value_pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Store key and value, [T, H_kv, D] each, at slots, int64 [T]."""
-    key_pages.view(-1, *key.shape[1:]).index_copy_(0, slots, key)
-    value_pages.view(-1, *value.shape[1:]).index_copy_(0, slots, value)
+def append(pages: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
+    """Store keys or values, [T, H_kv, D], at slots, int64 [T], quantized as the pages are."""
+    stored, token_scale = quantize_reference(new, pages.dtype, scale)
+    if scale is None:
+        pages.view(-1, *new.shape[1:]).index_copy_(0, slots, stored)
+        return
+    # As bytes: torch does not copy by index what it cannot add.
+    pages.view(torch.uint8).view(-1, *new.shape[1:]).index_copy_(0, slots, stored.view(torch.uint8))
+    if token_scale is not None:
+        scale.view(-1, new.shape[1]).index_copy_(0, slots, token_scale)
 
 
 def attend(
@@ -61,35 +70,50 @@ def attend(
     groups: Sequence[TokenGroup],
     options: AttentionOptions,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """[T, H, D] queries → [T, H, D_v]. sinks: [H], a logit each head's softmax counts but gives no value."""
+
+    def attend_group(queries: Tensor, group: TokenGroup) -> Tensor:
+        which = group.pages.view(-1)
+        key = _gather(key_pages, key_scale, which, query.dtype)
+        value = _gather(value_pages, value_scale, which, query.dtype)
+        return _attend_group(queries, key, value, group, options, sinks)
+
     if len(groups) == 1:
-        return _attend_group(query, key_pages, value_pages, groups[0], options, sinks)
+        return attend_group(query, groups[0])
     output = query.new_empty(*query.shape[:2], value_pages.shape[-1])
     for group in groups:
-        output[group.tokens] = _attend_group(
-            query[group.tokens], key_pages, value_pages, group, options, sinks
-        )
+        output[group.tokens] = attend_group(query[group.tokens], group)
     return output
+
+
+def _gather(pages: Tensor, scale: Tensor | None, which: Tensor, dtype: torch.dtype) -> Tensor:
+    """The pages `which` names, [m, P, H_kv, D], in the query's dtype."""
+    if scale is None:
+        return pages.index_select(0, which)
+    values = pages.view(torch.uint8).index_select(0, which).view(pages.dtype).float()
+    by_token = scale.ndim == 3
+    return values.mul_((scale.index_select(0, which) if by_token else scale).unsqueeze(-1)).to(dtype)
 
 
 def _attend_group(
     query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    key: Tensor,
+    value: Tensor,
     group: TokenGroup,
     options: AttentionOptions,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One group's queries, [b * n, H, D], against its gathered pages."""
+    """One group's queries, [b * n, H, D], against its gathered pages, [b * m, P, H_kv, D]."""
     requests, num_pages = group.pages.shape
     tokens, heads, _ = query.shape
     n = tokens // requests
-    context = num_pages * key_pages.shape[1]
-    kv_heads = key_pages.shape[2]
-    flat_pages = group.pages.view(-1)
-    key = key_pages.index_select(0, flat_pages).view(requests, context, kv_heads, -1).transpose(1, 2)
-    value = value_pages.index_select(0, flat_pages).view(requests, context, kv_heads, -1).transpose(1, 2)
+    context = num_pages * key.shape[1]
+    kv_heads = key.shape[2]
+    key = key.view(requests, context, kv_heads, -1).transpose(1, 2)
+    value = value.view(requests, context, kv_heads, -1).transpose(1, 2)
     if n == 1:  # the query heads that share a key head stand as its query tokens: keys are read once
         query = query.view(requests, kv_heads, heads // kv_heads, -1)
     else:

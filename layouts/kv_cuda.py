@@ -1,4 +1,4 @@
-"""Unquantized KV pages on a GPU: Triton for decoding and storing, torch's flash attention for prefill.
+"""KV pages on a GPU: Triton for decoding and storing, torch's flash attention for prefill.
 
 Not for the CPU, whose pages and products are in `kv_format.py`.
 
@@ -14,32 +14,36 @@ from torch.nn.attention.bias import causal_lower_right
 from ..kernels.append_kv import append_kv
 from ..kernels.decode_attention import DecodeWorkspace, decode_attention
 from ..kernels.paged_attention import AttentionOptions
+from .errors import UserError
 from .kv_format import (
     DecodeTokens,
     DeviceDecodeTokens,
-    KVShape,
     PackedPieces,
     PrefillTokens,
     PromptPiece,
     StepTokens,
+    StoredPages,
 )
 
 
 class CudaLayerKV:
-    """One layer's pages in the dtype that the model computes keys and values in."""
+    """One layer's pages, [P, H_kv, page, D] as the kernels take them."""
 
-    def __init__(self, num_pages: int, page_size: int, shape: KVShape, device: torch.device):
-        self.page_size = page_size
-        self.key_pages = torch.zeros(
-            num_pages, shape.heads, page_size, shape.key_dim, dtype=shape.dtype, device=device
-        )
-        self.value_pages = torch.zeros(
-            num_pages, shape.heads, page_size, shape.value_dim, dtype=shape.dtype, device=device
-        )
+    def __init__(self, stored: StoredPages):
+        self.key_pages, self.value_pages = stored.key_pages, stored.value_pages
+        self.key_scale, self.value_scale = stored.key_scale, stored.value_scale
 
     def append(self, key: Tensor, value: Tensor, tokens: StepTokens) -> None:
         key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
-        append_kv(key, value, tokens.slots, self.key_pages, self.value_pages)
+        append_kv(
+            key,
+            value,
+            tokens.slots,
+            self.key_pages,
+            self.value_pages,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
+        )
 
     def attend(
         self,
@@ -63,12 +67,16 @@ class CudaLayerKV:
             window=options.sliding_window or 0,
             softcap=options.softcap or 0.0,
             sinks=sinks,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )
 
     def _prefill(
         self, query: Tensor, tokens: PrefillTokens, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
         """Each prompt's piece over its own history, gathered from its pages."""
+        if self.key_scale is not None:
+            raise UserError("prompts are not attended to over eight-bit keys and values on a GPU yet")
         if options.softcap is None and sinks is None and _flash_takes(query, self.value_pages):
             return self._flash(query, tokens.packed(query.device), options)
         output, first = torch.empty_like(query[..., : self.value_pages.shape[3]]), 0

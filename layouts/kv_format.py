@@ -36,6 +36,8 @@ class DecodeTokens:
     """int64 [B, pages of the longest request], page 0 past a request's end."""
     lengths: np.ndarray
     """int64 [B], the new token counted."""
+    rows: np.ndarray
+    """int64 [B], the row that each request has while it runs."""
     page_size: int
     _groups: dict[int | None, list[TokenGroup]] = field(default_factory=dict)
 
@@ -56,6 +58,8 @@ class PromptPiece:
     count: int
     pages: np.ndarray
     """int64 [pages]."""
+    row: int
+    """The row that its request has while it runs."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ class DeviceDecodeTokens:
     """int32 [B, W]."""
     lengths: Tensor
     """int32 [B], the new token counted, 0 for a padding row."""
+    rows: Tensor
+    """int64 [B], any stride: the row that each request has while it runs."""
     max_context: int
     """The longest context that `block_table` can name, in tokens."""
     workspaces: dict[tuple[int, int], DecodeWorkspace]
@@ -143,6 +149,26 @@ class DeviceDecodeTokens:
 
 
 StepTokens = DecodeTokens | PrefillTokens | DeviceDecodeTokens
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What one layer's keys and values are divided by before e4m3 holds them."""
+
+    key: Tensor
+    """fp32 [1] for all heads, or [H_kv]."""
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """How much every layer's storage holds."""
+
+    num_pages: int
+    page_size: int
+    """Tokens a page holds."""
+    max_requests: int
+    """Requests that have a row at the same time; row `max_requests` belongs to none, and pads batches."""
 
 
 class LayerKV(Protocol):
@@ -154,51 +180,129 @@ class LayerKV(Protocol):
     def attend(
         self, query: Tensor, tokens: StepTokens, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
-        """[T, H, D] → [T, H, D_v], over everything stored so far, this step's tokens included."""
+        """[T, H, D] → [T, H, D_v], over everything stored so far, this step's tokens included.
+
+        Over what is stored, never over what it was made from: then no output depends on how a prompt was
+        cut into chunks, nor on whether a request was preempted.
+        """
 
 
 class KVFormat(Protocol):
-    """How a token's keys and values are stored."""
+    """How tokens' keys and values are stored. A request has pages, and a row of its own while it runs."""
 
     def bytes_per_token(self, shape: KVShape) -> int:
-        """What one token takes in one layer."""
+        """What one token takes in one layer's pages."""
 
-    def allocate(self, num_pages: int, page_size: int, shape: KVShape, device: torch.device) -> LayerKV:
-        """Pages for one layer. What they hold at first must be finite: masked keys are still multiplied."""
+    def bytes_per_request(self, shape: KVShape) -> int:
+        """What one layer keeps for each row beside the pages: tokens not quantized yet, or never."""
+
+    def page_size(self, device: torch.device) -> int:
+        """Tokens a page holds, unless the engine is told otherwise."""
+
+    def allocate(
+        self, shape: KVShape, size: PoolSize, device: torch.device, scales: KVScales | None
+    ) -> LayerKV:
+        """Storage for one layer. What it holds at first must be finite: masked keys are still multiplied.
+
+        scales: the checkpoint's, where it has any
+        """
 
 
-class UnquantizedLayerKV:
-    """Pages in the dtype that the model computes keys and values in."""
+@dataclass(frozen=True)
+class StoredPages:
+    """One layer's keys and values with their scales, in the order of dimensions that the device wants.
 
-    def __init__(self, num_pages: int, page_size: int, shape: KVShape, device: torch.device):
-        self.key_pages = _zeros((num_pages, page_size, shape.heads, shape.key_dim), shape.dtype, device)
-        self.value_pages = _zeros((num_pages, page_size, shape.heads, shape.value_dim), shape.dtype, device)
+    On the CPU [pages, P, H_kv, D] with scales [H_kv] or [pages, P, H_kv]; on CUDA H_kv before P.
+    """
+
+    key_pages: Tensor
+    value_pages: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
+class CpuLayerKV:
+    """Pages on the CPU, read and written by the torch reference."""
+
+    def __init__(self, stored: StoredPages):
+        self.stored = stored
 
     def append(self, key: Tensor, value: Tensor, tokens: StepTokens) -> None:
-        paged_attention.append(self.key_pages, self.value_pages, key, value, tokens.slots)
+        stored = self.stored
+        paged_attention.append(stored.key_pages, key, tokens.slots, stored.key_scale)
+        paged_attention.append(stored.value_pages, value, tokens.slots, stored.value_scale)
 
     def attend(
         self, query: Tensor, tokens: StepTokens, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
         if isinstance(tokens, DeviceDecodeTokens):
             raise TypeError("pages on the CPU take DecodeTokens")
-        groups = tokens.groups(options.sliding_window, query)
-        return paged_attention.attend(query, self.key_pages, self.value_pages, groups, options, sinks)
+        stored = self.stored
+        return paged_attention.attend(
+            query,
+            stored.key_pages,
+            stored.value_pages,
+            tokens.groups(options.sliding_window, query),
+            options,
+            sinks,
+            stored.key_scale,
+            stored.value_scale,
+        )
 
 
-class Unquantized:
-    """Keys and values as the model computes them."""
+CPU_PAGE, CUDA_PAGE = 16, 64
+
+
+@dataclass(frozen=True)
+class TokenByToken:
+    """Every token of every head is stored by itself, as it is or in eight bits.
+
+    dtype: None is the model's own; e4m3 has a scale for each head that never changes, the checkpoint's or 1;
+    int8 one for each token and head, which is stored beside it
+    """
+
+    dtype: torch.dtype | None = None
 
     def bytes_per_token(self, shape: KVShape) -> int:
-        return shape.heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+        dtype = self.dtype or shape.dtype
+        scales = 2 * torch.float32.itemsize if dtype == torch.int8 else 0
+        return shape.heads * ((shape.key_dim + shape.value_dim) * dtype.itemsize + scales)
 
-    def allocate(self, num_pages: int, page_size: int, shape: KVShape, device: torch.device) -> LayerKV:
-        if device.type == "cuda":
+    def bytes_per_request(self, shape: KVShape) -> int:
+        return 0
+
+    def page_size(self, device: torch.device) -> int:
+        return CUDA_PAGE if device.type == "cuda" else CPU_PAGE
+
+    def allocate(
+        self, shape: KVShape, size: PoolSize, device: torch.device, scales: KVScales | None
+    ) -> LayerKV:
+        dtype = self.dtype or shape.dtype
+        on_cuda = device.type == "cuda"
+        tokens = (size.page_size, shape.heads)
+        pages = (size.num_pages, *(reversed(tokens) if on_cuda else tokens))
+        stored = StoredPages(
+            _zeros((*pages, shape.key_dim), dtype, device),
+            _zeros((*pages, shape.value_dim), dtype, device),
+            self._scale(pages, shape, device, None if scales is None else scales.key),
+            self._scale(pages, shape, device, None if scales is None else scales.value),
+        )
+        if on_cuda:
             # Imported here because it builds on this file, and only where there is a GPU to need it.
             from .kv_cuda import CudaLayerKV
 
-            return CudaLayerKV(num_pages, page_size, shape, device)
-        return UnquantizedLayerKV(num_pages, page_size, shape, device)
+            return CudaLayerKV(stored)
+        return CpuLayerKV(stored)
+
+    def _scale(
+        self, pages: tuple[int, ...], shape: KVShape, device: torch.device, given: Tensor | None
+    ) -> Tensor | None:
+        if self.dtype == torch.int8:
+            return _zeros(pages, torch.float32, device)
+        if self.dtype == torch.float8_e4m3fn:
+            ones = torch.ones(shape.heads, dtype=torch.float32, device=device)
+            return ones if given is None else ones * given.to(device, torch.float32).view(-1)
+        return None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -210,4 +314,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 KV_FORMATS: Registry[KVFormat] = Registry("KV format")
-KV_FORMATS.add("unquantized", Unquantized())
+KV_FORMATS.add("unquantized", TokenByToken())
+KV_FORMATS.add("fp8", TokenByToken(torch.float8_e4m3fn))
+KV_FORMATS.add("int8_per_token_head", TokenByToken(torch.int8))

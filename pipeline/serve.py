@@ -5,7 +5,7 @@ Not the server itself: that is `serving_check/server`, which knows nothing of ch
 
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,8 @@ class ModelOptions:
     """A name in `device.py`; auto is the checkpoint's own."""
     layout: str | None = None
     """One layout for every quantized layer, whatever the artifact's plan says."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values are stored; auto is what the checkpoint declares."""
 
 
 def serve(
@@ -46,6 +48,7 @@ def serve(
     layout: str | None = None,
     max_num_seqs: int = 128,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     kv_cache_tokens: int | None = None,
     prefill_chunk: int = 512,
     revision: str | None = None,
@@ -59,6 +62,7 @@ def serve(
     device:            `auto` is CUDA where there is one
     dtype:             of activations and unquantized weights; a name in `device.py`
     layout:            one layout for every quantized layer; None takes the artifact's plan
+    kv_cache_dtype:    a name in `layouts/kv_format.py`; `auto` is what the checkpoint declares
     """
     folder = checkpoint_folder(artifact, revision)
     name = served_model_name or str(artifact)
@@ -71,7 +75,7 @@ def serve(
     run_server(
         ServerOptions(host, port, api_key, drain_seconds),
         name,
-        functools.partial(build_engine, ModelOptions(folder, device, dtype, layout), config),
+        functools.partial(build_engine, ModelOptions(folder, device, dtype, layout, kv_cache_dtype), config),
         functools.partial(describe, folder),
     )
 
@@ -89,9 +93,14 @@ def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
 def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
     """Load the model and put the engine around it; runs in the engine's process."""
     from ..serving_check.engine.engine import Engine
+    from .checkpoint import open_checkpoint
     from .device import resolve_device, resolve_dtype
+    from .kv_cache import FP8, kv_cache_of
     from .load import load_model
 
+    kv_cache = kv_cache_of(open_checkpoint(options.folder), options.kv_cache_dtype)
+    if kv_cache.kv_format == FP8 and not kv_cache.scales:
+        print("Note: no KV scales in the checkpoint; keys and values are stored unscaled.", file=sys.stderr)
     loaded = load_model(
         options.folder,
         device=resolve_device(options.device),
@@ -99,7 +108,7 @@ def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
         layout=options.layout,
     )
     ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
-    return Engine(loaded.model, config, ends)
+    return Engine(loaded.model, replace(config, kv_cache_dtype=kv_cache.kv_format), ends, kv_cache.scales)
 
 
 def describe(folder: Path) -> ModelDescription:

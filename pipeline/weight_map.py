@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-# Not weights of the model: old rotary caches, and scales for an FP8 KV cache, which ours is not.
+# Not weights of the model: old rotary caches, and scales for an FP8 KV cache, which `kv_cache.py` reads.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
 EXPERT_SLICE = re.compile(r"^(?P<experts>.+)\.(?P<index>\d+)\.(?P<name>\w+)\.weight$")
 

@@ -30,6 +30,13 @@ import click
     "--max-model-len", type=click.IntRange(min=2), help="Prompt plus output, in tokens; default the model's."
 )
 @click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "unquantized", "fp8", "int8_per_token_head"]),
+    default="auto",
+    show_default=True,
+    help="How keys and values are stored; auto is what the checkpoint declares.",
+)
+@click.option(
     "--kv-cache-tokens", type=click.IntRange(min=1), help="Tokens the KV pool holds; default what fits."
 )
 @click.option(
@@ -58,6 +65,7 @@ def command(
     layout: str | None,
     max_num_seqs: int,
     max_model_len: int | None,
+    kv_cache_dtype: str,
     kv_cache_tokens: int | None,
     prefill_chunk: int,
     drain_seconds: float,
@@ -86,6 +94,7 @@ def command(
         layout=layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_tokens=kv_cache_tokens,
         prefill_chunk=prefill_chunk,
         revision=revision,

@@ -143,6 +143,7 @@ class DecodeGraphs:
             self.slots[:size],
             self.block_table[:size],
             self.lengths[:size],
+            self.scalars[:size, ROW],
             self.block_table.shape[1] * self.pool.page_size,
             self.workspaces,
         )

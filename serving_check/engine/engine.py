@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Prompt
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
-from ...layouts.kv_format import KV_FORMATS
+from ...layouts.kv_format import KV_FORMATS, KVScales
 from .attention import attention_layers, context_length, unsupported
 from .compiled_layers import restore_layers
 from .jit_monitor import JitMonitor
@@ -53,7 +54,14 @@ class Flight:
 class Engine:
     """Continuous batching over one transformers model, which from here on belongs to the engine."""
 
-    def __init__(self, model: nn.Module, config: EngineConfig, eos_token_ids: frozenset[int]):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        eos_token_ids: frozenset[int],
+        kv_scales: Mapping[int, KVScales] | None = None,
+    ):
+        """kv_scales: the checkpoint's, by layer, for a KV format that takes them."""
         if not isinstance(model, PreTrainedModel):
             raise unsupported(type(model).__name__, "it is not a transformers model")
         self.max_model_len = context_length(model, config.max_model_len)
@@ -64,11 +72,12 @@ class Engine:
         layers = attention_layers(model)
         if model.device.type == "cuda" and config.compiled:
             join_siblings(model, lambda: attention_layers(model))
-        kv_format = KV_FORMATS["unquantized"]
+        kv_format = KV_FORMATS[config.kv_cache_dtype]
+        page_size = config.page_size or kv_format.page_size(model.device)
         num_pages = pool_pages(
             layers,
             kv_format,
-            config.page_size,
+            page_size,
             config.kv_cache_tokens,
             config.max_num_seqs,
             self.max_model_len,
@@ -77,8 +86,9 @@ class Engine:
         self.pool = KVPool(
             layers,
             kv_format,
+            kv_scales or {},
             num_pages,
-            config.page_size,
+            page_size,
             config.max_num_seqs,
             self.max_model_len,
             model.device,

@@ -3,12 +3,14 @@
 Not for deciding who gets pages next; that is the scheduler's.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import psutil
 import torch
 
 from ...layouts.errors import UserError
-from ...layouts.kv_format import KVFormat, LayerKV
+from ...layouts.kv_format import KVFormat, KVScales, LayerKV, PoolSize
 from .attention import AttentionLayer
 from .sequence import Sequence
 
@@ -28,6 +30,7 @@ class KVPool:
         self,
         layers: dict[int, AttentionLayer],
         kv_format: KVFormat,
+        scales: Mapping[int, KVScales],
         num_pages: int,
         page_size: int,
         max_num_seqs: int,
@@ -36,8 +39,11 @@ class KVPool:
     ):
         self.page_size = page_size
         self.num_pages = num_pages
+        self.no_row = max_num_seqs
+        """The row of what only pads a batch."""
+        size = PoolSize(num_pages + 1, page_size, max_num_seqs)
         self.layers: dict[int, LayerKV] = {
-            index: kv_format.allocate(num_pages + 1, page_size, layer.shape, device)
+            index: kv_format.allocate(layer.shape, size, device, scales.get(index))
             for index, layer in layers.items()
         }
         self.block_table = np.zeros((max_num_seqs, pages_for(max_model_len, page_size)), np.int64)
@@ -100,8 +106,10 @@ def pool_pages(
 ) -> int:
     """How many pages the pool gets: what was asked, else what memory allows of max_num_seqs full contexts."""
     full_context = pages_for(max_model_len, page_size)
-    page_bytes = page_size * sum(kv_format.bytes_per_token(layer.shape) for layer in layers.values())
-    free = _free_memory(device)
+    shapes = [layer.shape for layer in layers.values()]
+    page_bytes = page_size * sum(kv_format.bytes_per_token(shape) for shape in shapes)
+    row_bytes = sum(kv_format.bytes_per_request(shape) for shape in shapes)
+    free = _free_memory(device) - (max_num_seqs + 1) * row_bytes
     if kv_cache_tokens is not None:
         num_pages = kv_cache_tokens // page_size
         origin = f"kv_cache_tokens={kv_cache_tokens}"

@@ -3,6 +3,8 @@
 Not for choosing the tokens of the step, nor for drawing the next ones.
 """
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,12 +55,13 @@ class ModelRunner:
         tokens[:count] = [sequence.tokens[-1] for sequence in sequences]
         lengths[:count] = [len(sequence.tokens) for sequence in sequences]
         block_table = np.zeros((size, self.pool.pages_for(int(lengths.max()))), np.int64)
-        rows = np.array([sequence.row for sequence in sequences], np.int64)
-        block_table[:count] = self.pool.block_table[rows, : block_table.shape[1]]
+        rows = np.full(size, self.pool.no_row, np.int64)
+        rows[:count] = np.array([sequence.row for sequence in sequences], np.int64)
+        block_table[:count] = self.pool.block_table[rows[:count], : block_table.shape[1]]
         positions = lengths - 1
         page_size = self.pool.page_size
         slots = block_table[np.arange(size), positions // page_size] * page_size + positions % page_size
-        step = DecodeTokens(self._on_device(slots), block_table, lengths, page_size)
+        step = DecodeTokens(self._on_device(slots), block_table, lengths, rows, page_size)
         return Decoded(self._forward(tokens[:, None], positions[:, None], step, None)[:count, 0], None)
 
     def drawn(self, sequences: list[Sequence], tokens: Tensor) -> None:
@@ -77,7 +80,7 @@ class ModelRunner:
             tokens.append(np.array(sequence.tokens[piece.start : end], np.int64))
             positions.append(where)
             slots.append(pages[where // page_size] * page_size + where % page_size)
-            prompt_pieces.append(PromptPiece(piece.start, piece.count, pages))
+            prompt_pieces.append(PromptPiece(piece.start, piece.count, pages, cast(int, sequence.row)))
         ends = np.cumsum([piece.count for piece in pieces])
         keep = ends[[piece.completes for piece in pieces]] - 1
         step = PrefillTokens(self._on_device(np.concatenate(slots)), prompt_pieces, page_size)

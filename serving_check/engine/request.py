@@ -64,8 +64,10 @@ class EngineConfig:
     """The most requests that decode together."""
     max_model_len: int | None = None
     """Prompt plus output, in tokens; None takes the model's own context."""
-    page_size: int = 16
-    """Tokens a KV page holds."""
+    kv_cache_dtype: str = "unquantized"
+    """How keys and values are stored: a name in `layouts/kv_format.py`."""
+    page_size: int | None = None
+    """Tokens a KV page holds; None takes what suits the KV format and the device."""
     kv_cache_tokens: int | None = None
     """Tokens the whole pool holds; None takes what memory allows, at most max_num_seqs full contexts."""
     prefill_chunk: int = 512

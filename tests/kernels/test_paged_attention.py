@@ -54,7 +54,8 @@ def stored():
         values.append(torch.randn(length, KV_HEADS, VALUE_DIM))
         positions = np.arange(length)
         slots = torch.from_numpy(table[row, positions // PAGE] * PAGE + positions % PAGE)
-        append(key_pages, value_pages, keys[-1], values[-1], slots)
+        append(key_pages, keys[-1], slots)
+        append(value_pages, values[-1], slots)
     return key_pages, value_pages, table, keys, values
 
 
