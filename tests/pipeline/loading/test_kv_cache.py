@@ -1,4 +1,4 @@
-"""What checkpoints declare of their KV cache, as compressed-tensors and ModelOpt write it, and what follows."""
+"""What checkpoints declare of their KV cache, as compressed-tensors and ModelOpt write it."""
 
 import json
 from pathlib import Path
