@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..serving_check.engine.jit_monitor import Mode
 from ..serving_check.engine.request import EngineConfig
 from ..serving_check.server.run import ServerOptions, run_server
 from ..serving_check.server.served_model import ModelDescription, SamplingDefaults
@@ -51,6 +52,7 @@ def serve(
     kv_cache_dtype: str = "auto",
     kv_cache_tokens: int | None = None,
     prefill_chunk: int = 512,
+    jit_monitor: Mode = "warn",
     revision: str | None = None,
     drain_seconds: float = 30.0,
 ) -> None:
@@ -63,6 +65,7 @@ def serve(
     dtype:             of activations and unquantized weights; a name in `device.py`
     layout:            one layout for every quantized layer; None takes the artifact's plan
     kv_cache_dtype:    a name in `layouts/kv_format.py`; `auto` is what the checkpoint declares
+    jit_monitor:       on a compilation after warm-up, `warn` logs and counts it, `error` ends the server
     """
     folder = checkpoint_folder(artifact, revision)
     name = served_model_name or str(artifact)
@@ -71,6 +74,7 @@ def serve(
         max_model_len=max_model_len,
         kv_cache_tokens=kv_cache_tokens,
         prefill_chunk=prefill_chunk,
+        jit_monitor=jit_monitor,
     )
     run_server(
         ServerOptions(host, port, api_key, drain_seconds),

@@ -24,7 +24,7 @@ from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .baseline import open_baseline
 from .checkpoint import Checkpoint, open_checkpoint
 from .device import DTYPES, resolve_device
-from .engines import EMBEDDED, EngineOptions, endpoint_of, is_url, pool_tokens
+from .engines import EMBEDDED, EngineOptions, endpoint_of, is_url
 from .in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
 from .load import problems
 from .report.write import write_report
@@ -202,8 +202,6 @@ def _serve(run: _Run, text: HeldOutText) -> Served:
         )
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
-    if served.capacity is None and run.engine == EMBEDDED:
-        return replace(served, capacity=pool_tokens(run.load))
     return served
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from .checks.canary import Continuation, Scorer, check_canary, continuations
+from .checks.compilations import Compilations, check_compilations, compilations
 from .checks.diagnosis import Diagnosis
 from .checks.failures import check_failures
 from .checks.kv_capacity import check_kv_capacity, kv_cache_tokens, require_capacity
 from .checks.latency import check_latency
 from .checks.loads import Loaded, check_loads
 from .checks.quality import check_quality
-from .checks.reached import check_reached
+from .checks.reached import check_reached, most_running
 from .checks.throughput import check_throughput
 from .endpoints import Endpoint
 from .load import LoadResult, LoadSpec, run_load
@@ -47,6 +48,10 @@ class Served:
     """One for each of `measured`, in the same order."""
     capacity: int | None
     """Tokens that the artifact's KV cache holds, where its server says."""
+    limit: int | None = None
+    """Requests that the artifact's server runs together at most, where it says."""
+    compiled: tuple[Compilations | None, Compilations | None] = (None, None)
+    """By the artifact's server since its warm-up: before the first request, and after the last."""
 
     @property
     def curve(self) -> list[CurvePoint]:
@@ -68,14 +73,16 @@ def serve_and_measure(
 
     text: token ids that prompts are cut from
     """
-    capacity = kv_cache_tokens(artifact)
+    said = artifact.metrics()
+    capacity = kv_cache_tokens(said)
     require_capacity("the artifact's server", capacity, load)
-    require_capacity("the baseline's server", kv_cache_tokens(baseline), load)
+    require_capacity("the baseline's server", kv_cache_tokens(baseline.metrics()), load)
     prompts = canary_prompts(text)
     canary = continuations(artifact, prompts, CANARY_LENGTH, tokenize)
     baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenize)
     measured, decisions = measure(artifact, baseline, load, floor, text, run, progress)
-    return Served(canary, baseline_canary, measured, decisions, capacity)
+    compiled = compilations(said), compilations(artifact.metrics())
+    return Served(canary, baseline_canary, measured, decisions, capacity, most_running(said), compiled)
 
 
 def measure(
@@ -184,8 +191,9 @@ def judge(
         check_canary(served.canary, served.baseline_canary, score, bounds),
         check_quality(comparison, bounds),
         check_failures(served.measured),
-        check_reached(curve, bounds.min_reached),
+        check_reached(curve, bounds.min_reached, served.limit),
         check_throughput(curve, bounds.throughput_floor, diagnoses, load.max_blocks),
         check_latency(served.measured, bounds),
         check_kv_capacity(curve, load, served.capacity),
+        check_compilations(*served.compiled),
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from .load import LoadResult, RequestRecord, percentile
+from .load.engine_work import EngineWork
 from .statistics import Decision, block_log_ratio
 from .verdict import CurvePoint, ServingFigures, finite
 
@@ -80,6 +81,7 @@ def serving_figures(results: Sequence[LoadResult]) -> ServingFigures:
     ttfts = [value * 1000 for result in results for value in result.ttfts]
     tpots = [value * 1000 for result in results for value in result.tpots]
     preemptions = [result.preemptions for result in results if result.preemptions is not None]
+    engine = EngineWork.sum(result.engine for result in results)
     return ServingFigures(
         output_throughput=median(result.output_throughput for result in results),
         repeats=tuple(result.output_throughput for result in results),
@@ -93,6 +95,10 @@ def serving_figures(results: Sequence[LoadResult]) -> ServingFigures:
         preemptions=sum(preemptions) if preemptions else None,
         requests=sum(len(result.requests) for result in results),
         failed_requests=sum(len(result.errors) for result in results),
+        waiting_mean=engine.waiting_mean,
+        step_ms=engine.step_ms,
+        host_ms=engine.host_ms,
+        device_idle_share=engine.device_idle_share,
     )
 
 

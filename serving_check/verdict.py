@@ -16,6 +16,8 @@ from ..layouts.files import write_json
 from .settings import DOCUMENTED, Bounds, LoadSettings
 
 Status = Literal["pass", "fail", "inconclusive"]
+CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
+"""Unknown is what the engine that was chosen cannot tell: shown, and decides nothing."""
 
 SCHEMA_VERSION = 1
 SCHEMA_PATH = Path(__file__).parent / "schema" / "serving_check.schema.json"
@@ -29,7 +31,8 @@ class CheckResult:
     __pydantic_config__ = DOCUMENTED
 
     name: str
-    status: Status
+    status: CheckStatus
+    """`unknown` where the engine cannot tell; such a check is shown, and decides nothing."""
     measured: str
     """The measured value in a few words, with units."""
     bound: str
@@ -66,6 +69,14 @@ class ServingFigures:
     """Requests thrown out of the KV cache and computed again."""
     requests: int
     failed_requests: int
+    waiting_mean: float | None = None
+    """Requests queued, mean over engine steps; null where the server does not say."""
+    step_ms: float | None = None
+    """Time of an engine step, mean; null where the server does not say."""
+    host_ms: float | None = None
+    """Of it, time on the host: not waiting for the GPU, nor (on a CPU) in the model."""
+    device_idle_share: float | None = None
+    """Share of the time that the GPU had nothing to do between two launches, 0 to 1; null without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,7 @@ class Verdict:
 
     @property
     def failures(self) -> list[CheckResult]:
-        return [check for check in self.checks if check.status != "pass"]
+        return [check for check in self.checks if check.status not in ("pass", "unknown")]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -192,7 +203,7 @@ class Verdict:
 
 def overall_status(checks: list[CheckResult]) -> Status:
     """Fail where any check failed, else inconclusive where any is, or where nothing was checked at all."""
-    statuses = {check.status for check in checks}
+    statuses = {check.status for check in checks} - {"unknown"}
     if "fail" in statuses:
         return "fail"
     return "pass" if statuses == {"pass"} else "inconclusive"

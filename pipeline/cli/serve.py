@@ -1,5 +1,7 @@
 """`pipeline serve`: parses options and calls `serve`."""
 
+from typing import Literal
+
 import click
 
 
@@ -47,6 +49,13 @@ import click
     help="Prompt tokens computed in one step.",
 )
 @click.option(
+    "--jit-monitor",
+    type=click.Choice(["off", "warn", "error"]),
+    default="warn",
+    show_default=True,
+    help="When something compiles after warm-up: log and count it, or end the server.",
+)
+@click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0),
     default=30.0,
@@ -68,6 +77,7 @@ def command(
     kv_cache_dtype: str,
     kv_cache_tokens: int | None,
     prefill_chunk: int,
+    jit_monitor: Literal["off", "warn", "error"],
     drain_seconds: float,
 ) -> None:
     """Serve ARTIFACT, a folder or a Hub id, over an OpenAI-compatible HTTP API.
@@ -97,6 +107,7 @@ def command(
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_tokens=kv_cache_tokens,
         prefill_chunk=prefill_chunk,
+        jit_monitor=jit_monitor,
         revision=revision,
         drain_seconds=drain_seconds,
     )

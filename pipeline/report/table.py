@@ -4,7 +4,7 @@ import textwrap
 
 from ...serving_check.verdict import CurvePoint, Verdict
 
-MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open"}
+MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open", "unknown": "n/a"}
 INDENT = 8
 NAME_WIDTH = 19
 WIDTH = 110
@@ -19,7 +19,7 @@ def verdict_table(verdict: Verdict) -> str:
             lines += _wrapped(f"bound: {check.bound}")
             lines += [line for part in check.reason.splitlines() for line in _wrapped(part)]
     if verdict.curve:
-        lines += ["", *_curve(verdict.curve)]
+        lines += ["", *_curve(verdict.curve), "", *_servers(verdict.curve)]
     lines += ["", f"{verdict.status.upper()} after {verdict.duration_seconds:.0f} s: {_summary(verdict)}"]
     return "\n".join(lines)
 
@@ -45,6 +45,28 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[str]:
     return rows
 
 
+def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
+    """What the servers did meanwhile: a queue beside an empty KV cache is seen here at a glance."""
+    names = ("running", "waiting", "KV used %", "preempted", "step ms", "host ms", "GPU idle %")
+    rows = [
+        f"{'M':>5}" + "".join(f" {name:>13}" for name in names),
+        f"{'':5}" + f" {'ours / base':>13}" * len(names),
+    ]
+    for point in curve:
+        ours, base = point.artifact, point.baseline
+        cells = (
+            _pair(ours.running_mean, base.running_mean),
+            _pair(ours.waiting_max, base.waiting_max, 0),
+            _pair(_percent(ours.kv_usage_max), _percent(base.kv_usage_max), 0),
+            _pair(ours.preemptions, base.preemptions, 0),
+            _pair(ours.step_ms, base.step_ms),
+            _pair(ours.host_ms, base.host_ms, 2),
+            _pair(_percent(ours.device_idle_share), _percent(base.device_idle_share)),
+        )
+        rows.append(f"{point.m:>5}" + "".join(f" {cell:>13}" for cell in cells))
+    return rows
+
+
 def _summary(verdict: Verdict) -> str:
     if verdict.status == "pass":
         return f"{verdict.artifact.name} keeps up with {verdict.baseline.name} at every M"
@@ -55,8 +77,12 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT)
 
 
-def _pair(ours: float | None, base: float | None) -> str:
-    return f"{_number(ours, 1)} / {_number(base, 1)}"
+def _pair(ours: float | None, base: float | None, digits: int = 1) -> str:
+    return f"{_number(ours, digits)} / {_number(base, digits)}"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _number(value: float | None, digits: int) -> str:

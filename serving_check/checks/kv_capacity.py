@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...layouts.errors import UserError
-from ..endpoints import Endpoint
+from ..endpoints.prometheus_text import labels_of
 from ..settings import LoadSettings
 from ..verdict import CheckResult, CurvePoint
 
@@ -11,14 +11,14 @@ NAME = "KV capacity"
 CACHE_CONFIG = "vllm:cache_config_info"
 
 
-def kv_cache_tokens(endpoint: Endpoint) -> int | None:
-    """How many tokens the server says that its KV cache holds; None where it does not say."""
-    for sample in endpoint.metrics():
-        name, _, labels = sample.partition("{")
-        if name == CACHE_CONFIG:
-            pages, size = _label(labels, "num_gpu_blocks"), _label(labels, "block_size")
-            if pages is not None and size is not None:
-                return pages * size
+def kv_cache_tokens(samples: dict[str, float]) -> int | None:
+    """How many tokens a server's KV cache holds, as its `/metrics` say; None where they do not."""
+    for sample in samples:
+        if sample.partition("{")[0] == CACHE_CONFIG:
+            labels = labels_of(sample)
+            pages, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+            if pages.isdigit() and size.isdigit():
+                return int(pages) * int(size)
     return None
 
 
@@ -58,9 +58,3 @@ def check_kv_capacity(curve: Sequence[CurvePoint], load: LoadSettings, capacity:
         reason=reason,
         figures={"needed_tokens": needed_tokens(load), "capacity_tokens": capacity, "usage_max": usage},
     )
-
-
-def _label(labels: str, name: str) -> int | None:
-    _, found, rest = labels.partition(f'{name}="')
-    value = rest.partition('"')[0]
-    return int(value) if found and value.isdigit() else None

@@ -2,13 +2,23 @@
 
 from collections.abc import Sequence
 
+from ..endpoints.prometheus_text import total
 from ..verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "M reached"
 
 
-def check_reached(curve: Sequence[CurvePoint], share: float) -> CheckResult:
-    """Fail where the average output token of the artifact saw fewer than `share` of M requests running."""
+def most_running(samples: dict[str, float]) -> int | None:
+    """How many requests a server runs together at most, as its `/metrics` say; None where they do not."""
+    limit = total(samples, "scalegate:max_num_seqs")
+    return None if limit is None else int(limit)
+
+
+def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None = None) -> CheckResult:
+    """Fail where the average output token of the artifact saw fewer than `share` of M requests running.
+
+    limit: the server's own on running requests, where it is known
+    """
     short = [point for point in curve if _share(point) < share]
     lowest = min(curve, key=_share, default=None)
     if lowest is None:
@@ -21,7 +31,7 @@ def check_reached(curve: Sequence[CurvePoint], share: float) -> CheckResult:
         measured=_glance(lowest.m, lowest.artifact),
         bound=f"at least {share:.0%} of M running, at every M",
         reason=(
-            "; ".join(_glance(point.m, point.artifact) for point in short) + ". " + _advice(short[0])
+            "; ".join(_glance(point.m, point.artifact) for point in short) + ". " + _advice(short[0], limit)
             if short
             else "requests were running, not queued, at every M"
         ),
@@ -41,7 +51,9 @@ def _glance(m: int, side: ServingFigures) -> str:
     return f"M={m}: {running}, {waiting}, {used}"
 
 
-def _advice(point: CurvePoint) -> str:
+def _advice(point: CurvePoint, limit: int | None) -> str:
+    if limit is not None and limit < point.m:
+        return f"The server runs at most {limit} requests together: raise its --max-num-seqs to M."
     usage = point.artifact.kv_usage_max
     if usage is None:
         return "Look at the server's limits on running requests and on KV memory."

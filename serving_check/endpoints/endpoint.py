@@ -25,10 +25,10 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def metrics(self) -> dict[str, float]:
-        """`/metrics` as `name{labels}` to value; empty where the server has none."""
+        """`/metrics` as `name{labels}` to value; empty where the server has none, or is gone."""
         try:
             return parse_metrics(_get(self.base_url + "/metrics", self.headers()))
-        except (urllib.error.HTTPError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError):
             return {}
 
 

@@ -1,5 +1,11 @@
 """Reading Prometheus' text format, and the few series that the check looks at, under any vLLM-like server."""
 
+import re
+
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\.")
+_ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
+
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Sample name with its labels as written (`vllm:num_requests_running{model_name="m"}`) to its value."""
@@ -24,12 +30,18 @@ def total(samples: dict[str, float], metric: str) -> float | None:
     return sum(values) if values else None
 
 
+def labels_of(sample: str) -> dict[str, str]:
+    """The labels in a sample's name, as they were before they were escaped."""
+    return {
+        name: _ESCAPED.sub(lambda match: _ESCAPES.get(match[0], match[0]), value)
+        for name, value in _LABEL.findall(sample)
+    }
+
+
 def by_label(samples: dict[str, float], metric: str, label: str) -> dict[str, float]:
     """`metric` summed by the value of one label."""
     sums: dict[str, float] = {}
     for name, value in samples.items():
-        bare, _, labels = name.partition("{")
-        if bare == metric and f'{label}="' in labels:
-            key = labels.split(f'{label}="', 1)[1].split('"', 1)[0]
+        if name.partition("{")[0] == metric and (key := labels_of(name).get(label)) is not None:
             sums[key] = sums.get(key, 0.0) + value
     return sums

@@ -20,6 +20,7 @@ from .forward import Forward
 from .jit_monitor import JitEvent, report
 from .kv_pool import KVPool
 from .sequence import Sequence
+from .step_clock import StepClock
 from .transfer import to_device
 
 TOKEN, POSITION, SLOT, LENGTH, ROW = range(5)
@@ -43,10 +44,11 @@ class DecodeGraphs:
     [B]. last_tokens int64 [rows of the pool + 1]: the token drawn last for each row; padding has the last.
     """
 
-    def __init__(self, forward: Forward, pool: KVPool, buckets: tuple[int, ...]):
+    def __init__(self, forward: Forward, pool: KVPool, buckets: tuple[int, ...], clock: StepClock):
         self.forward = forward
         self.pool = pool
         self.buckets = buckets
+        self.clock = clock
         largest, device = max(buckets[-1], TRACED_TOKENS), forward.model.device
         rows, width = pool.block_table.shape
         # One row of scalars a request, so that a step's update is one copy.
@@ -122,6 +124,7 @@ class DecodeGraphs:
         scalars[:count, LENGTH] = lengths
         scalars[:count, ROW] = indices
         scalars[count:size] = (0, 0, -1, 0, len(self.last_tokens) - 1)
+        self.clock.device_starts()
         self.scalars[:size].copy_(staged_scalars[:size], non_blocking=True)
         # Whole rows, stale past `width`: only a contiguous copy runs without making the host wait.
         self.block_table[:count].copy_(staged_table[:count], non_blocking=True)

@@ -1,7 +1,6 @@
 """The embedded engine: requests in, tokens out, one step at a time. Not for text, HTTP or threads."""
 
 import random
-import time
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Prompt
@@ -19,7 +18,15 @@ from .compiled_layers import restore_layers
 from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, decode_buckets
-from .request import EngineConfig, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from .request import (
+    EngineCapacity,
+    EngineConfig,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from .sampler import SamplingBatch, sample, token_logprobs
 from .scheduler import Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
@@ -34,7 +41,7 @@ class Counters:
     """What the engine has done since it was built or warmed up."""
 
     steps: int = 0
-    step_seconds: float = 0.0
+    waiting_by_step: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     running_by_step: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
@@ -94,13 +101,14 @@ class Engine:
             model.device,
         )
         buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
+        self.capacity = EngineCapacity(config.max_num_seqs, self.pool.num_pages, self.pool.page_size)
         self.runner = ModelRunner(model, layers, self.pool, buckets, config.compiled)
         self.scheduler = Scheduler(self.pool, config.prefill_chunk)
         self._sequences: dict[str, Sequence] = {}
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
         self._overlapped = config.overlapped and model.device.type == "cuda"
         self._flights: list[Flight] = []
-        self.jit_monitor = JitMonitor(config.jit_monitor if model.device.type == "cuda" else "off")
+        self.jit_monitor = JitMonitor(config.jit_monitor)
         self._counters = Counters()
 
     @property
@@ -137,10 +145,13 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One step of the model: a token for every decoding request, then a chunk of the waiting prompts."""
-        started = time.perf_counter()
-        outputs = self._overlapped_step() if self._may_overlap() else self._plain_step()
+        clock = self.runner.clock
+        with clock.step():
+            outputs = self._overlapped_step() if self._may_overlap() else self._plain_step()
         self._counters.steps += 1
-        self._counters.step_seconds = time.perf_counter() - started
+        self._counters.waiting_by_step += len(self.scheduler.waiting)
+        if not self.has_work:
+            clock.rest()
         self.jit_monitor.check()
         return outputs
 
@@ -166,7 +177,7 @@ class Engine:
         return self._overlapped and self.pool.free_pages >= len(self.scheduler.running)
 
     def stats(self) -> EngineStats:
-        """A snapshot; running_by_step starts afresh with each."""
+        """A snapshot; running_by_step and compilations start afresh with each."""
         counters = self._counters
         running_by_step = tuple(counters.running_by_step)
         counters.running_by_step.clear()
@@ -178,9 +189,10 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             steps=counters.steps,
-            step_seconds=counters.step_seconds,
+            times=self.runner.clock.times(),
+            waiting_by_step=counters.waiting_by_step,
             running_by_step=running_by_step,
-            compilations=tuple(str(event) for event in self.jit_monitor.events),
+            compilations=self.jit_monitor.take(),
         )
 
     def warm_up(self, progress: bool | None = None) -> None:
@@ -197,6 +209,7 @@ class Engine:
                 self.generate([[0]] * size, greedy)
         self.generate([[0] * longest], greedy)
         self._counters = Counters()
+        self.runner.clock.reset()
         self.scheduler.preemptions = 0
         self.jit_monitor.arm()
 
@@ -231,15 +244,17 @@ class Engine:
         flights = []
         self._counters.running_by_step.append(len(schedule.decode))
         if schedule.decode:
-            decoded = self.runner.decode(schedule.decode)
-            flights.append(self._draw(schedule.decode, decoded.logits, decoded.greedy))
+            with self.runner.clock.launch():
+                decoded = self.runner.decode(schedule.decode)
+                flights.append(self._draw(schedule.decode, decoded.logits, decoded.greedy))
         if schedule.prefill:
-            logits = self.runner.prefill(schedule.prefill)
-            for piece in schedule.prefill:
-                piece.sequence.num_computed += piece.count
-            completed = [piece.sequence for piece in schedule.prefill if piece.completes]
-            if completed:
-                flights.append(self._draw(completed, logits, None))
+            with self.runner.clock.launch():
+                logits = self.runner.prefill(schedule.prefill)
+                for piece in schedule.prefill:
+                    piece.sequence.num_computed += piece.count
+                completed = [piece.sequence for piece in schedule.prefill if piece.completes]
+                if completed:
+                    flights.append(self._draw(completed, logits, None))
         return flights
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, greedy: Tensor | None) -> Flight:
@@ -264,7 +279,9 @@ class Engine:
         """Wait for the tokens under way, and see off the requests they end."""
         outputs = []
         for flight in self._flights:
-            rows = zip(flight.sequences, flight.lengths, flight.tokens.wait(), strict=True)
+            with self.runner.clock.waiting():
+                drawn = flight.tokens.wait()
+            rows = zip(flight.sequences, flight.lengths, drawn, strict=True)
             for row, (sequence, length, token) in enumerate(rows):
                 if self._sequences.get(sequence.request_id) is not sequence:
                     continue

@@ -4,8 +4,12 @@ Not for preventing it. Triton's compilations are told from loads off its disk ca
 compiles inside Dynamo, as Inductor does, counts as Dynamo's.
 """
 
+import importlib.util
 import logging
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -39,6 +43,8 @@ class JitMonitor:
     def __init__(self, mode: Mode = "warn"):
         self.mode = mode
         self.events: list[JitEvent] = []
+        """Those that were not taken yet."""
+        self._last: JitEvent | None = None
 
     def arm(self) -> None:
         if self.mode != "off":
@@ -50,12 +56,18 @@ class JitMonitor:
 
     def notice(self, event: JitEvent) -> None:
         self.events.append(event)
+        self._last = event
         logger.warning("compiled while serving; %s", event)
+
+    def take(self) -> tuple[JitEvent, ...]:
+        """The events since the last call."""
+        taken, self.events = tuple(self.events), []
+        return taken
 
     def check(self) -> None:
         """Not raised where it happens: a compiler would take it for an error of its own."""
-        if self.events and self.mode == "error":
-            raise JitError(f"compiled while serving; {self.events[-1]}")
+        if self._last is not None and self.mode == "error":
+            raise JitError(f"compiled while serving; {self._last}")
 
 
 _ARMED: WeakSet[JitMonitor] = WeakSet()
@@ -69,12 +81,15 @@ def report(event: JitEvent) -> None:
 
 def _listen() -> None:
     """Hook into both compilers, once, passing on to a listener that was there before."""
-    # Imported here: Dynamo takes a second to load, and where nothing is monitored nothing needs it.
-    import triton
+    # Imported here: both take seconds to load, and a server's other process needs only what an event is.
     from torch._dynamo.callback import callback_handler
 
     if _dynamo_compiles not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_dynamo_compiles)
+    if importlib.util.find_spec("triton") is None:
+        return
+    import triton
+
     before = triton.knobs.compilation.listener
     if not isinstance(before, _TritonListener):
         triton.knobs.compilation.listener = _TritonListener(before)
@@ -95,4 +110,15 @@ class _TritonListener:
 
 
 def _dynamo_compiles(args: Any) -> None:
-    report(JitEvent("dynamo compilation", f"compile id {args.compile_id}"))
+    report(JitEvent("dynamo compilation", _function_on_the_stack(), f"compile id {args.compile_id}"))
+
+
+def _function_on_the_stack() -> str:
+    """What Dynamo is about to compile, with its file: its callbacks are not told, but its own frames are."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and isinstance(frame.f_locals.get("code"), CodeType):
+            code = frame.f_locals["code"]
+            return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        frame = frame.f_back
+    return "a function"

@@ -17,6 +17,7 @@ from .forward import Forward
 from .kv_pool import KVPool
 from .scheduler import PrefillPiece
 from .sequence import Sequence
+from .step_clock import StepClock
 from .transfer import to_device
 
 
@@ -37,10 +38,11 @@ class ModelRunner:
         self.device = model.device
         self.buckets = buckets
         """Batch sizes that a decode step may have, ascending; None for all."""
+        self.clock = StepClock(self.device)
         self.graphs = None
         if self.device.type == "cuda" and buckets is not None:
             self.forward = Forward(model, layers, pool.layers)
-            self.graphs = DecodeGraphs(self.forward, pool, buckets)
+            self.graphs = DecodeGraphs(self.forward, pool, buckets, self.clock)
             self._must_compile = compiled
 
     def decode(self, sequences: list[Sequence]) -> Decoded:
@@ -89,6 +91,7 @@ class ModelRunner:
         packed_tokens, packed_positions = np.concatenate(tokens), np.concatenate(positions)
         if self.graphs is not None:
             self._compile_once(self.graphs)
+            self.clock.device_starts()
             inputs = self._on_device(packed_tokens), self._on_device(packed_positions)
             return self.forward(*inputs, step, wanted)[: len(keep)]
         return self._forward(packed_tokens[None], packed_positions[None], step, wanted)[0, : len(keep)]

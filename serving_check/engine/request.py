@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...layouts.errors import UserError
+from .jit_monitor import JitEvent, Mode
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -78,8 +79,37 @@ class EngineConfig:
     """On a GPU: fuse the model's small operations, and the products of layers that share an input."""
     overlapped: bool = True
     """On a GPU: launch a step while the host still handles the one before."""
-    jit_monitor: Literal["off", "warn", "error"] = "warn"
-    """On a GPU: what to do about compilations after warm-up."""
+    jit_monitor: Mode = "warn"
+    """What to do about compilations after warm-up; `error` ends the engine."""
+
+
+@dataclass(frozen=True)
+class EngineCapacity:
+    """What an engine can hold, fixed when it is built."""
+
+    max_num_seqs: int
+    """The most requests that decode together."""
+    kv_cache_pages: int
+    page_size: int
+    """Tokens a page holds."""
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return self.kv_cache_pages * self.page_size
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the engine's time went, in seconds since warm-up."""
+
+    step_seconds: float = 0.0
+    """In steps, from the beginning of each to its end."""
+    host_seconds: float = 0.0
+    """Of these, all but waiting for the GPU; on a CPU, all but the model's own work."""
+    device_busy_seconds: float | None = None
+    """From the start to the end of each launched piece of work; None without a GPU."""
+    device_idle_seconds: float | None = None
+    """Between two such pieces, while there were requests to serve."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +124,10 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    step_seconds: float = 0.0
-    """Time the last step took."""
+    times: StepTimes = field(default_factory=StepTimes)
+    waiting_by_step: int = 0
+    """Requests that waited, summed over all steps: divided by `steps`, how many waited on average."""
     running_by_step: tuple[int, ...] = field(default=())
     """How many requests decoded in each step since the last snapshot: what M really was."""
-    compilations: tuple[str, ...] = field(default=())
-    """What was compiled after warm-up, by name and key."""
+    compilations: tuple[JitEvent, ...] = field(default=())
+    """What was compiled since the last snapshot, though warm-up was over."""

@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .engine_work import EngineWork
+
 MILLISECONDS = 1000.0
 
 
@@ -88,6 +90,8 @@ class LoadResult:
     """
     preemptions: int | None
     """Preemptions during the measurement; None where the server does not say."""
+    engine: EngineWork = field(default_factory=EngineWork)
+    """What else the server counted meanwhile."""
 
     @property
     def errors(self) -> list[str]:
@@ -159,6 +163,9 @@ class LoadResult:
             "waiting_max": self.waiting_max,
             "steps_by_running": self.steps_by_running,
             "preemptions": self.preemptions,
+            "step_ms": self.engine.step_ms,
+            "host_ms": self.engine.host_ms,
+            "device_idle_share": self.engine.device_idle_share,
             "failed_requests": len(self.errors),
             "first_errors": self.errors[:3],
         }

@@ -18,7 +18,15 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from ...layouts.errors import UserError
-from ..engine.request import EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from ..engine.jit_monitor import JitMonitor, Mode
+from ..engine.request import (
+    EngineCapacity,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 
 STATS_INTERVAL = 0.05
 """Seconds between two snapshots sent while busy; the step that empties the engine always sends one."""
@@ -29,6 +37,8 @@ class SteppedEngine(Protocol):
 
     max_model_len: int
     vocab_size: int
+    capacity: EngineCapacity
+    jit_monitor: JitMonitor
 
     def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -59,6 +69,8 @@ class Abort:
 class Ready:
     max_model_len: int
     vocab_size: int
+    capacity: EngineCapacity
+    jit_monitor: Mode
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,8 @@ def run_engine(connection: Connection, factory: EngineFactory) -> None:
         engine.warm_up()
         gc.collect()
         gc.freeze()
-        connection.send(Ready(engine.max_model_len, engine.vocab_size))
+        ready = Ready(engine.max_model_len, engine.vocab_size, engine.capacity, engine.jit_monitor.mode)
+        connection.send(ready)
         _step_forever(engine, connection, commands)
     except UserError as error:
         _send_last(connection, Failed(error.message, user_error=True))

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ..engine.request import EngineStats
+from ..engine.jit_monitor import JitEvent, Mode
+from ..engine.request import EngineCapacity, EngineStats
 
 TTFT_BUCKETS = (
     0.001,
@@ -36,6 +37,9 @@ TTFT_BUCKETS = (
 )
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+MOST_COMPILATIONS = 100
+"""Different ones told apart; a kernel that compiles at every step must not fill the memory."""
 
 
 class Histogram:
@@ -63,7 +67,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.model_name = ""
+        self.capacity: EngineCapacity | None = None
+        self.jit_monitor: Mode = "off"
         self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, 0)
+        self._compilations: Counter[JitEvent] = Counter()
         self._steps_by_running: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
         self._ttft = Histogram(TTFT_BUCKETS)
@@ -75,6 +82,9 @@ class Metrics:
     def observe_stats(self, stats: EngineStats) -> None:
         self._stats = stats
         self._steps_by_running.update(stats.running_by_step)
+        for event in stats.compilations:
+            known = event in self._compilations or len(self._compilations) < MOST_COMPILATIONS
+            self._compilations[event if known else JitEvent(event.kind, "others")] += 1
 
     def observe_tokens(self, now: float, submitted: float, last_token: float | None) -> None:
         if last_token is None:
@@ -99,7 +109,6 @@ class Metrics:
             "vllm:num_requests_waiting", "Requests waiting for pages or a place.", stats.waiting
         )
         yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 1 is all.", stats.kv_cache_usage)
-        yield self._gauge("scalegate:engine_step_seconds", "Time the last step took.", stats.step_seconds)
         yield self._counter("vllm:num_preemptions", "Requests put back to wait for pages.", stats.preemptions)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
@@ -112,9 +121,63 @@ class Metrics:
             "running",
             {str(running): count for running, count in sorted(self._steps_by_running.items())},
         )
+        yield self._counter(
+            "scalegate:waiting_request_steps",
+            "Requests that waited, summed over steps: divided by all steps, how many wait.",
+            stats.waiting_by_step,
+        )
+        yield from self._times(stats)
+        yield from self._fixed()
+        yield self._compiled()
         yield self._histogram("vllm:time_to_first_token_seconds", "Time to the first token.", self._ttft)
         yield self._histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", self._itl)
         yield self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to end.", self._e2e)
+
+    def _times(self, stats: EngineStats) -> Iterator[Metric]:
+        times = stats.times
+        yield self._counter("scalegate:engine_step_seconds", "Time in engine steps.", times.step_seconds)
+        yield self._counter(
+            "scalegate:engine_host_seconds",
+            "Of engine steps, time on the host: not waiting for the GPU, nor (on a CPU) in the model.",
+            times.host_seconds,
+        )
+        if times.device_busy_seconds is not None and times.device_idle_seconds is not None:
+            yield self._counter(
+                "scalegate:device_busy_seconds", "Time the GPU had work.", times.device_busy_seconds
+            )
+            yield self._counter(
+                "scalegate:device_idle_seconds",
+                "Time between two launches with the GPU idle and requests to serve.",
+                times.device_idle_seconds,
+            )
+
+    def _fixed(self) -> Iterator[Metric]:
+        """What does not change while the server lives."""
+        if self.capacity is None:
+            return
+        yield self._gauge(
+            "scalegate:max_num_seqs", "The most requests that run together.", self.capacity.max_num_seqs
+        )
+        yield self._gauge(
+            "scalegate:kv_cache_tokens", "Tokens the KV pool holds.", self.capacity.kv_cache_tokens
+        )
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        pool = GaugeMetricFamily("vllm:cache_config_info", "The KV pool: page size and pages.", labels=labels)
+        pool.add_metric([self.model_name, str(self.capacity.page_size), str(self.capacity.kv_cache_pages)], 1)
+        yield pool
+
+    def _compiled(self) -> Metric:
+        """Without a monitor no sample at all: a reader can tell that from a count of zero."""
+        family = CounterMetricFamily(
+            "scalegate:compilations",
+            "Compilations and graph captures after warm-up: each is a pause that requests feel.",
+            labels=["model_name", "kind", "kernel", "key"],
+        )
+        if self.jit_monitor != "off":
+            family.add_metric([self.model_name, "", "", ""], 0)
+        for event, count in self._compilations.items():
+            family.add_metric([self.model_name, event.kind, event.name, event.key], count)
+        return family
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help, labels=["model_name"])

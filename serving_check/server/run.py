@@ -48,6 +48,7 @@ def run_server(
         try:
             description = describe()  # while the engine's process loads the model
             ready = engine.wait_until_ready()
+            metrics.capacity, metrics.jit_monitor = ready.capacity, ready.jit_monitor
             model = ServedModel(
                 name, description.tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
             )

@@ -111,7 +111,7 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
         "offline": cells,
         "decode_steps": steps,
         "arrivals": arrivals,
-        "compilations": engine.stats().compilations,
+        "compilations": [str(event) for event in engine.stats().compilations],
     }
 
 

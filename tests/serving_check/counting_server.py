@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 
 from scalegate.layouts.errors import UserError
-from scalegate.serving_check.engine.request import EngineStats, SamplingParams, StepOutput
+from scalegate.serving_check.engine.jit_monitor import JitMonitor
+from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, SamplingParams, StepOutput
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 
@@ -20,6 +21,8 @@ REFUSED, FATAL = 666, 667
 class CountingEngine:
     max_model_len = 4096
     vocab_size = 8192
+    capacity = EngineCapacity(max_num_seqs=1000, kv_cache_pages=1000, page_size=16)
+    jit_monitor = JitMonitor("off")
 
     def __init__(self, step_seconds: float):
         self.step_seconds = step_seconds
@@ -62,7 +65,14 @@ class CountingEngine:
     def stats(self) -> EngineStats:
         by_step, self.running_by_step = tuple(self.running_by_step), []
         return EngineStats(
-            len(self.running), 0, len(self.running) / 1000, 0, 0, self.generated, self.steps, 0.0, by_step
+            running=len(self.running),
+            waiting=0,
+            kv_cache_usage=len(self.running) / 1000,
+            preemptions=0,
+            prompt_tokens=0,
+            generation_tokens=self.generated,
+            steps=self.steps,
+            running_by_step=by_step,
         )
 
 

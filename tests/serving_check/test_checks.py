@@ -6,6 +6,7 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.plan import LayoutPlan, Measurement, ShapeChoice
 from scalegate.serving_check.checks.canary import Continuation, check_canary
+from scalegate.serving_check.checks.compilations import check_compilations, compilations
 from scalegate.serving_check.checks.diagnosis import diagnose
 from scalegate.serving_check.checks.failures import check_failures
 from scalegate.serving_check.checks.kv_capacity import check_kv_capacity, require_capacity
@@ -14,10 +15,12 @@ from scalegate.serving_check.checks.loads import Loaded, check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
+from scalegate.serving_check.endpoints.prometheus_text import parse_metrics
 from scalegate.serving_check.measurement import decoding_together
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, LoadSettings
 from scalegate.serving_check.statistics import SequentialPlan, decide
+from scalegate.serving_check.verdict import overall_status
 
 from .gate_samples import load_result, measured_m, sample_verdict
 
@@ -177,6 +180,25 @@ def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():
     assert "3 preemptions at M=8" in check_kv_capacity([curve[0], preempted], load, 2048).reason
     silent = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=None))
     assert check_kv_capacity([silent], load, None).status == "inconclusive"
+
+
+def compiled(*samples: str) -> dict[str, float]:
+    lines = ['scalegate:compilations_total{kind="",kernel="",key=""} 0.0', *samples]
+    return parse_metrics("\n".join(lines))
+
+
+def test_only_what_was_compiled_between_the_looks_counts_and_silence_decides_nothing():
+    earlier = compiled('scalegate:compilations_total{kind="triton compilation",kernel="old",key="i32"} 2.0')
+    assert check_compilations(compilations(compiled()), compilations(compiled())).status == "pass"
+    assert check_compilations(compilations(earlier), compilations(earlier)).status == "pass"
+    later = {**earlier, 'scalegate:compilations_total{kind="t",kernel="new",key="{\\"n\\": 16}"}': 1.0}
+    found = check_compilations(compilations(earlier), compilations(later))
+    assert (found.status, found.figures) == ("fail", {"compilations": 1})
+    assert 't of new for {"n": 16} (1×)' in found.reason and "old" not in found.reason
+    foreign = check_compilations(compilations({}), compilations({}))
+    assert (foreign.status, foreign.measured) == ("unknown", "not known")
+    assert overall_status([foreign, check_failures([measured_m(2, 1.0)])]) == "pass"
+    assert overall_status([foreign]) == "inconclusive"
 
 
 def test_a_load_beyond_the_cache_is_refused_before_it_is_sent():

@@ -1,0 +1,53 @@
+"""Whether anything was compiled or captured while requests were served: a pause that some of them felt.
+
+The server's own monitor says so; from outside such a pause looks like any other.
+"""
+
+from collections import Counter
+
+from ..endpoints.prometheus_text import labels_of
+from ..verdict import CheckResult
+
+NAME = "compilations in traffic"
+COMPILATIONS = "scalegate:compilations_total"
+SHOWN = 3
+SHOWN_CHARACTERS = 300
+"""Of one compilation's key, which can be long."""
+
+Compilations = Counter[str]
+"""How often each thing was compiled, by kind, kernel and key in a few words."""
+
+
+def compilations(samples: dict[str, float]) -> Compilations | None:
+    """What was compiled since warm-up, in one look at `/metrics`; None where nobody counts."""
+    counted = {name: value for name, value in samples.items() if name.partition("{")[0] == COMPILATIONS}
+    if not counted:
+        return None
+    return +Counter({_words(labels_of(name)): int(value) for name, value in counted.items()})
+
+
+def check_compilations(before: Compilations | None, after: Compilations | None) -> CheckResult:
+    """Nothing between two looks, one before the first request and one after the last."""
+    bound = "none"
+    if before is None or after is None:
+        reason = "this engine's /metrics does not count them; a pause by one shows in throughput and latency"
+        return CheckResult(NAME, "unknown", "not known", bound, reason)
+    during = after - before
+    named = [f"{words[:SHOWN_CHARACTERS]} ({count}×)" for words, count in during.most_common(SHOWN)]
+    if during:
+        reason = "; ".join(named) + ". Warm-up must meet it, or the kernel must not specialize on what runs"
+    else:
+        reason = "warm-up had met every kernel and every size that ran"
+    return CheckResult(
+        name=NAME,
+        status="fail" if during else "pass",
+        measured=f"{during.total()} compilations while serving",
+        bound=bound,
+        reason=reason,
+        figures={"compilations": during.total()},
+    )
+
+
+def _words(labels: dict[str, str]) -> str:
+    key = labels.get("key")
+    return f"{labels.get('kind')} of {labels.get('kernel')}" + (f" for {key}" if key else "")

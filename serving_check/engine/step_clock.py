@@ -1,0 +1,112 @@
+"""Where an engine's time goes: its steps', the host's share of them, and the device's pauses between them.
+
+Not for what happens inside the device's work: gaps between two kernels of one launch count as busy.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .request import StepTimes
+
+
+class StepClock:
+    """Sums since `reset`. On a GPU it costs two events a launch; nothing ever waits for it.
+
+    The host's share is what remains of a step without `away`: waiting for the GPU, or on a CPU the model's
+    own work, which happens on the host there.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        self._step_seconds = 0.0
+        self._away_seconds = 0.0
+        self._device = _DeviceClock() if self._on_gpu else None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step."""
+        started = time.perf_counter()
+        yield
+        self._step_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for the device."""
+        started = time.perf_counter()
+        yield
+        self._away_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """Around the launch of work, which on a CPU is the work."""
+        if self._device is None:
+            with self.waiting():
+                yield
+            return
+        yield
+        self._device.ends()
+
+    def device_starts(self) -> None:
+        """Just before the first operation of a launch, whatever the host has prepared before."""
+        if self._device is not None:
+            self._device.starts()
+
+    def rest(self) -> None:
+        """No work is left: until there is some, an idle device is nobody's fault."""
+        if self._device is not None:
+            self._device.rest()
+
+    def times(self) -> StepTimes:
+        host = self._step_seconds - self._away_seconds
+        if self._device is None:
+            return StepTimes(self._step_seconds, host)
+        self._device.read()
+        return StepTimes(self._step_seconds, host, self._device.busy_seconds, self._device.idle_seconds)
+
+
+class _DeviceClock:
+    """Spans of work on the current stream, read once they have passed."""
+
+    def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        self.idle_seconds = 0.0
+        self._started: torch.cuda.Event | None = None
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._last_end: torch.cuda.Event | None = None
+
+    def starts(self) -> None:
+        if self._started is None:
+            self._started = _event()
+
+    def ends(self) -> None:
+        if self._started is not None:
+            self._spans.append((self._started, _event()))
+            self._started = None
+        self.read()
+
+    def read(self) -> None:
+        while self._spans and self._spans[0][1].query():
+            start, end = self._spans.popleft()
+            if self._last_end is not None:
+                self.idle_seconds += self._last_end.elapsed_time(start) / 1000
+            self.busy_seconds += start.elapsed_time(end) / 1000
+            self._last_end = end
+
+    def rest(self) -> None:
+        if self._spans:
+            self._spans[-1][1].synchronize()
+        self.read()
+        self._last_end = None
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

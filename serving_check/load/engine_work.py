@@ -1,0 +1,82 @@
+"""What a server counted of its own work during one load, from `/metrics` before and after it.
+
+Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from ..endpoints.prometheus_text import total
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """Counts and sums over one load, or several added up; None where the server does not say."""
+
+    steps: float | None = None
+    waiting_request_steps: float | None = None
+    """Requests that waited, summed over steps."""
+    step_seconds: float | None = None
+    host_seconds: float | None = None
+    """Of these, not waiting for the GPU, nor (on a CPU) in the model."""
+    device_busy_seconds: float | None = None
+    device_idle_seconds: float | None = None
+
+    @classmethod
+    def between(cls, before: dict[str, float], after: dict[str, float]) -> "EngineWork":
+        return cls(**{name: difference(before, after, series) for name, series in _SERIES.items()})
+
+    @classmethod
+    def sum(cls, works: Iterable["EngineWork"]) -> "EngineWork":
+        """None in any makes None of all: a share of some loads would look like one of all."""
+        listed = list(works)
+        return cls(
+            **{field.name: _sum(getattr(work, field.name) for work in listed) for field in fields(cls)}
+        )
+
+    @property
+    def waiting_mean(self) -> float | None:
+        """Requests waiting, on average over steps."""
+        return _over(self.waiting_request_steps, self.steps)
+
+    @property
+    def step_ms(self) -> float | None:
+        return _over(self.step_seconds, self.steps, 1000.0)
+
+    @property
+    def host_ms(self) -> float | None:
+        """Of a step."""
+        return _over(self.host_seconds, self.steps, 1000.0)
+
+    @property
+    def device_idle_share(self) -> float | None:
+        """Of the time that there were requests to serve: 0 to 1."""
+        if self.device_busy_seconds is None or self.device_idle_seconds is None:
+            return None
+        return _over(self.device_idle_seconds, self.device_busy_seconds + self.device_idle_seconds)
+
+
+_SERIES: Mapping[str, str] = {
+    "steps": "scalegate:engine_steps_total",
+    "waiting_request_steps": "scalegate:waiting_request_steps_total",
+    "step_seconds": "scalegate:engine_step_seconds_total",
+    "host_seconds": "scalegate:engine_host_seconds_total",
+    "device_busy_seconds": "scalegate:device_busy_seconds_total",
+    "device_idle_seconds": "scalegate:device_idle_seconds_total",
+}
+
+
+def difference(before: dict[str, float], after: dict[str, float], series: str) -> float | None:
+    """By how much a counter rose; None where the server has none."""
+    later = total(after, series)
+    return None if later is None else later - (total(before, series) or 0.0)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return sum(known) if known and len(known) == len(listed) else None
+
+
+def _over(amount: float | None, count: float | None, unit: float = 1.0) -> float | None:
+    return None if amount is None or not count else amount * unit / count

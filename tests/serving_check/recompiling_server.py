@@ -1,0 +1,38 @@
+"""`pipeline serve` with an engine that compiles in traffic: the negative control of the compilation check.
+
+    python -P recompiling_server.py CHECKPOINT [options of `pipeline serve`...]
+
+`specialized_on_a_size` is compiled anew for every number of requests that get a token; on a CPU warm-up meets
+powers of two only.
+"""
+
+import sys
+
+import torch
+from scalegate.pipeline import serve as serving
+from scalegate.pipeline.cli.main import main
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig, StepOutput
+
+
+@torch.compile(backend="eager", dynamic=False)
+def specialized_on_a_size(values: torch.Tensor) -> torch.Tensor:
+    return values * 2
+
+
+def build_recompiling_engine(options: serving.ModelOptions, config: EngineConfig) -> Engine:
+    engine = serving.build_engine(options, config)
+    step = engine.step
+
+    def compiling_step() -> list[StepOutput]:
+        outputs = step()
+        specialized_on_a_size(torch.ones(len(outputs)))
+        return outputs
+
+    engine.step = compiling_step  # type: ignore[method-assign]
+    return engine
+
+
+if __name__ == "__main__":
+    serving.build_engine = build_recompiling_engine  # type: ignore[assignment]
+    main(["serve", *sys.argv[1:]], prog_name="recompiling_server.py")
