@@ -1,0 +1,154 @@
+"""The engine's speed on one GPU with each KV format, at contexts of 4k: offline API, random weights.
+
+    python tests/bench/kv_formats.py --out results/kv_formats.json
+
+Every engine serves the same prompts of 3,968 tokens with 128 tokens of output, N at once; one engine after
+the other, on one model. Speed does not depend on the weights' values.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+SHARED = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+MODELS = {
+    "qwen3-4b": Qwen3Config(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **SHARED),
+    "qwen3-8b": Qwen3Config(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, **SHARED),
+}
+BASELINE = "unquantized"
+INPUT, OUTPUT = 3968, 128
+GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+TIMED_STEPS = 64
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
+    parser.add_argument("--formats", nargs="+", default=[BASELINE, "fp8", "int8_per_token_head"])
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument("--prefill-chunk", type=int, default=8192)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_formats.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    models = {name: measure(MODELS[name], options) for name in options.models}
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "input": INPUT,
+        "output": OUTPUT,
+        "prefill_chunk": options.prefill_chunk,
+        "models": models,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(config: Qwen3Config, options: argparse.Namespace) -> dict:
+    model = random_model(config)
+    formats: dict[str, dict] = {}
+    for name in options.formats:
+        formats[name] = serve(model, name, options)
+        show(config, name, formats)
+    return formats
+
+
+def random_model(config: Qwen3Config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def serve(model: PreTrainedModel, kv_cache_dtype: str, options: argparse.Namespace) -> dict:
+    most = max(options.n)
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_num_seqs=most,
+            max_model_len=INPUT + OUTPUT,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_tokens=most * (INPUT + OUTPUT),
+            prefill_chunk=options.prefill_chunk,
+        ),
+        frozenset(),
+    )
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine.warm_up(progress=False)
+    cells = []
+    for n in options.n:
+        runs = [run(engine, n) for _ in range(3 if n <= 8 else 1)]
+        cells.append({"n": n, **{key: statistics.median(one[key] for one in runs) for key in runs[0]}})
+    compilations = [str(event) for event in engine.stats().compilations]
+    del engine
+    torch.cuda.empty_cache()
+    return {"allocated_bytes_with_pool": before, "cells": cells, "compilations": compilations}
+
+
+def run(engine: Engine, n: int) -> dict:
+    """N requests from beginning to end, and of their decoding together a stretch of steps by itself."""
+    generator = torch.Generator().manual_seed(n)
+    prompts = torch.randint(0, SHARED["vocab_size"], (n, INPUT), generator=generator).tolist()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, GREEDY)
+    tokens = 0
+    while engine.scheduler.waiting or any(sequence.is_prefilling for sequence in engine.scheduler.running):
+        tokens += len(engine.step())
+    tokens += len(engine.step())
+    torch.cuda.synchronize()
+    decoding = time.perf_counter()
+    timed = 0
+    for _ in range(TIMED_STEPS):
+        timed += len(engine.step())
+    torch.cuda.synchronize()
+    decoded = time.perf_counter()
+    while engine.has_work:
+        tokens += len(engine.step())
+    ended = time.perf_counter()
+    if tokens + timed != n * OUTPUT:
+        raise RuntimeError(f"{tokens + timed} tokens of {n * OUTPUT} arrived")
+    return {
+        "tok_s": n * OUTPUT / (ended - started),
+        "prompts_s": decoding - started,
+        "decode_tok_s": timed / (decoded - decoding),
+    }
+
+
+def show(config: Qwen3Config, name: str, formats: dict[str, dict]) -> None:
+    """One format's cells, with their ratios to the baseline where that was measured."""
+    baseline = {cell["n"]: cell for cell in formats.get(BASELINE, {"cells": []})["cells"]}
+    compiled = ", ".join(formats[name]["compilations"]) or "nothing"
+    print(f"hidden {config.hidden_size}, {name}; compiled after warm-up: {compiled}")
+    print("   N    tok/s  ratio  prompts s  ratio  decode tok/s  ratio")
+    for cell in formats[name]["cells"]:
+        other = baseline.get(cell["n"], cell)
+        print(
+            f"{cell['n']:>4} {cell['tok_s']:>8.0f} {cell['tok_s'] / other['tok_s']:>6.3f} "
+            f"{cell['prompts_s']:>10.3f} {cell['prompts_s'] / other['prompts_s']:>6.3f} "
+            f"{cell['decode_tok_s']:>13.0f} {cell['decode_tok_s'] / other['decode_tok_s']:>6.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Eight-bit keys and values on a GPU: append, prefill and decode agree with the reference in the engine.
+
+The GPU rounds queries to fp16 before it meets eight-bit keys, so tokens may part where two are as likely.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from scalegate.kernels.append_kv import quantize_reference
+from scalegate.layouts.kv_format import KVScales
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+pytestmark = pytest.mark.gpu
+
+NEW_TOKENS = 32
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+SIZES = {"max_model_len": 1024, "max_num_seqs": 32, "decode_buckets": (1, 8, 32), "prefill_chunk": 256}
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8_per_token_head": torch.int8}
+NEAR_TIE = 2**-6
+"""In logits: what counts as equally likely."""
+
+
+def rounded_attention(module, query, key, value, attention_mask, **options):
+    dtype, scales = module.config.rounded_kv
+    scale = scales[module.layer_idx] if module.layer_idx in scales else KVScales(*torch.ones(2, 1).cuda())
+    sides = []
+    for new, by in ((key, scale.key), (value, scale.value)):
+        by = by.cuda().expand(new.shape[1])
+        stored, token_scale = quantize_reference(new.transpose(1, 2), dtype, by)
+        sides.append(
+            (stored.float() * (by if token_scale is None else token_scale).unsqueeze(-1)).transpose(1, 2)
+        )
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *sides, attention_mask, **options)
+
+
+AttentionInterface.register("rounded_kv_gpu", rounded_attention)
+AttentionMaskInterface.register("rounded_kv_gpu", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+@pytest.fixture(scope="module")
+def model(example_checkpoint: Path):
+    return AutoModelForCausalLM.from_pretrained(example_checkpoint, dtype=torch.float32).cuda().eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(example_checkpoint: Path, heldout_text: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(example_checkpoint)
+    lines = heldout_text.read_text(encoding="utf-8").splitlines()[:3]
+    tokens = tokenizer("".join(json.loads(line)["text"] for line in lines))["input_ids"]
+    return [tokens[97 * row : 97 * row + 3 + 19 * row] for row in range(24)]
+
+
+def calibrated(model) -> dict[int, KVScales]:
+    """Scales that are not powers of two, different for each head."""
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    return {
+        layer: KVScales(0.011 + 0.003 * torch.arange(heads), torch.tensor([0.007 + 0.001 * layer]))
+        for layer in range(0, layers, 2)
+    }
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("sizes", [{}, {"kv_cache_tokens": 2048}], ids=["roomy", "preempted"])
+def test_tokens_part_from_the_reference_only_at_near_ties(model, prompts, name: str, sizes: dict):
+    scales = calibrated(model) if name == "fp8" else {}
+    engine = Engine(
+        copy.deepcopy(model), EngineConfig(kv_cache_dtype=name, **SIZES, **sizes), frozenset(), scales
+    )
+    engine.warm_up(progress=False)
+    answers = [list(answer.token_ids) for answer in engine.generate(prompts, GREEDY)]
+    assert (engine.stats().preemptions > 0) == bool(sizes) and engine.pool.usage == 0
+    assert engine.stats().compilations == ()
+
+    reference = copy.deepcopy(model)
+    reference.config.rounded_kv = DTYPES[name], scales
+    reference.set_attn_implementation("rounded_kv_gpu")
+    parted = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answer], device="cuda"), use_cache=False).logits[0]
+        logits = logits[len(prompt) - 1 : -1].float()
+        given = logits.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+        behind = logits.amax(dim=1) - given
+        parted += int((behind > 0).sum())
+        assert float(behind.max()) < NEAR_TIE, (len(prompt), behind.tolist())
+    assert parted < len(prompts) * NEW_TOKENS // 50
+
+
+def test_eight_bits_take_half_the_memory(model):
+    sizes = []
+    for name in ("unquantized", *DTYPES):
+        engine = Engine(
+            copy.deepcopy(model).bfloat16(), EngineConfig(kv_cache_dtype=name, **SIZES), frozenset()
+        )
+        layer = engine.pool.layers[0]
+        held = [layer.key_pages, layer.value_pages, layer.key_scale, layer.value_scale]
+        sizes.append(sum(tensor.nbytes for tensor in held if tensor is not None))
+    assert sizes[1] / sizes[0] == pytest.approx(0.5, abs=0.01) and sizes[2] / sizes[0] < 0.6
