@@ -11,6 +11,7 @@ from ..layouts.errors import UserError
 from ..serving_check.endpoints import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ..serving_check.settings import LoadSettings
+from .kv_cache import AUTO, UNQUANTIZED
 
 EMBEDDED = "embedded"
 VLLM = "vllm"
@@ -33,22 +34,33 @@ class EngineOptions:
 
 
 def endpoint_of(
-    engine: str, side: str, folder: Path, options: EngineOptions, layout: str | None = None
+    engine: str,
+    side: str,
+    folder: Path,
+    options: EngineOptions,
+    layout: str | None = None,
+    kv_cache_dtype: str = AUTO,
 ) -> ServerEndpoint:
     """The endpoint for `side` ("artifact" or "baseline"), serving `folder` unless `engine` is a URL."""
     if is_url(engine):
+        if kv_cache_dtype != AUTO:
+            raise UserError(f"{engine} is running already; --kv-cache-dtype is for it to be started with")
         return UrlEndpoint(engine)
     log = options.logs / f"{side}.log"
     load = options.load
     if engine == VLLM:
         dtype = None if options.dtype == "auto" else options.dtype
-        return vllm_endpoint(str(folder), log=log, max_num_seqs=max(load.ms), dtype=dtype)
+        kv_cache = () if kv_cache_dtype in (AUTO, UNQUANTIZED) else ("--kv-cache-dtype", kv_cache_dtype)
+        return vllm_endpoint(
+            str(folder), log=log, max_num_seqs=max(load.ms), dtype=dtype, extra_arguments=kv_cache
+        )
     if engine != EMBEDDED:
         raise UserError(f"unknown engine {engine!r}; give {EMBEDDED}, {VLLM}, or the URL of a running server")
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(folder), "--port", "0"]
     command += ["--served-model-name", side, "--device", options.device, "--dtype", options.dtype]
     command += ["--max-num-seqs", str(max(load.ms)), "--kv-cache-tokens", str(pool_tokens(load))]
     command += ["--max-model-len", str(request_tokens(load))]
+    command += ["--kv-cache-dtype", kv_cache_dtype]
     if layout is not None:
         command += ["--layout", layout]
     return SubprocessEndpoint(command, f"{side}'s server", log=log, progress=options.progress)

@@ -17,8 +17,10 @@ from tqdm import tqdm
 from ..layouts.errors import UserError
 from ..layouts.linear import QuantizedLinear
 from ..serving_check.checks.loads import Loaded
+from ..serving_check.engine.stored_kv import OverStoredKV
 from ..serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
 from .checkpoint import Checkpoint
+from .kv_cache import UNQUANTIZED, kv_cache_of
 from .load import LoadedModel, load_model, load_tokenizer
 
 HELD_OUT = Path(__file__).parent.parent / "serving_check" / "data" / "heldout.jsonl"
@@ -51,11 +53,12 @@ class InProcessFigures:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How both are loaded; `layout` is for the artifact alone."""
+    """How both are loaded; `layout` and `kv_cache_dtype` are for the artifact alone."""
 
     device: str
     dtype: torch.dtype | None
     layout: str | None
+    kv_cache_dtype: str
     progress: bool
 
 
@@ -96,7 +99,7 @@ def take_figures(
         )
     total = sum(window.numel() for window in text.windows)
     with tqdm(total=total, desc="quality", unit="tok", disable=None if options.progress else True) as bar:
-        comparison = compare(ours.model, theirs.model, text.windows, bar.update)
+        comparison = compare(_as_served(ours, options), theirs.model, text.windows, bar.update)
     dtype = str(ours.model.dtype).removeprefix("torch.")
     del ours, theirs
     _release_memory()
@@ -121,6 +124,14 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> L
         layout=layout,
         progress=options.progress,
     )
+
+
+def _as_served(loaded: LoadedModel, options: LoadOptions) -> nn.Module:
+    """The model with its keys and values as they are stored while it serves."""
+    kv_cache = kv_cache_of(loaded.checkpoint, options.kv_cache_dtype)
+    if kv_cache.kv_format == UNQUANTIZED:
+        return loaded.model
+    return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, WINDOW)
 
 
 def _describe(loaded: LoadedModel) -> Loaded:

@@ -26,6 +26,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .device import DTYPES, resolve_device
 from .engines import EMBEDDED, EngineOptions, endpoint_of, is_url
 from .in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
+from .kv_cache import AUTO
 from .load import problems
 from .report.write import write_report
 from .subject import describe_subject
@@ -49,13 +50,14 @@ class _Run:
     device: str
     dtype: str
     layout: str | None
+    kv_cache_dtype: str
     text: Path | None
     quality_tokens: int
     progress: bool
 
     @property
     def in_process(self) -> LoadOptions:
-        return LoadOptions(self.device, DTYPES[self.dtype], self.layout, self.progress)
+        return LoadOptions(self.device, DTYPES[self.dtype], self.layout, self.kv_cache_dtype, self.progress)
 
     @property
     def command(self) -> str:
@@ -79,6 +81,7 @@ class _Run:
             "device": self.device,
             "dtype": self.dtype,
             "layout": self.layout,
+            "kv-cache-dtype": self.kv_cache_dtype,
         }
         for name, value in options.items():
             words += [] if value is None else [f"--{name}", str(value)]
@@ -105,6 +108,7 @@ def validate(
     device: str = "auto",
     dtype: str = "auto",
     layout: str | None = None,
+    kv_cache_dtype: str = AUTO,
     revision: str | None = None,
     baseline_revision: str | None = None,
     progress: bool = True,
@@ -120,6 +124,8 @@ def validate(
     floor:           least throughput ratio; None takes the recipe's, or the default
     text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
     layout:          one layout for every quantized layer, to try it; the artifact then keeps its old verdict
+    kv_cache_dtype:  how the artifact's keys and values are stored, to try it, as `layout`; a name in
+                     `layouts/kv_format.py`, or `auto`, which both sides get: what each checkpoint declares
     """
     started = time.monotonic()
     if dtype not in DTYPES:
@@ -139,6 +145,7 @@ def validate(
         device=resolve_device(device),
         dtype=dtype,
         layout=layout,
+        kv_cache_dtype=kv_cache_dtype,
         text=None if text is None else Path(text),
         quality_tokens=quality_tokens,
         progress=progress,
@@ -147,9 +154,10 @@ def validate(
     if report is not None:
         write_report(verdict, Path(report))
         verdict.write(Path(report) / VERDICT_NAME)
-    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and a forced layout
-    # is not what the artifact will be served in.
-    if manifest is not None and layout is None and Path(artifact).expanduser().is_dir():
+    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
+    # not be served in a layout or a KV format that is forced here.
+    as_served = layout is None and kv_cache_dtype == AUTO
+    if manifest is not None and as_served and Path(artifact).expanduser().is_dir():
         _write_into_artifact(verdict, checkpoint.folder, manifest)
     return verdict
 
@@ -193,7 +201,7 @@ def _serve(run: _Run, text: HeldOutText) -> Served:
     """Both servers up at once, loaded in turn, and down again whatever happens."""
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
     options = EngineOptions(run.device, run.dtype, run.load, logs, run.progress)
-    ours = endpoint_of(run.engine, "artifact", run.artifact.folder, options, run.layout)
+    ours = endpoint_of(run.engine, "artifact", run.artifact.folder, options, run.layout, run.kv_cache_dtype)
     theirs = endpoint_of(run.baseline_engine, "baseline", run.baseline.folder, options)
     with ours as artifact, theirs as baseline:
         floor = run.bounds.throughput_floor

@@ -62,6 +62,13 @@ class WholeNumbers(click.ParamType):
     help="Of activations and unquantized weights, on both sides; auto is each checkpoint's own.",
 )
 @click.option("--layout", metavar="NAME", help="Try one layout for every quantized layer.")
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "unquantized", "fp8", "int8_per_token_head"]),
+    default="auto",
+    show_default=True,
+    help="How ARTIFACT's keys and values are stored; auto is what each checkpoint declares.",
+)
 @click.option("--revision", help="Of ARTIFACT, where it is a Hub id.")
 @click.option("--baseline-revision", help="Of the baseline, where it is a Hub id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
@@ -86,6 +93,7 @@ def command(
     device: str,
     dtype: str,
     layout: str | None,
+    kv_cache_dtype: str,
     revision: str | None,
     baseline_revision: str | None,
     as_json: bool,
@@ -103,6 +111,7 @@ def command(
         pipeline validate work/Qwen3-8B-INT4
         pipeline validate ORG/Qwen3-8B-AWQ --baseline Qwen/Qwen3-8B --report report
         pipeline validate work/Qwen3-8B-INT4 --m 1,8,64,128 --input-len 512 --output-len 128
+        pipeline validate Qwen/Qwen3-8B --baseline Qwen/Qwen3-8B --kv-cache-dtype fp8 --report fp8-kv
         pipeline validate work/Qwen3-8B-INT4 --engine http://127.0.0.1:8000 --baseline-engine http://127.0.0.1:8001
     """
     from ..report.table import verdict_table
@@ -128,6 +137,7 @@ def command(
             device=device,
             dtype=dtype,
             layout=layout,
+            kv_cache_dtype=kv_cache_dtype,
             revision=revision,
             baseline_revision=baseline_revision,
         )
