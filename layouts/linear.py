@@ -5,15 +5,19 @@ from torch import Tensor, nn
 
 from .all_layouts import LAYOUTS
 from .layout import PackedWeight
+from .nvfp4 import NVFP4Input
 
 
 class QuantizedLinear(nn.Module):
     """`y = x @ W.T + bias` with W packed; the packed tensors are the module's buffers.
 
-    x: [..., K] in the packed dtype; y: [..., N] in the same dtype.
+    x: [..., K] in the packed dtype; y: [..., N] in the same dtype. With an `input_format`, x is rounded to it
+    first, whatever the layout: that is the checkpoint's meaning, not a kernel's choice.
     """
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None):
+    input_global_scale: Tensor
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: NVFP4Input | None = None):
         super().__init__()
         self.layout = LAYOUTS[packed.layout]
         self.out_features, self.in_features = packed.shape
@@ -22,6 +26,9 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
         self._has_bias = bias is not None
+        self.input_format = input_format
+        if input_format is not None:
+            self.register_buffer("input_global_scale", input_format.global_scale, persistent=False)
 
     @property
     def packed(self) -> PackedWeight:
@@ -38,6 +45,8 @@ class QuantizedLinear(nn.Module):
         self._packed = PackedWeight(
             self._packed.layout, self._packed.shape, self._packed.dtype, tensors, self._packed.meta
         )
+        if self.input_format is not None:
+            self.input_format = NVFP4Input(self.input_global_scale)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,6 +54,8 @@ class QuantizedLinear(nn.Module):
         # and the bias flag are plain attributes, since a buffer or parameter is looked up four times slower,
         # and the shape that decoders use is written out, since unpacking it costs another microsecond.
         rows = x.reshape(-1, self.in_features).contiguous()
+        if self.input_format is not None:
+            rows = self.input_format.round(rows)
         if torch.compiler.is_compiling():
             y = _packed_product(rows, self._packed)
         else:
@@ -57,9 +68,10 @@ class QuantizedLinear(nn.Module):
         return y.view(*shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return (
+        parts = (
             f"in_features={self.in_features}, out_features={self.out_features}, layout={self._packed.layout}"
         )
+        return parts if self.input_format is None else f"{parts}, input=NVFP4"
 
 
 def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:

@@ -1,4 +1,4 @@
-"""The NVFP4 weight format: E2M1 codes, an E4M3 scale per 16, one fp32 scale for the whole tensor."""
+"""The NVFP4 format, of weights and of inputs: E2M1 codes, an E4M3 scale per 16, one fp32 scale for all."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,8 @@ from .int4 import unpack_nibbles
 
 GROUP_SIZE = 16
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,36 @@ class NVFP4Weight:
 
     def to(self, device: torch.device | str) -> "NVFP4Weight":
         return NVFP4Weight(self.codes.to(device), self.scale.to(device), self.global_scale.to(device))
+
+
+@dataclass(frozen=True)
+class NVFP4Input:
+    """The input of a linear layer whose product is made of NVFP4 on both sides, x and W ("W4A4").
+
+    Each token's scales are found as it comes, one E4M3 for 16 consecutive k; only the scale over them is
+    stored. Matrix units that multiply FP4 are not needed here: x is rounded to what they would be given.
+
+    global_scale: fp32 scalar, a multiplier (amax / 2688) found by calibration
+    """
+
+    global_scale: Tensor
+
+    def round(self, x: Tensor) -> Tensor:
+        """x [..., K] as NVFP4 can say it, in x's dtype; computed in fp32 as the FP4 kernels do."""
+        groups = x.float().unflatten(-1, (-1, GROUP_SIZE))
+        largest = groups.abs().amax(-1, keepdim=True)
+        wanted = largest / E2M1_MAX / self.global_scale
+        scale = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+        # A group too small for any scale is a group of zeros.
+        codes = torch.where(scale > 0, groups * ((1 / self.global_scale) / scale), 0.0)
+        return (_round_to_e2m1(codes) * (scale * self.global_scale)).flatten(-2).to(x.dtype)
+
+    def to(self, device: torch.device | str) -> "NVFP4Input":
+        return NVFP4Input(self.global_scale.to(device))
+
+
+def _round_to_e2m1(x: Tensor) -> Tensor:
+    """The nearest value, ties to the even code. Below 2 they are 0.5 apart, below 4 they are 1, then 2."""
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (magnitude / step).round() * step * x.sign()

@@ -124,7 +124,8 @@ def _formats(checkpoint: Checkpoint, stored: dict[str, StoredWeight]) -> list[Fo
 def _format_name(weight: StoredWeight) -> str:
     name = FORMAT_NAMES.get(weight.weight_format.__name__, weight.weight_format.__name__)
     zero = ", fractional zero points" if not weight.integer_zero else ""
-    return f"{name}, groups of {weight.group_size}{zero}"
+    inputs = ", inputs in NVFP4 too" if weight.read_input else ""
+    return f"{name}, groups of {weight.group_size}{zero}{inputs}"
 
 
 def _kept(checkpoint: Checkpoint, in_formats: set[str]) -> list[str]:

@@ -30,6 +30,7 @@ def describe_quantization(checkpoint: Checkpoint) -> str:
     convention = convention_of(checkpoint)
     formats = {
         f"{weight.weight_format.__name__} g{weight.group_size}"
+        + (" with NVFP4 inputs" if weight.read_input else "")
         for weight in convention.modules(checkpoint).values()
         if weight.is_quantized
     }

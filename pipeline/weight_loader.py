@@ -16,6 +16,7 @@ from ..layouts.choose import default_layout
 from ..layouts.errors import UserError
 from ..layouts.layout import LAYOUTS, Problem, QuantizedWeight
 from ..layouts.linear import QuantizedLinear
+from ..layouts.nvfp4 import NVFP4Input
 from ..layouts.plan import LayoutPlan
 from .checkpoint import Checkpoint
 from .conventions.convention import StoredWeight
@@ -136,15 +137,22 @@ class WeightLoader:
         self.model.set_submodule(module, replacement)
 
     def _linears(self, module: str, parts: list[str], bias: Tensor | None) -> list[QuantizedLinear]:
-        weights = stack_rows([self._read_quantized(name) for name in parts])
+        weights = [self._read_quantized(name) for name in parts]
+        inputs = [self._read_input(name) for name in parts]
+        if all(one == inputs[0] for one in inputs):
+            weights = stack_rows(weights)
         linears = []
-        for weight in weights:
+        for weight, input_format in zip(weights, inputs, strict=False):
             problem = Problem.of(weight, self.model.dtype, self.device)
             name = self.picker.pick(problem, module)
             packed = LAYOUTS[name].pack(weight.to(self.device), self.model.dtype)
-            linears.append(QuantizedLinear(packed, bias))
+            linears.append(QuantizedLinear(packed, bias, input_format))
             self.layouts[module] = name
         return linears
+
+    def _read_input(self, name: str) -> NVFP4Input | None:
+        read = self.stored[name].read_input
+        return None if read is None else read().to(self.device)
 
     def _read_quantized(self, name: str) -> QuantizedWeight:
         weight = self.stored[name].read()
@@ -155,6 +163,11 @@ class WeightLoader:
     def _read_plain(self, name: str) -> Tensor:
         if name not in self.stored:
             return self.checkpoint.read(name)
+        if self.stored[name].read_input is not None:
+            raise UserError(
+                f"{self.checkpoint.source}: {name} quantizes its input as well, which Scalegate does for "
+                f"linear layers and experts only, and {type(self.model).__name__} makes something else of it"
+            )
         weight = self.stored[name].read()
         return weight if isinstance(weight, Tensor) else weight.dequantize(self.model.dtype)
 

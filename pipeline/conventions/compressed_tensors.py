@@ -1,5 +1,7 @@
 """compressed-tensors: INT4 `pack-quantized` read and written, NVFP4 `nvfp4-pack-quantized` read.
 
+NVFP4 with its activations in NVFP4 or left alone; nothing else about activations is read.
+
 The convention of vLLM, SGLang, llm-compressor and transformers. Their library is not used: the bytes are
 written and read here, and `tests/bench/interchange.py` compares with it in an environment of its own.
 """
@@ -13,9 +15,9 @@ from torch import Tensor
 
 from ...layouts.errors import UserError
 from ...layouts.int4 import Int4Weight, pack_nibbles, unpack_nibbles
-from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Weight
+from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Input, NVFP4Weight
 from .convention import CONVENTIONS, EXPORTS, StoredWeight
-from .stored import FLOAT_DTYPES, require_tensor, scalar_shape
+from .stored import FLOAT_DTYPES, positive_scalar, require_tensor, scalar_shape
 from .targets import LINEAR, as_patterns, first_match, matches
 
 if TYPE_CHECKING:
@@ -157,16 +159,22 @@ def _stored_weight(
     activations = group.get("input_activations")
     if (bits, kind, layout) == (4, "int", INT4_FORMAT) and activations is None:
         return _stored_int4(checkpoint, module, weights)
-    # Engines that can may quantize the activations too; the weights mean the same without that.
-    if (bits, kind, layout) == (4, "float", NVFP4_FORMAT):
-        return _stored_nvfp4(checkpoint, module)
+    if (bits, kind, layout) == (4, "float", NVFP4_FORMAT) and (activations is None or _is_nvfp4(activations)):
+        return _stored_nvfp4(checkpoint, module, activations is not None)
     activation_text = "" if activations is None else (
-        f", activations {activations.get('num_bits')}-bit {activations.get('type')}"
+        f", activations {activations.get('num_bits')}-bit {activations.get('type')} "
+        f"({activations.get('strategy')}, dynamic: {activations.get('dynamic')})"
     )  # fmt: skip
     raise UserError(
         f"{checkpoint.source}: {module} is stored as {layout!r}, {bits}-bit {kind} weights{activation_text}; "
         f"Scalegate reads {READS}"
     )
+
+
+def _is_nvfp4(activations: Mapping[str, Any]) -> bool:
+    """Whether they have an E4M3 scale per 16 found as they come, and one fp32 scale found beforehand."""
+    wanted = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"}
+    return activations.get("group_size") == GROUP_SIZE and wanted.items() <= activations.items()
 
 
 def _stored_int4(checkpoint: "Checkpoint", module: str, weights: Mapping[str, Any]) -> StoredWeight:
@@ -221,7 +229,7 @@ def _stored_int4(checkpoint: "Checkpoint", module: str, weights: Mapping[str, An
     return StoredWeight(module, (n, k), Int4Weight, group_size, True, tuple(names), read)
 
 
-def _stored_nvfp4(checkpoint: "Checkpoint", module: str) -> StoredWeight:
+def _stored_nvfp4(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> StoredWeight:
     packed, scale = module + PACKED, f"{module}.weight_scale"
     global_scale = f"{module}.weight_global_scale"
     n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
@@ -231,17 +239,23 @@ def _stored_nvfp4(checkpoint: "Checkpoint", module: str) -> StoredWeight:
     require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
     require_tensor(checkpoint, global_scale, (torch.float32,))
     scalar_shape(checkpoint, global_scale)
-    activation_scale = f"{module}.input_global_scale"
+    input_scale = f"{module}.input_global_scale"
+    if quantizes_input:
+        require_tensor(checkpoint, input_scale, (torch.float32,))
+        scalar_shape(checkpoint, input_scale)
     names = [packed, scale, global_scale]
-    names += [activation_scale] if activation_scale in checkpoint.tensors else []
+    names += [input_scale] if input_scale in checkpoint.tensors else []
 
+    # Both global scales are stored as divisors.
     def read() -> NVFP4Weight:
-        divisor = checkpoint.read(global_scale).reshape(())
-        if not bool(torch.isfinite(divisor)) or float(divisor) <= 0:
-            raise UserError(f"{checkpoint.source}: {global_scale} is {float(divisor)}; it has to be positive")
-        return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), divisor.reciprocal())
+        multiplier = positive_scalar(checkpoint, global_scale).reciprocal()
+        return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), multiplier)
 
-    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, tuple(names), read)
+    def read_input() -> NVFP4Input:
+        return NVFP4Input(positive_scalar(checkpoint, input_scale).reciprocal())
+
+    inputs = read_input if quantizes_input else None
+    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, tuple(names), read, inputs)
 
 
 def _words(codes: Tensor) -> Tensor:

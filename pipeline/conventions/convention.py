@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...layouts.int4 import Int4Weight
 from ...layouts.layout import Problem, QuantizedWeight
+from ...layouts.nvfp4 import NVFP4Input
 from ...layouts.registry import Registry
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class StoredWeight:
     weight_format: Int4Weight or NVFP4Weight; Tensor where it is only stored compactly (FP8 blocks)
     tensors:       the names of the checkpoint tensors it is made of
     read:          reads them and returns the weight, on the CPU
+    read_input:    reads how the layer's input is quantized as well; None where it stays as it is
     """
 
     module: str
@@ -35,6 +37,7 @@ class StoredWeight:
     integer_zero: bool
     tensors: tuple[str, ...]
     read: Callable[[], QuantizedWeight | Tensor]
+    read_input: Callable[[], NVFP4Input] | None = None
 
     @property
     def is_quantized(self) -> bool:

@@ -1,6 +1,6 @@
 """ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json or beside it.
 
-Read only. `W4A16_NVFP4` and `NVFP4` store the weights alike; activations stay unquantized here.
+Read only. `W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4` quantizes the activations as well.
 """
 
 import json
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...layouts.errors import UserError
-from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Weight
+from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Input, NVFP4Weight
 from .convention import CONVENTIONS, StoredWeight
-from .stored import require_tensor, scalar_shape
+from .stored import positive_scalar, require_tensor, scalar_shape
 from .targets import matches_wildcard
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
+ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
 READS = "ModelOpt NVFP4"
 SCALE = ".weight_scale"
 GLOBAL_SCALE = ".weight_scale_2"
@@ -43,11 +44,9 @@ class ModelOpt:
                 f"{checkpoint.source}: ModelOpt quant_algo {algorithm!r} is not read; "
                 f"Scalegate reads {' and '.join(ALGORITHMS)}"
             )
-        stored = {
-            name.removesuffix(GLOBAL_SCALE): _stored(checkpoint, name.removesuffix(GLOBAL_SCALE))
-            for name in checkpoint.tensors
-            if name.endswith(GLOBAL_SCALE)
-        }
+        names = [name for name in checkpoint.tensors if name.endswith(GLOBAL_SCALE)]
+        modules = [name.removesuffix(GLOBAL_SCALE) for name in names]
+        stored = {module: _stored(checkpoint, module, algorithm == WITH_ACTIVATIONS) for module in modules}
         for name, info in checkpoint.tensors.items():
             packed = name.endswith(".weight") and info.dtype == torch.uint8
             if packed and name.removesuffix(".weight") not in stored:
@@ -76,7 +75,7 @@ def _declaration(checkpoint: "Checkpoint") -> Mapping[str, Any]:
         raise UserError(f"{path} is not a ModelOpt quantization config ({error!r})") from error
 
 
-def _stored(checkpoint: "Checkpoint", module: str) -> StoredWeight:
+def _stored(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> StoredWeight:
     packed, scale, global_scale = f"{module}.weight", module + SCALE, module + GLOBAL_SCALE
     n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
     k = half * 2
@@ -85,15 +84,22 @@ def _stored(checkpoint: "Checkpoint", module: str) -> StoredWeight:
     require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
     require_tensor(checkpoint, global_scale, (torch.float32,))
     scalar_shape(checkpoint, global_scale)
-    # An activation scale is what engines with FP4 matrix units want; nothing here reads it.
-    optional = [name for name in (f"{module}.input_scale",) if name in checkpoint.tensors]
+    input_scale = f"{module}.input_scale"
+    if quantizes_input:
+        require_tensor(checkpoint, input_scale, (torch.float32,))
+        scalar_shape(checkpoint, input_scale)
+    names = [packed, scale, global_scale]
+    names += [input_scale] if input_scale in checkpoint.tensors else []
 
     def read() -> NVFP4Weight:
         multiplier = checkpoint.read(global_scale).reshape(())
         return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), multiplier)
 
-    names = (packed, scale, global_scale, *optional)
-    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, names, read)
+    def read_input() -> NVFP4Input:
+        return NVFP4Input(positive_scalar(checkpoint, input_scale))
+
+    inputs = read_input if quantizes_input else None
+    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, tuple(names), read, inputs)
 
 
 CONVENTION = ModelOpt()

@@ -1,12 +1,13 @@
 """Checks every convention makes of the tensors it finds: present, of the right dtype, of the right shape.
 
-The errors name the tensor, what the config promises and what the file holds. Not for reading data.
+The errors name the tensor, what the config promises and what the file holds. Not for reading weights.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ...layouts.errors import UserError
 
@@ -49,3 +50,11 @@ def scalar_shape(checkpoint: "Checkpoint", name: str) -> None:
         raise UserError(
             f"{checkpoint.source}: tensor {name} has shape {list(shape)}; it has to be one number"
         )
+
+
+def positive_scalar(checkpoint: "Checkpoint", name: str) -> Tensor:
+    """The one number in `name`, fp32 []; UserError where no scale can be that."""
+    value = checkpoint.read(name).float().reshape(())
+    if not bool(torch.isfinite(value)) or float(value) <= 0:
+        raise UserError(f"{checkpoint.source}: {name} is {float(value)}; it has to be positive")
+    return value

@@ -217,6 +217,11 @@ def _nvfp4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> St
             f"{checkpoint.source}: {module} has K = {k} and block_size {data.get('block_size')!r}; "
             f"NVFP4 has {GROUP_SIZE}"
         )
+    if data.get("act_quant_kwargs") is not None:
+        raise UserError(
+            f"{checkpoint.source}: {module} quantizes its activations as well (act_quant_kwargs); "
+            f"of torchao's NVFP4, Scalegate reads what NVFP4WeightOnlyConfig makes"
+        )
     swizzled = bool(data.get("is_swizzled_scales"))
     expected = swizzled_shape(n, k) if swizzled else (n, k // GROUP_SIZE)
     require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), expected)
@@ -224,8 +229,7 @@ def _nvfp4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> St
     if has_global:
         require_tensor(checkpoint, global_scale, (torch.float32,))
         scalar_shape(checkpoint, global_scale)
-    activation_scale = f"{module}._weight_act_per_tensor_scale"
-    optional = [name for name in (global_scale, activation_scale) if name in checkpoint.tensors]
+    optional = [global_scale] if has_global else []
 
     def read() -> NVFP4Weight:
         scales = checkpoint.read(scale)

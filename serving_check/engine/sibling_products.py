@@ -79,11 +79,12 @@ def join_siblings(model: nn.Module, run: Callable[[], object]) -> int:
 def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     """Names of the children of one module that were each called once, one after another, on one tensor."""
     calls: list[tuple[str, Linear, Tensor]] = []
-    # A subclass, a hook or a shared weight may mean more than a product does.
+    # A subclass, a hook, a shared weight or an input to be rounded may mean more than a product does.
     plain = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if type(module) in (nn.Linear, QuantizedLinear)
+        and getattr(module, "input_format", None) is None
         and not module._forward_hooks
         and not module._forward_pre_hooks
     }

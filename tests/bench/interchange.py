@@ -1,20 +1,20 @@
 """Do we read other tools' checkpoints as they do, and do they read ours: nats per token on the same windows.
 
-Each tool runs in an environment of its own, given as its Python; a tool left out is left out of the result.
-The one with compressed-tensors needs a transformers other than 5.23.0, which by default loads no asymmetric
-checkpoint at all, llm-compressor's own included: it expects the zero points unpacked.
+Each tool runs in an environment of its own, made where it is missing (`interchange_tools/environments.py`).
+What other tools made also goes through `pipeline validate`, at settings too small to settle its throughput:
+it has to load, serve and be judged.
 
-    python tests/bench/interchange.py --checkpoint CHECKPOINT --text heldout.jsonl --work DIR \\
-        --compressed-tensors ENV/bin/python --llmcompressor ENV/bin/python \\
-        --modelopt ENV/bin/python --torchao ENV/bin/python
+    python tests/bench/interchange.py --checkpoint CHECKPOINT [CHECKPOINT ...] --text heldout.jsonl --work DIR
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,43 +26,65 @@ from scalegate.pipeline.checkpoint import Checkpoint, open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.load import load_model
 from scalegate.pipeline.quantize import quantize
+from scalegate.serving_check.verdict import Verdict
 from transformers import AutoTokenizer
 
 TOOLS = Path(__file__).parent / "interchange_tools"
 RESULT = Path(__file__).parent / "results" / "interchange.json"
 BOUND = 0.002
 WINDOWS, WINDOW_TOKENS, CALIBRATION_WINDOWS = 64, 256, 8
+VALIDATE = "--m 1,2 --max-repeats 2 --input-len 16 --output-len 16 --quality-tokens 2048"
+MUST_PASS = ("loads", "canary text", "no failed requests", "M reached")
 sys.path.insert(0, str(TOOLS))
+from environments import make_environments  # noqa: E402
 from score import nats_per_token  # noqa: E402 - the same arithmetic that the other environments run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints that are made")
-    for tool in ("compressed-tensors", "llmcompressor", "modelopt", "torchao"):
-        parser.add_argument(f"--{tool}", help=f"the Python of an environment with {tool}")
+    parser.add_argument(
+        "--environments", type=Path, help="folder of the tools' environments; default in WORK"
+    )
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    bench = Interchange(options.checkpoint, options.work, *write_windows(options))
-    rows = [bench.unquantized(), *bench.others_read_ours(options), *bench.we_read_others(options)]
-    print_table(rows)
-    recorded = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    recorded[options.checkpoint.name] = {"tokens": WINDOWS * WINDOW_TOKENS, "bound": BOUND, "rows": rows}
-    write_json(RESULT, recorded)
+    pythons = make_environments((options.environments or options.work / "environments").resolve())
+    held = True
+    for checkpoint in options.checkpoint:
+        work = (options.work / checkpoint.name).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        windows = write_windows(checkpoint, options.text, work)
+        bench = Interchange(checkpoint.resolve(), work, *windows, pythons)
+        print(f"\n{checkpoint.name}: nats per token, ours, theirs, apart; validate", flush=True)
+        rows = []
+        for row in bench.rows():
+            print(as_line(row), flush=True)
+            rows.append(row)
+        held = held and all(row.get("holds", True) for row in rows)
+        recorded = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+        recorded[checkpoint.name] = {
+            "tokens": WINDOWS * WINDOW_TOKENS,
+            "bound": BOUND,
+            "validate": VALIDATE,
+            "our_versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            "rows": rows,
+        }
+        write_json(RESULT, recorded)
+    if not held:
+        raise SystemExit("something above does not hold")
 
 
-def write_windows(options: argparse.Namespace) -> tuple[Path, Path]:
+def write_windows(checkpoint: Path, text: Path, work: Path) -> tuple[Path, Path]:
     """The token windows every reader scores, and others from the end of the text for calibration."""
-    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    lines = options.text.read_text(encoding="utf-8").splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    lines = text.read_text(encoding="utf-8").splitlines()
     tokens = [token for line in lines for token in tokenizer(json.loads(line)["text"])["input_ids"]]
     needed = (WINDOWS + CALIBRATION_WINDOWS) * WINDOW_TOKENS
     if len(tokens) < needed:
-        raise SystemExit(f"{options.text} has {len(tokens)} tokens; {needed} are needed")
+        raise SystemExit(f"{text} has {len(tokens)} tokens; {needed} are needed")
     cut = [tokens[i : i + WINDOW_TOKENS] for i in range(0, len(tokens) - WINDOW_TOKENS, WINDOW_TOKENS)]
-    paths = options.work / "windows.json", options.work / "calibration.json"
+    paths = work / "windows.json", work / "calibration.json"
     for path, windows in zip(paths, (cut[:WINDOWS], cut[-CALIBRATION_WINDOWS:]), strict=True):
         write_json(path, windows)
     return paths
@@ -71,18 +93,23 @@ def write_windows(options: argparse.Namespace) -> tuple[Path, Path]:
 class Interchange:
     """One checkpoint, the windows, and the folder where everything is made."""
 
-    def __init__(self, checkpoint: Path, work: Path, windows: Path, calibration: Path):
+    def __init__(
+        self, checkpoint: Path, work: Path, windows: Path, calibration: Path, pythons: dict[str, Path]
+    ):
         self.checkpoint, self.work = checkpoint, work
         self.windows, self.calibration = windows, calibration
+        self.pythons = pythons
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        yield {"what": "unquantized", "ours": self.ours(self.checkpoint)}
+        yield from self.others_read_ours()
+        yield from self.we_read_others()
 
     def ours(self, model: Path) -> float:
         loaded = load_model(model, progress=False)
         return nats_per_token(loaded.model, json.loads(self.windows.read_text()))
 
-    def unquantized(self) -> dict[str, Any]:
-        return {"what": "unquantized", "ours": self.ours(self.checkpoint)}
-
-    def others_read_ours(self, options: argparse.Namespace) -> list[dict[str, Any]]:
+    def others_read_ours(self) -> Iterator[dict[str, Any]]:
         kinds = {
             "symmetric g128": (True, {}),
             "asymmetric g128": (False, {}),
@@ -94,60 +121,78 @@ class Interchange:
             folders[kind] = self.work / f"ours-{kind.replace(' ', '-').replace(',', '')}"
             source = open_checkpoint(self.checkpoint)
             write_minmax(source, folders[kind], "compressed-tensors", symmetric, group_sizes)
-        rows = []
         for kind, folder in folders.items():
             ours = self.ours(folder)
             for reader in ("compressed-tensors", "llmcompressor"):
-                python = getattr(options, reader.replace("-", "_"))
-                if python:
-                    theirs = self.run(python, "score.py", folder, self.windows)
-                    rows.append(row(f"our {kind}, read by {reader}", ours, theirs))
-        if options.torchao:
-            folder = self.work / "ours-torchao"
-            write_minmax(open_checkpoint(self.checkpoint), folder, "torchao", False, {})
-            theirs = self.run(options.torchao, "check_torchao.py", folder, self.windows)
-            rows.append(row("our torchao INT4 tiles g128, read by torchao", self.ours(folder), theirs))
-        return rows
+                theirs = self.run(reader, "score.py", folder, self.windows)
+                yield row(f"our {kind}, read by {reader}", ours, theirs)
+        folder = self.work / "ours-torchao"
+        write_minmax(open_checkpoint(self.checkpoint), folder, "torchao", False, {})
+        theirs = self.run("torchao", "check_torchao.py", folder, self.windows)
+        yield row("our torchao INT4 tiles g128, read by torchao", self.ours(folder), theirs)
 
-    def we_read_others(self, options: argparse.Namespace) -> list[dict[str, Any]]:
-        rows = []
-        if options.llmcompressor:
-            for scheme in ("W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4"):
-                folder = self.fresh(f"llmcompressor-{scheme}")
-                python = options.llmcompressor
-                self.run(python, "make_llmcompressor.py", self.checkpoint, folder, scheme, self.calibration)
-                theirs = self.run(python, "score.py", folder, self.windows, "--weights-only")
-                rows.append(row(f"llm-compressor {scheme}", self.ours(folder), theirs))
-                if scheme == "NVFP4":
-                    # The same weights with its activations quantized as well, which is not what we serve.
-                    activations = self.run(python, "score.py", folder, self.windows)
-                    rows[-1]["theirs_with_quantized_activations"] = activations["nats_per_token"]
-        if options.modelopt:
-            for scheme in ("W4A16_NVFP4", "NVFP4"):
-                folder = self.fresh(f"modelopt-{scheme}")
-                arguments = (self.checkpoint, folder, scheme, self.calibration, self.windows)
-                theirs = self.run(options.modelopt, "make_modelopt.py", *arguments)
-                rows.append(row(f"ModelOpt {scheme}", self.ours(folder), theirs))
-        if options.torchao:
-            folder = self.fresh("torchao-NVFP4")
-            self.run(options.torchao, "make_torchao.py", self.checkpoint, folder, "NVFP4")
-            theirs = self.run(options.torchao, "score.py", folder, self.windows)
-            rows.append(row("torchao NVFP4", self.ours(folder), theirs))
-        return rows
+    def we_read_others(self) -> Iterator[dict[str, Any]]:
+        """What others made: our nats beside their own runtime's, then `pipeline validate`."""
+        for scheme in ("W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4"):
+            folder = self.fresh(f"llmcompressor-{scheme}")
+            self.run(
+                "llmcompressor", "make_llmcompressor.py", self.checkpoint, folder, scheme, self.calibration
+            )
+            theirs = self.run("llmcompressor", "score.py", folder, self.windows)
+            yield self.validated(row(f"llm-compressor {scheme}", self.ours(folder), theirs), folder)
+        for scheme in ("W4A16_NVFP4", "NVFP4"):
+            folder = self.fresh(f"modelopt-{scheme}")
+            arguments = (self.checkpoint, folder, scheme, self.calibration, self.windows)
+            theirs = self.run("modelopt", "make_modelopt.py", *arguments)
+            yield self.validated(row(f"ModelOpt {scheme}", self.ours(folder), theirs), folder)
+        folder = self.fresh("torchao-NVFP4")
+        self.run("torchao", "make_torchao.py", self.checkpoint, folder, "NVFP4")
+        theirs = self.run("torchao", "score.py", folder, self.windows)
+        yield self.validated(row("torchao NVFP4", self.ours(folder), theirs), folder)
 
     def fresh(self, name: str) -> Path:
         shutil.rmtree(self.work / name, ignore_errors=True)
         return self.work / name
 
-    def run(self, python: str, script: str, *arguments: object) -> dict[str, Any]:
+    def run(self, tool: str, script: str, *arguments: object) -> dict[str, Any]:
         """Run one tool's script in its environment; the JSON on its last line that is JSON, if any."""
-        command = [python, str(TOOLS / script), *map(str, arguments)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.work)
+        command = [str(self.pythons[tool]), str(TOOLS / script), *map(str, arguments)]
+        done = self._execute(command)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
         reported = [line for line in done.stdout.splitlines() if line.startswith("{")]
         return json.loads(reported[-1]) if reported else {}
+
+    def validated(self, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """The row with what `pipeline validate` says of the folder: any verdict, reached by serving it."""
+        report = self.fresh(f"report-{folder.name}")
+        done = self._execute(
+            [
+                *(sys.executable, "-P", "-m", "scalegate.pipeline", "validate", str(folder)),
+                *("--baseline", str(self.checkpoint), "--report", str(report)),
+                *VALIDATE.split(),
+            ]
+        )
+        if not (report / "serving_check.json").is_file():
+            return entry | {
+                "validate": {"exit": done.returncode, "error": done.stderr[-500:]},
+                "holds": False,
+            }
+        verdict = Verdict.read(report / "serving_check.json")
+        checks = {check.name: check.status for check in verdict.checks}
+        judged = {
+            "exit": done.returncode,
+            "verdict": verdict.status,
+            "read_as": verdict.artifact.quantization,
+            "layouts": verdict.artifact.layouts,
+            "checks": checks,
+        }
+        served = all(checks[name] == "pass" for name in MUST_PASS)
+        return entry | {"validate": judged, "holds": entry["holds"] and served}
+
+    def _execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.work)
 
 
 def write_minmax(
@@ -193,17 +238,19 @@ def minmax(weight: torch.Tensor, group_size: int, symmetric: bool) -> Int4Weight
 
 def row(what: str, ours: float, theirs: dict[str, Any]) -> dict[str, Any]:
     score = theirs.get("nats_per_token")
-    result = {"what": what, "ours": ours, "theirs": score, "versions": theirs["versions"]}
+    entry = {"what": what, "ours": ours, "theirs": score, "versions": theirs["versions"]}
     if score is None:
-        return result | {"loaded": {key: theirs[key] for key in ("packed", "plain")}}
-    return result | {"difference": abs(ours - score), "within_bound": abs(ours - score) <= BOUND}
+        return entry | {"loaded": {key: theirs[key] for key in ("packed", "plain")}}
+    difference = abs(ours - score)
+    return entry | {"runtime": theirs["runtime"], "difference": difference, "holds": difference <= BOUND}
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    for entry in rows:
-        theirs = entry.get("theirs")
-        compared = f"{theirs:.5f}  {entry['difference']:.5f}" if theirs is not None else "not run"
-        print(f"{entry['what']:<58} {entry['ours']:.5f}  {compared}")
+def as_line(entry: dict[str, Any]) -> str:
+    theirs, judged = entry.get("theirs"), entry.get("validate")
+    compared = f"{theirs:.5f}  {entry['difference']:.5f}" if theirs is not None else "not run"
+    verdict = f"  {judged.get('verdict') or judged['error']}" if judged else ""
+    holds = "" if entry.get("holds", True) else "  DOES NOT HOLD"
+    return f"{entry['what']:<58} {entry['ours']:.5f}  {compared}{verdict}{holds}"
 
 
 if __name__ == "__main__":

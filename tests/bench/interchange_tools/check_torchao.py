@@ -19,6 +19,6 @@ linears = {name: module for name, module in model.named_modules() if isinstance(
 packed = [name for name, linear in linears.items() if isinstance(linear.weight, Int4TilePackedTo4dTensor)]
 plain = [name for name in linears if name not in packed]
 if torch.cuda.is_available():
-    report(model.cuda(), sys.argv[2])
+    report(model.cuda(), sys.argv[2], "AutoModelForCausalLM.from_pretrained on CUDA")
 else:
     print(json.dumps({"packed": len(packed), "plain": plain, "versions": versions()}))

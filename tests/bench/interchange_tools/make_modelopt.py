@@ -1,8 +1,7 @@
-"""Quantize a checkpoint with NVIDIA ModelOpt and export it; run by `../interchange.py`.
+"""Quantize a checkpoint with NVIDIA ModelOpt, score it and export it; run by `../interchange.py`.
 
 ModelOpt's exported checkpoints are for other engines, so its own runtime is the model it quantized in memory,
-and that one is scored. Its simulated NVFP4 kernel needs CUDA; its compressed weights (`mtq.compress`) run on
-CPU too, with activations left alone. So that is what is scored, for both schemes.
+and that one is scored.
 
     python make_modelopt.py MODEL OUT SCHEME CALIBRATION.json WINDOWS.json     SCHEME: W4A16_NVFP4 NVFP4
 """
@@ -14,8 +13,11 @@ import sys
 import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
+from modelopt_runtime import as_it_runs
 from score import report
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+CONFIGS = {"W4A16_NVFP4": mtq.W4A16_NVFP4_CFG, "NVFP4": mtq.NVFP4_DEFAULT_CFG}
 
 source, out, scheme, calibration, windows = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
@@ -29,14 +31,8 @@ def calibrate(model) -> None:
             model(torch.tensor([tokens]))
 
 
-if scheme == "W4A16_NVFP4":
-    config = copy.deepcopy(mtq.W4A16_NVFP4_CFG)
-else:
-    config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
-model = mtq.quantize(model, config, calibrate)
-compressed = copy.deepcopy(model)
-mtq.compress(compressed)
-mtq.disable_quantizer(compressed, "*input_quantizer")
-report(compressed, windows)
+model = mtq.quantize(model, copy.deepcopy(CONFIGS[scheme]), calibrate)
+running, rounding = as_it_runs(model)
+report(running, windows, f"the model quantized in memory; {rounding} layers round their activations")
 export_hf_checkpoint(model, export_dir=out)
 AutoTokenizer.from_pretrained(source).save_pretrained(out)

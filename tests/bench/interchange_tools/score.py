@@ -2,7 +2,7 @@
 
 Run by `../interchange.py`. It imports nothing of Scalegate: it is another tool's reading of the checkpoint.
 
-    python score.py MODEL WINDOWS.json [--weights-only]
+    python score.py MODEL WINDOWS.json
 """
 
 import importlib.metadata
@@ -33,24 +33,16 @@ def versions() -> dict[str, str]:
     return {name: installed[name] for name in PACKAGES if name in installed}
 
 
-def leave_activations_alone(model) -> None:
-    """Keep compressed-tensors from quantizing activations; weights stay as they were stored."""
-    for module in model.modules():
-        if getattr(module, "quantization_scheme", None) is not None:
-            module.quantization_scheme.input_activations = None
-
-
-def report(model, windows_path: str) -> None:
+def report(model, windows_path: str, runtime: str) -> None:
+    """Print what `../interchange.py` reads; `runtime` says in a few words what computed it."""
     with open(windows_path, encoding="utf-8") as file:
         windows = json.load(file)
     nats = nats_per_token(model, windows)
     if not math.isfinite(nats):
         raise SystemExit(f"nats per token is {nats}")
-    print(json.dumps({"nats_per_token": nats, "versions": versions()}))
+    print(json.dumps({"nats_per_token": nats, "runtime": runtime, "versions": versions()}))
 
 
 if __name__ == "__main__":
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval()
-    if "--weights-only" in sys.argv:
-        leave_activations_alone(model)
-    report(model, sys.argv[2])
+    report(model, sys.argv[2], "AutoModelForCausalLM.from_pretrained, as it is by default")

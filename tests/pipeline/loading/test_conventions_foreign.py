@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from scalegate.layouts.linear import QuantizedLinear
 from scalegate.pipeline.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.load import load_model
@@ -14,9 +15,12 @@ FORMATS = {
     "llmcompressor-w4a16": ("compressed-tensors", "Int4Weight", 14),
     "llmcompressor-mixed": ("compressed-tensors", "Int4Weight", 13),
     "llmcompressor-nvfp4a16": ("compressed-tensors", "NVFP4Weight", 14),
+    "llmcompressor-nvfp4": ("compressed-tensors", "NVFP4Weight", 14),
     "modelopt-nvfp4": ("modelopt", "NVFP4Weight", 14),
     "torchao-nvfp4": ("torchao", "NVFP4Weight", 14),
 }
+
+ROUNDING = ("llmcompressor-nvfp4", "modelopt-nvfp4")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -34,7 +38,10 @@ def test_weights_are_those_the_maker_dequantizes(name: str) -> None:
         assert torch.equal(ours, expected[key])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# compressed-tensors finds scales of bfloat16 activations in bfloat16, where engines find them in float32.
+# One in seventy comes out as the next one, which in a random model makes another answer. So the test after
+# this one compares them.
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "llmcompressor-nvfp4"])
 def test_logits_are_those_of_the_makers_runtime(name: str) -> None:
     expected = load_file(FIXTURES / f"{name}.expected.safetensors")
     loaded = load_model(FIXTURES / name, layout="dequantize", progress=False)
@@ -43,6 +50,30 @@ def test_logits_are_those_of_the_makers_runtime(name: str) -> None:
     # bf16 products differ in their last bit from one kind of CPU to another.
     torch.testing.assert_close(logits, expected["logits"], rtol=0.03, atol=0.1)
     assert not torch.equal(logits[0, 0], logits[0, 1])
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_inputs_are_rounded_as_the_makers_runtime_rounds_them(name: str) -> None:
+    expected = load_file(FIXTURES / f"{name}.expected.safetensors")
+    model = load_model(FIXTURES / name, layout="dequantize", progress=False).model
+    rounded = [key for key in expected if key.endswith(".rounded")]
+    assert len(rounded) == 2
+    for key in rounded:
+        found = model.get_submodule(key.removesuffix(".rounded")).input_format.round(expected["inputs"])
+        torch.testing.assert_close(found, expected[key], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_are_rounded_where_the_checkpoint_says_so(name: str) -> None:
+    tokens = load_file(FIXTURES / f"{name}.expected.safetensors")["tokens"]
+    model = load_model(FIXTURES / name, layout="dequantize", progress=False).model
+    rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.input_format is not None]
+    assert len(rounding) == (14 if name in ROUNDING else 0)
+    with torch.inference_mode():
+        rounded = model(tokens).logits
+        for linear in rounding:
+            linear.input_format = None
+        assert torch.equal(model(tokens).logits, rounded) == (not rounding)
 
 
 def test_the_config_groups_of_a_mixed_checkpoint_are_told_apart() -> None:

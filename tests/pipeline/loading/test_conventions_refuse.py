@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.load import load_model
@@ -133,12 +134,50 @@ def test_a_missing_nvfp4_tensor_is_named(tmp_path: Path, name: str, tensor: str)
     shutil.copytree(FIXTURES / name, folder)
     content = load_file(folder / "model.safetensors")
     del content[f"{PROJECTION}.{tensor}"]
-    from safetensors import safe_open
-
     with safe_open(folder / "model.safetensors", "pt") as file:
         metadata = file.metadata()
     save_file(content, folder / "model.safetensors", metadata)
     with pytest.raises(UserError, match=f"{PROJECTION}.{tensor} is missing"):
+        load_model(folder, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_bits": 8}, "activations 8-bit float"),
+        ({"dynamic": True}, r"activations 4-bit float \(tensor_group, dynamic: True\)"),
+        ({"group_size": 32}, "activations 4-bit float"),
+    ],
+)
+def test_nvfp4_with_activations_in_another_format_is_refused(foreign, changed, said: str) -> None:
+    change = lambda c: c["config_groups"]["group_0"]["input_activations"].update(changed)  # noqa: E731
+    with pytest.raises(UserError, match=said):
+        load_model(foreign("llmcompressor-nvfp4", config=change), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("llmcompressor-nvfp4", "input_global_scale"), ("modelopt-nvfp4", "input_scale")]
+)
+def test_a_scale_of_activations_that_is_no_scale_is_named(foreign, name: str, scale: str) -> None:
+    scale = f"{PROJECTION}.{scale}"
+    zero = foreign(name, tensors=replace(scale, torch.zeros_like))
+    with pytest.raises(UserError, match=rf"{scale} is 0\.0; it has to be positive"):
+        load_model(zero, progress=False)
+    shutil.rmtree(zero)
+    with pytest.raises(UserError, match=f"{scale} is missing"):
+        load_model(foreign(name, tensors=lambda t: t.pop(scale)), progress=False)
+
+
+def test_a_torchao_checkpoint_with_quantized_activations_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "torchao"
+    shutil.copytree(FIXTURES / "torchao-nvfp4", folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    described = json.loads(metadata[f"{PROJECTION}.weight"])
+    described["_data"]["act_quant_kwargs"] = {"_type": "QuantizeTensorToNVFP4Kwargs", "_data": {}}
+    metadata[f"{PROJECTION}.weight"] = json.dumps(described)
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", metadata)
+    with pytest.raises(UserError, match=f"{PROJECTION} quantizes its activations as well"):
         load_model(folder, progress=False)
 
 

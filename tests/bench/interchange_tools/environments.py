@@ -1,0 +1,35 @@
+"""The environments that `../interchange.py` compares with: one for each tool, since they exclude each other.
+
+transformers 5.23.0 by default loads no asymmetric compressed-tensors checkpoint, llm-compressor's own
+included: it expects the zero points unpacked.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+REQUIREMENTS = {
+    "compressed-tensors": ("compressed-tensors==0.20.0", "transformers==5.22.0", "accelerate==1.15.0"),
+    "llmcompressor": ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "transformers==5.17.0"),
+    "modelopt": ("nvidia-modelopt[hf]==0.47.0", "transformers==5.14.1"),
+    "torchao": ("torchao==0.18.0", "transformers==5.23.0", "accelerate==1.15.0"),
+}
+INSTALLED = "installed.txt"
+
+
+def make_environments(folder: Path) -> dict[str, Path]:
+    """The Python of every tool's environment under `folder`; what is missing there is installed."""
+    return {tool: _environment(folder / tool, (TORCH, *REQUIREMENTS[tool])) for tool in REQUIREMENTS}
+
+
+def _environment(folder: Path, requirements: tuple[str, ...]) -> Path:
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    wanted, installed = "\n".join(requirements), folder / INSTALLED
+    if not installed.is_file() or installed.read_text(encoding="utf-8") != wanted:
+        print(f"installing {folder.name}: {', '.join(requirements)}", flush=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *requirements], check=True)
+        installed.write_text(wanted, encoding="utf-8")
+    return python
