@@ -26,7 +26,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .device import DTYPES, resolve_device
 from .engines import EMBEDDED, EngineOptions, endpoint_of, is_url
 from .in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
-from .kv_cache import AUTO
+from .kv_cache import AUTO, kv_cache_of
 from .load import problems
 from .report.write import write_report
 from .subject import describe_subject
@@ -61,8 +61,11 @@ class _Run:
 
     @property
     def command(self) -> str:
-        """What measures this again; every setting is spelled out, so that no default can change it."""
-        words = ["pipeline", "validate", self.artifact.source, "--baseline", self.baseline.source]
+        """What measures this again; every setting is spelled out, so that no default can change it.
+
+        It is published with the verdict, so folders and files stand in it by their names alone.
+        """
+        words = ["pipeline", "validate", self.artifact.public_name, "--baseline", self.baseline.public_name]
         options = {
             "revision": self.artifact.revision,
             "baseline-revision": self.baseline.revision,
@@ -74,7 +77,7 @@ class _Run:
             "warmups": self.load.warmups,
             "seed": self.load.seed,
             "floor": self.bounds.throughput_floor,
-            "text": self.text,
+            "text": self.text.name if self.text else None,
             "quality-tokens": self.quality_tokens,
             "engine": self.engine,
             "baseline-engine": self.baseline_engine,
@@ -182,8 +185,14 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     baseline_layouts = figures.baseline_loaded.layouts if run.baseline_engine == EMBEDDED else {}
     return Verdict(
         status=overall_status(checks),
-        artifact=describe_subject(run.artifact, run.manifest, used),
-        baseline=describe_subject(run.baseline, None, baseline_layouts),
+        artifact=replace(
+            describe_subject(run.artifact, run.manifest, used),
+            kv_cache_dtype=_kv_format(run.engine, run.artifact, run.kv_cache_dtype),
+        ),
+        baseline=replace(
+            describe_subject(run.baseline, None, baseline_layouts),
+            kv_cache_dtype=_kv_format(run.baseline_engine, run.baseline, AUTO),
+        ),
         checks=tuple(checks),
         curve=tuple(served.curve),
         environment=describe_environment(run.device, figures.dtype, run.engine, run.baseline_engine),
@@ -195,6 +204,10 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         duration_seconds=round(time.monotonic() - started, 1),
     )
+
+
+def _kv_format(engine: str, checkpoint: Checkpoint, asked: str) -> str | None:
+    return kv_cache_of(checkpoint, asked).kv_format if engine == EMBEDDED else None
 
 
 def _serve(run: _Run, text: HeldOutText) -> Served:

@@ -117,6 +117,8 @@ class Subject:
     """The checkpoint's convention and format in a few words, or `none`."""
     layouts: dict[str, int]
     """Linear layers in each layout; empty where nothing is quantized or the engine is not ours."""
+    kv_cache_dtype: str | None = None
+    """How keys and values were stored while it served; null where the engine is not ours."""
 
 
 @dataclass(frozen=True)
