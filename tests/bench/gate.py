@@ -2,6 +2,11 @@
 
     python -P tests/bench/gate.py examples/qwen3-pycode-5m --runs 20
 
+A large machine does several such at once, each on two cores of its own (lane 3 of 8, then all together):
+
+    taskset -c 6,7 python -P tests/bench/gate.py … --runs 4 --first-run 12 --out lane3.json
+    python -P tests/bench/gate.py … --runs 0 --merge lane0.json … lane7.json
+
 Every run is a whole `validate` over HTTP. Bar: the first never fails, the second never passes; inconclusive
 is allowed and counted. The slowed copy is the same checkpoint behind `tests/serving_check/slowed_server.py`,
 whose steps take 1/0.85 of their time from M=8 on, so its throughput is 15% lower there.
@@ -37,21 +42,30 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--first-run", type=int, default=0, help="Seed of the first run, to continue with.")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="Results to begin with.")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    environment = describe_environment("cpu", "auto", EMBEDDED, EMBEDDED)
-    runs: list[dict[str, Any]] = []
+    merged = [json.loads(path.read_text()) for path in options.merge]
+    environment = (
+        merged[0]["environment"] if merged else vars(describe_environment("cpu", "auto", EMBEDDED, EMBEDDED))
+    )
+    runs: list[dict[str, Any]] = [run for result in merged for run in result["runs"]]
     for seed in range(options.first_run, options.first_run + options.runs):
         for case in ("itself", "slowed"):
             started = time.monotonic()
             verdict = run_once(options.checkpoint, case, seed)
             runs.append(summary(case, seed, time.monotonic() - started, verdict))
             print(json.dumps(runs[-1]), flush=True)
-            write_json(options.out, {"environment": vars(environment), "runs": runs, "rates": rates(runs)})
+            write_result(options.out, environment, runs)
+    write_result(options.out, environment, runs)
     for case, counts in rates(runs).items():
         print(f"{case:8} {counts}")
     wrong = rates(runs)["itself"].get("fail", 0) + rates(runs)["slowed"].get("pass", 0)
     sys.exit(1 if wrong else 0)
+
+
+def write_result(path: Path, environment: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    write_json(path, {"environment": environment, "runs": runs, "rates": rates(runs)})
 
 
 def run_once(checkpoint: Path, case: str, seed: int) -> Verdict:
