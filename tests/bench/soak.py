@@ -159,7 +159,7 @@ async def soak(endpoint: Endpoint, plans: Sequence[Plan], options: argparse.Name
         after = await settled(endpoint)
         stayed = [(plan, answer) for plan, answer in zip(plans, answers, strict=True) if not answer.left]
         greedy = [(plan, answer) for plan, answer in stayed if plan.temperature == 0.0]
-        again = greedy if options.alone is None else greedy[:: max(1, len(greedy) // options.alone)]
+        again = greedy if options.alone is None else greedy[:: -(-len(greedy) // options.alone)]
         alone = [await differs(session, endpoint, plan, answer) for plan, answer in again]
         at_end = await settled(endpoint)
     differing = [found for found in alone if found is not None]

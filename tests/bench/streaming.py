@@ -26,11 +26,6 @@ from scalegate.serving_check.load import LoadResult, LoadSpec, run_load
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 
-SHAPES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-}
 SHARED = {
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
@@ -38,6 +33,12 @@ SHARED = {
     "head_dim": 128,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+}
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 8192}
+SHAPES = {
+    "tiny": {**SHARED, **TINY},
+    "qwen3-4b": {**SHARED, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "qwen3-8b": {**SHARED, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
 }
 WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
 PREFILL_CHUNK = 512
@@ -78,7 +79,8 @@ def serve(options: argparse.Namespace) -> None:
     factory = functools.partial(
         timed_engine, options.shape, options.device, cells, options.repeats, options.serve
     )
-    run_server(ServerOptions(port=0), "random", factory, lambda: ModelDescription(synthetic_tokenizer()))
+    description = ModelDescription(synthetic_tokenizer(SHAPES[options.shape]["vocab_size"]))
+    run_server(ServerOptions(port=0), "random", factory, lambda: description)
 
 
 def timed_engine(
@@ -91,7 +93,7 @@ def timed_engine(
 
     torch.manual_seed(0)
     with torch.device(device):
-        config = Qwen3Config(**{**SHARED, **SHAPES[shape]})
+        config = Qwen3Config(**SHAPES[shape])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     most = max(n for _, _, n in cells)
     longest = max(input_len + output_len for input_len, output_len, _ in cells)
@@ -119,13 +121,13 @@ def timed_engine(
     return engine
 
 
-def synthetic_tokenizer() -> Any:
+def synthetic_tokenizer(vocab_size: int) -> Any:
     """As many tokens as the model has, each a few letters: the cost of text without a real vocabulary."""
     from tokenizers import Tokenizer, decoders, models
 
     letters = string.ascii_letters + string.digits
     words = ("".join(word) for length in (1, 2, 3) for word in itertools.product(letters, repeat=length))
-    vocabulary = {word: index for index, word in enumerate(itertools.islice(words, SHARED["vocab_size"]))}
+    vocabulary = {word: index for index, word in enumerate(itertools.islice(words, vocab_size))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
