@@ -14,6 +14,8 @@ from ..layouts.files import PARTIAL_SUFFIX, write_json
 
 MANIFEST_NAME = "scalegate.json"
 VERDICT_NAME = "serving_check.json"
+SOURCE_NAME = ".scalegate-source"
+"""Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
 SCHEMA_VERSION = 1
 
 

@@ -37,6 +37,11 @@ class Checkpoint:
     headers: dict[Path, SafetensorsHeader]
 
     @property
+    def public_name(self) -> str:
+        """The Hub id, or the folder's own name: what records that are published call it."""
+        return self.source if self.revision is not None else self.folder.resolve().name
+
+    @property
     def quantization_config(self) -> dict[str, Any] | None:
         return self.config.get("quantization_config")
 

@@ -20,6 +20,7 @@ from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
 from .artifact import Artifact, FileRecord, record_files, sha256_of
 from .base_metadata import read_base_metadata
+from .baseline import remember_source
 from .checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
 from .conventions.all_conventions import EXPORTS
 from .conventions.convention import ExportConvention
@@ -104,6 +105,7 @@ def quantize(
         _write_shards(job, record, shards, progress)
         _write_rest(job, record, shards, copied)
         artifact = _artifact(job, record, parameters)
+        remember_source(folder, checkpoint)
         artifact.write(folder)
         record.remove()
     return artifact
@@ -148,7 +150,7 @@ def _plain_name(step: Step) -> str:
 def _parameters(job: QuantizeJob, max_shard_bytes: int, progress: bool) -> dict[str, Any]:
     """Everything that decides the artifact's bytes."""
     checkpoint = job.checkpoint
-    source: dict[str, Any] = {"name": checkpoint.source, "revision": checkpoint.revision}
+    source: dict[str, Any] = {"name": checkpoint.public_name, "revision": checkpoint.revision}
     if checkpoint.revision is None:
         paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *_copied_files(checkpoint).values()]
         total = sum(path.stat().st_size for path in paths)
@@ -325,7 +327,7 @@ def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) 
         "parameters_sha256": parameters_digest(parameters),
     }
     return Artifact(
-        source=checkpoint.source,
+        source=checkpoint.public_name,
         source_revision=checkpoint.revision,
         recipe=recipe.to_json(),
         versions=parameters["versions"],

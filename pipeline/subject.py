@@ -14,9 +14,9 @@ def describe_subject(
 ) -> Subject:
     """Digests are computed from the files themselves, but for an artifact whose manifest was just checked."""
     files = manifest.files if manifest else record_files(checkpoint.folder)
-    described = manifest or Artifact(checkpoint.source, checkpoint.revision, {}, {}, files)
+    described = manifest or Artifact(checkpoint.public_name, checkpoint.revision, {}, {}, files)
     return Subject(
-        name=checkpoint.source,
+        name=checkpoint.public_name,
         revision=checkpoint.revision,
         bytes_digest=described.bytes_digest(),
         layout_plan_sha256=described.layout_plan_sha256(),

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, write_json
-from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, FileRecord, sha256_of
+from .artifact import MANIFEST_NAME, SOURCE_NAME, VERDICT_NAME, Artifact, FileRecord, sha256_of
 
 RECORD_NAME = ".scalegate-quantize.json"
 START_OVER = "add --overwrite to start over, or give another folder"
@@ -133,7 +133,7 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
     ours = (folder / RECORD_NAME).is_file() or (folder / MANIFEST_NAME).is_file()
     if not ours and any(folder.iterdir()):
         raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")
-    names: set[str] = {RECORD_NAME, MANIFEST_NAME, VERDICT_NAME, "README.md", *copied}
+    names: set[str] = {RECORD_NAME, SOURCE_NAME, MANIFEST_NAME, VERDICT_NAME, "README.md", *copied}
     if (folder / MANIFEST_NAME).is_file():
         names |= set(Artifact.read(folder).files)
     names |= {path.name for path in folder.glob("model*.safetensors*")}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.int4 import Int4Weight
 from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.baseline import open_baseline
 from scalegate.pipeline.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import convention_of
@@ -87,7 +88,7 @@ def test_everything_else_travels_and_is_recorded(artifact: Path, example_checkpo
     manifest = Artifact.read(artifact)
     assert manifest.changed_files(artifact) == []
     assert manifest.recipe["group_size"] == 128
-    assert not list(artifact.glob(".*"))
+    assert [path.name for path in artifact.glob(".*")] == [".scalegate-source"]
 
 
 def test_shards_are_bounded_and_indexed(artifact: Path) -> None:
@@ -117,6 +118,21 @@ def test_another_recipe_does_not_touch_a_finished_artifact(artifact: Path, examp
     assert "made with another recipe" in found
     assert "--overwrite" in found
     assert Artifact.read(artifact).changed_files(artifact) == []
+
+
+def test_where_the_source_lies_is_remembered_and_not_published(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "work" / "out"
+    quantize(source, RECIPE, out, progress=False)
+    public = [out / "scalegate.json", *(out / name for name in Artifact.read(out).files)]
+    assert all(str(tmp_path).encode() not in path.read_bytes() for path in public)
+    assert Artifact.read(out).source == "source"
+    artifact = open_checkpoint(out)
+    assert open_baseline(artifact, None).folder == source
+    source.rename(out.parent / "source")
+    assert open_baseline(artifact, None).folder == out.parent / "source"
+    (out.parent / "source").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="--baseline"):
+        open_baseline(artifact, None)
 
 
 def test_a_damaged_artifact_is_not_taken_for_finished(source: Path, tmp_path: Path) -> None:

@@ -59,6 +59,17 @@ def test_the_recorded_command_is_one_that_the_command_line_takes(passed: Verdict
     command.make_context("validate", words[2:])
 
 
+def test_no_folder_of_this_machine_stands_in_what_is_published(
+    passed: Verdict, artifact: Path, example_checkpoint: Path
+):
+    written = [artifact / "serving_check.json", *(artifact / "serving_check").iterdir()]
+    assert len(written) > 2
+    for path in written:
+        for folder in (artifact.parent, example_checkpoint.parent):
+            assert str(folder).encode() not in path.read_bytes(), path.name
+    assert passed.baseline.name == example_checkpoint.name
+
+
 @pytest.fixture(scope="module")
 def failed(artifact: Path, passed: Verdict, tmp_path_factory: pytest.TempPathFactory):
     """The command line on the same artifact, its layers forced into a layout that is really bad."""
