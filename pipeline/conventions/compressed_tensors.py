@@ -58,7 +58,7 @@ class CompressedTensors:
                     f"config targets {module} or its ignore list excludes it"
                 )
             stored[module] = _stored_weight(checkpoint, module, targets[target], config)
-        if not stored:
+        if not stored and (groups or config.get("kv_cache_scheme") is None):
             raise UserError(
                 f"{checkpoint.source}: config.json declares {METHOD}, but no tensor ends in {PACKED}: "
                 f"the weights are not compressed (quantization_status {config.get('quantization_status')!r})"
@@ -67,7 +67,8 @@ class CompressedTensors:
 
     def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
         config = checkpoint.quantization_config or {}
-        targets = [t for group in config["config_groups"].values() for t in group.get("targets", [])]
+        groups = config.get("config_groups") or {}
+        targets = [target for group in groups.values() for target in group.get("targets", [])]
         ignored = any(matches(pattern, module) for pattern in config.get("ignore") or [])
         return not ignored and first_match(targets, module) is not None
 

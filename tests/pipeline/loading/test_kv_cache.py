@@ -47,6 +47,14 @@ def test_compressed_tensors_scales_of_a_tensor_and_of_each_head(quantized_pair):
     load_model(folder, progress=False)
 
 
+def test_a_checkpoint_whose_kv_cache_alone_is_quantized(random_checkpoint):
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.tensor([0.5]) for kind in "kv"}
+    declared = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME}
+    folder = with_scales(random_checkpoint("qwen3"), scales, **declared)
+    assert kv_cache_of(open_checkpoint(folder)).kv_format == "fp8"
+    assert load_model(folder, progress=False).layouts == {}
+
+
 @pytest.mark.parametrize(
     "names", [("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")]
 )
