@@ -30,6 +30,8 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 TILE = 128
 """Tokens in a tile, for every number of heads; a program may take a part of one."""
+LARGE = 1024
+"""Tokens in a step: from here on a program takes 128 rows instead of 64. The bits are the same."""
 
 
 def prefill_attention_reference(
@@ -77,10 +79,13 @@ def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1, 2)
 
 
-def tiles_of(pieces: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
-    """int32 [N, 4]: pieces (tokens, position of the first, row of the block table), one after another in q,
-    then `padding` tokens of no piece. The longest contexts first, so that the last programs are short."""
-    tiles, first = [], 0
+def tiles_of(first: int, pieces: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
+    """int32 [N, 4] for what lies in q from token `first` on: pieces (tokens, first position, row of the
+    block table), one after another, then `padding` tokens of no piece.
+
+    The longest contexts come first, so that the last programs are short.
+    """
+    tiles = []
     for count, position, row in pieces:
         for start in range(0, count, TILE):
             tiles.append((first + start, min(TILE, count - start), position + start, row))
@@ -230,17 +235,19 @@ def prefill_attention(
 
     Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
     """
-    _, heads, head_dim = q.shape
+    count, heads, head_dim = q.shape
     kv_heads, page = key_pages.shape[1], key_pages.shape[2]
     dim, group = triton.next_power_of_2(head_dim), triton.next_power_of_2(heads // kv_heads)
-    wide = q.element_size() == 4 or dim > 128
-    tokens = max(1, (64 if wide else 128) // group)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
+    wide = q.element_size() == 4 or dim > 128
+    # Twice the rows for as much of keys and values, where there are programs enough and registers for two.
+    large = count > LARGE and not wide and not scales
+    tokens = max(1, (128 if large else 64) // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
         q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, GROUP=group, TOKENS=tokens, PAGE=page,
         BLOCK=32 if wide else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
         SINKS=sinks is not None, PRECISION="tf32x3" if q.element_size() == 4 else "tf32",
-        num_warps=4 if wide else 8, num_stages=2,
+        num_warps=8 if large else 4, num_stages=2, maxnreg=128 if large else None,
     )  # fmt: skip

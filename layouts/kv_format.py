@@ -62,43 +62,6 @@ class PromptPiece:
     """The row that its request has while it runs."""
 
 
-@dataclass(frozen=True)
-class PackedPieces:
-    """A prefill chunk's pieces on a GPU, one after another, as flash attention takes them."""
-
-    query_starts: Tensor
-    """int32 [pieces + 1], in the chunk's tokens."""
-    context_starts: Tensor
-    """int32 [pieces + 1], in the tokens of all contexts, one after another."""
-    context_pages: Tensor
-    """int64 [tokens of all contexts], the page of each."""
-    context_offsets: Tensor
-    """int64, alike: its place in the page."""
-    longest_query: int
-    longest_context: int
-
-    @classmethod
-    def of(cls, pieces: list[PromptPiece], page_size: int, device: torch.device) -> "PackedPieces":
-        counts = [piece.count for piece in pieces]
-        lengths = [piece.start + piece.count for piece in pieces]
-        positions = [np.arange(length) for length in lengths]
-        pages = [piece.pages[where // page_size] for piece, where in zip(pieces, positions, strict=True)]
-        starts = np.cumsum([0, *counts]), np.cumsum([0, *lengths])
-
-        def column(values: np.ndarray, dtype: type) -> Tensor:
-            # Pinned: from pageable memory the copy would wait for all that the device is doing.
-            return torch.from_numpy(values.astype(dtype)).pin_memory().to(device, non_blocking=True)
-
-        return cls(
-            column(starts[0], np.int32),
-            column(starts[1], np.int32),
-            column(np.concatenate(pages), np.int64),
-            column(np.concatenate(positions) % page_size, np.int64),
-            max(counts),
-            max(lengths),
-        )
-
-
 @dataclass
 class PrefillTokens:
     """Where a prefill chunk's tokens lie: pieces of prompts, packed one after another."""
@@ -108,13 +71,6 @@ class PrefillTokens:
     pieces: list[PromptPiece]
     page_size: int
     _groups: dict[int | None, list[TokenGroup]] = field(default_factory=dict)
-    _packed: PackedPieces | None = None
-
-    def packed(self, device: torch.device) -> PackedPieces:
-        """Built for the step's first layer, shared by the others."""
-        if self._packed is None:
-            self._packed = PackedPieces.of(self.pieces, self.page_size, device)
-        return self._packed
 
     def groups(self, window: int | None, like: Tensor) -> list[TokenGroup]:
         if window not in self._groups:
@@ -148,7 +104,19 @@ class DeviceDecodeTokens:
     """The attention kernel's scratch by (query heads, head size), shared by all layers and batch sizes."""
 
 
-StepTokens = DecodeTokens | PrefillTokens | DeviceDecodeTokens
+@dataclass(frozen=True)
+class PackedTokens:
+    """A step on a GPU: decoding requests, then pieces of prompts, then padding; what a CUDA graph reads."""
+
+    slots: Tensor
+    """int64 [T], -1 for padding."""
+    decode: DeviceDecodeTokens
+    """A row for each decoding request, then one for each piece, whose length is 0 there; B is at most T."""
+    tiles: Tensor
+    """int32 [N, 4], all that is not decoding, as `kernels/prefill_attention.py` takes it."""
+
+
+StepTokens = DecodeTokens | PrefillTokens | DeviceDecodeTokens | PackedTokens
 
 
 @dataclass(frozen=True)
@@ -235,8 +203,8 @@ class CpuLayerKV:
     def attend(
         self, query: Tensor, tokens: StepTokens, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
-        if isinstance(tokens, DeviceDecodeTokens):
-            raise TypeError("pages on the CPU take DecodeTokens")
+        if not isinstance(tokens, DecodeTokens | PrefillTokens):
+            raise TypeError("pages on the CPU take DecodeTokens and PrefillTokens")
         stored = self.stored
         return paged_attention.attend(
             query,

@@ -51,7 +51,7 @@ def serve(
     max_model_len: int | None = None,
     kv_cache_dtype: str = "auto",
     kv_cache_tokens: int | None = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int | None = None,
     jit_monitor: Mode = "warn",
     revision: str | None = None,
     drain_seconds: float = 30.0,

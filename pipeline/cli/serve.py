@@ -44,9 +44,7 @@ import click
 @click.option(
     "--prefill-chunk",
     type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Prompt tokens computed in one step.",
+    help="Prompt tokens computed in one step; default 512, on a GPU 8192 in steps that no request decodes in.",
 )
 @click.option(
     "--jit-monitor",
@@ -76,7 +74,7 @@ def command(
     max_model_len: int | None,
     kv_cache_dtype: str,
     kv_cache_tokens: int | None,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     jit_monitor: Literal["off", "warn", "error"],
     drain_seconds: float,
 ) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from .openings import UNCHAINED, Carry, Chain, close
+
 TRACED_TOKENS = 37
 """The number of tokens in the traced pass: a size that nothing else in a model has, to recognize it by."""
 
@@ -27,8 +29,11 @@ FUSION = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
 class CompiledLayers:
     """While open, the one forward pass that it is open for compiles every layer it meets."""
 
-    def __init__(self, model: nn.Module):
-        self._traced = [_TracedLayer(self, layer) for layer in _layers(model)]
+    def __init__(self, model: nn.Module, chain: Chain = UNCHAINED):
+        self.chain = chain
+        self.carry = Carry()
+        layers = [*model_layers(model), *chain.first_openings()]
+        self._traced = [_TracedLayer(self, layer) for layer in layers]
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._failed: set[str] = set()
 
@@ -43,7 +48,8 @@ class CompiledLayers:
 
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any]:
         """The layer's forward, compiled for arguments like these; shared by layers that are alike."""
-        kind = (_signature(layer), _signature(args), _signature(kwargs))
+        following = self.chain.next_opening(layer)
+        kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))
         if kind not in self._compiled:
             self._compiled[kind] = torch.compile(
                 _own_code(cast(types.FunctionType, _run)),
@@ -51,11 +57,8 @@ class CompiledLayers:
                 dynamic=False,
                 options={"guard_filter_fn": _no_guards, **FUSION},
             )
-            for tensor in _tensors((args, kwargs)):
-                for dim, size in enumerate(tensor.shape):
-                    if size == TRACED_TOKENS:
-                        torch._dynamo.mark_dynamic(tensor, dim)
-        return _CompiledForward(self._compiled[kind], layer)
+        name = self.chain.openings.get(layer)
+        return _CompiledForward(self._compiled[kind], layer, name, following, self.carry)
 
     def warn(self, layer: nn.Module, error: Exception) -> None:
         name = type(layer).__name__
@@ -68,19 +71,41 @@ class CompiledLayers:
 class _CompiledForward:
     """Stands for a layer's forward once it is compiled."""
 
-    def __init__(self, run: Callable[..., Any], layer: nn.Module):
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        layer: nn.Module,
+        opening: str | None,
+        following: nn.Module | None,
+        carry: Carry,
+    ):
         self.run = run
         self.layer = layer
+        self.opening = opening
+        self.following = following
+        self.carry = carry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.layer, type(self.layer).forward, args, kwargs)
+        opened = None
+        if self.opening is not None:
+            opened = self.carry.take(args[0])
+            if not self.opening and opened is not None:
+                return opened
+            if self.opening and opened is None:
+                opened = getattr(self.layer, self.opening).module(args[0])
+        output, ahead = self.run(self.layer, self.opening, self.following, opened, args, kwargs)
+        if self.following is not None:
+            self.carry.output, self.carry.opened = output, ahead
+        return output
 
 
 def restore_layers(model: nn.Module) -> None:
     """Undo what an engine that had the model before compiled for itself."""
-    for layer in _layers(model):
-        if isinstance(layer.forward, _CompiledForward):
-            del layer.forward
+    layers = model_layers(model)
+    close(layers)
+    for module in [*layers, *(child for layer in layers for child in layer.children())]:
+        if isinstance(module.forward, _CompiledForward):
+            del module.forward
 
 
 class _TracedLayer:
@@ -102,7 +127,10 @@ class _TracedLayer:
         self.layer.forward = self.plain
         try:
             self.compiled = self.compiled_layers.compiled(self.layer, args, kwargs)
-            return self.compiled(*args, **kwargs)
+            _mark_token_dims((args, kwargs))
+            output = self.compiled(*args, **kwargs)
+            _mark_token_dims((output, self.compiled_layers.carry.opened))
+            return output
         except torch._dynamo.exc.TorchDynamoException as error:
             self.compiled_layers.warn(self.layer, error)
             self.compiled = None
@@ -111,8 +139,27 @@ class _TracedLayer:
             self.layer.forward = self
 
 
-def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    return forward(layer, *args, **kwargs)
+def _run(
+    layer: nn.Module,
+    opening: str | None,
+    following: nn.Module | None,
+    opened: Tensor | None,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """The layer's output, and what the next layer's opening makes of it."""
+    if opening and opened is not None:
+        getattr(layer, opening).ahead.value = opened
+    output = type(layer).forward(layer, *args, **kwargs)
+    return output, None if following is None else type(following).forward(following, output)
+
+
+def _mark_token_dims(value: Any) -> None:
+    """What is compiled with these must take any number of tokens."""
+    for tensor in _tensors(value):
+        for dim, size in enumerate(tensor.shape):
+            if size == TRACED_TOKENS:
+                torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def _own_code(function: types.FunctionType) -> types.FunctionType:
@@ -124,7 +171,7 @@ def _no_guards(entries: list[Any]) -> list[bool]:
     return [False] * len(entries)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def model_layers(model: nn.Module) -> list[nn.Module]:
     """Members of the model's outermost module lists, and what else stands beside these but embeddings."""
     for parent in model.modules():
         children = list(parent.children())
@@ -140,7 +187,11 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.ndim, value.dtype
     if isinstance(value, nn.Module):
-        own = {name: item for name, item in vars(value).items() if name[0] != "_" or name == "_packed"}
+        own = {
+            name: item
+            for name, item in vars(value).items()
+            if (name[0] != "_" or name == "_packed") and not isinstance(item, _TracedLayer | _CompiledForward)
+        }
         tensors = {**value._parameters, **value._buffers}
         shapes = [
             (name, t if t is None else (tuple(t.shape), t.stride(), t.dtype)) for name, t in tensors.items()

@@ -4,10 +4,7 @@ Not for prefill, and not for choosing who decodes. A step costs one small copy t
 the greedy tokens are drawn inside, and the next step can take them from there before the host has seen them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +14,7 @@ from ...kernels.decode_attention import DecodeWorkspace
 from ...layouts.kv_format import DeviceDecodeTokens
 from .compiled_layers import TRACED_TOKENS
 from .forward import Forward
+from .graph_memory import GraphMemory
 from .jit_monitor import JitEvent, report
 from .kv_pool import KVPool
 from .sequence import Sequence
@@ -66,10 +64,12 @@ class DecodeGraphs:
             for _ in range(2)
         ]
         self.workspaces: dict[tuple[int, int], DecodeWorkspace] = {}
+        self.max_context = width * pool.page_size
+        """The longest context that the block table can name, in tokens."""
+        self.memory = GraphMemory()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.decoded: dict[int, tuple[Tensor, Tensor]] = {}
         """The logits and greedy tokens of each."""
-        self._memory: Any = None
 
     def decode(self, sequences: list[Sequence]) -> Decoded:
         """Launch one token for each sequence: its last, or where the host has not seen it, the drawn."""
@@ -91,13 +91,7 @@ class DecodeGraphs:
         """Capture one bucket, on rows that are all padding, so that nothing is stored."""
         report(JitEvent("graph capture", f"decode step of {size}"))
         self.pad()
-        with _side_stream():
-            self._decode(size)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            self.decoded[size] = self._decode(size)
-        self._memory = graph.pool()
-        self.graphs[size] = graph
+        self.graphs[size], self.decoded[size] = self.memory.capture(lambda: self._decode(size))
 
     def pad(self) -> DeviceDecodeTokens:
         """A step of nothing but padding, as large as any."""
@@ -147,16 +141,6 @@ class DecodeGraphs:
             self.block_table[:size],
             self.lengths[:size],
             self.scalars[:size, ROW],
-            self.block_table.shape[1] * self.pool.page_size,
+            self.max_context,
             self.workspaces,
         )
-
-
-@contextmanager
-def _side_stream() -> Iterator[None]:
-    """A warm-up run before capture belongs on another stream than the default one."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)

@@ -18,6 +18,7 @@ from .compiled_layers import restore_layers
 from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, decode_buckets
+from .packed_steps import PackedSteps
 from .request import (
     EngineCapacity,
     EngineConfig,
@@ -28,7 +29,7 @@ from .request import (
     TokenLogprobs,
 )
 from .sampler import SamplingBatch, sample, token_logprobs
-from .scheduler import Schedule, Scheduler
+from .scheduler import PrefillPiece, Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
 from .sibling_products import join_siblings
 from .transfer import Arrival, to_device
@@ -102,8 +103,9 @@ class Engine:
         )
         buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
         self.capacity = EngineCapacity(config.max_num_seqs, self.pool.num_pages, self.pool.page_size)
-        self.runner = ModelRunner(model, layers, self.pool, buckets, config.compiled)
-        self.scheduler = Scheduler(self.pool, config.prefill_chunk)
+        chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
+        self.runner = ModelRunner(model, layers, self.pool, buckets, chunk, config.compiled)
+        self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding)
         self._sequences: dict[str, Sequence] = {}
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
         self._overlapped = config.overlapped and model.device.type == "cuda"
@@ -196,22 +198,37 @@ class Engine:
         )
 
     def warm_up(self, progress: bool | None = None) -> None:
-        """Meet every decode batch size and a full prefill chunk before the first request does.
+        """Meet every batch size, of decoding and of prompts, before the first request does.
 
         progress: None shows a bar on a terminal, True always, False never.
         """
         greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         longest = max(1, min(self.scheduler.prefill_chunk, self.max_model_len - 1))
+        packed, sizes = self.runner.packed, self.runner.warm_up_sizes()
+        packed_sizes = packed.warm_up_sizes() if packed is not None else []
         with tqdm(
-            self.runner.warm_up_sizes(), "warm-up", disable=None if progress is None else not progress
+            total=len(packed_sizes) + len(sizes) + 1,
+            desc="warm-up",
+            disable=None if progress is None else not progress,
         ) as bar:
-            for size in bar:
+            for size in packed_sizes:
+                self._warm_up_packed(size)
+                bar.update()
+            for size in sizes:
                 self.generate([[0]] * size, greedy)
-        self.generate([[0] * longest], greedy)
+                bar.update()
+            self.generate([[0] * longest], greedy)
+            bar.update()
         self._counters = Counters()
         self.runner.clock.reset()
         self.scheduler.preemptions = 0
         self.jit_monitor.arm()
+
+    @torch.inference_mode()
+    def _warm_up_packed(self, size: int) -> None:
+        if self.runner.packed is not None:
+            self.runner.compile()
+            self.runner.packed.warm_up(size)
 
     def generate(
         self,
@@ -243,6 +260,8 @@ class Engine:
         """Start a step: from here on, its sequences are as long as if its tokens were known."""
         flights = []
         self._counters.running_by_step.append(len(schedule.decode))
+        if schedule.prefill and self.runner.packed is not None:
+            return self._launch_together(schedule, self.runner.packed)
         if schedule.decode:
             with self.runner.clock.launch():
                 decoded = self.runner.decode(schedule.decode)
@@ -250,12 +269,18 @@ class Engine:
         if schedule.prefill:
             with self.runner.clock.launch():
                 logits = self.runner.prefill(schedule.prefill)
-                for piece in schedule.prefill:
-                    piece.sequence.num_computed += piece.count
-                completed = [piece.sequence for piece in schedule.prefill if piece.completes]
+                completed = _advance(schedule.prefill)
                 if completed:
                     flights.append(self._draw(completed, logits, None))
         return flights
+
+    def _launch_together(self, schedule: Schedule, packed: PackedSteps) -> list[Flight]:
+        """Decoding requests and prompts in one pass over the weights."""
+        with self.runner.clock.launch():
+            self.runner.compile()
+            decoded = packed.launch(schedule.decode, schedule.prefill)
+            sequences = schedule.decode + _advance(schedule.prefill)
+            return [self._draw(sequences, decoded.logits, decoded.greedy)] if sequences else []
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, greedy: Tensor | None) -> Flight:
         """Each sequence's next token, unknown on the host until it lands; those it fills up leave."""
@@ -306,3 +331,11 @@ class Engine:
         if self._sampling is None or self._sampling[0] != sequences:
             self._sampling = (list(sequences), SamplingBatch.of(sequences, self.runner.device))
         return self._sampling[1]
+
+
+def _advance(pieces: list[PrefillPiece]) -> list[Sequence]:
+    """Note the pieces as computed; the sequences that are complete with them."""
+    completed = [piece.sequence for piece in pieces if piece.completes]
+    for piece in pieces:
+        piece.sequence.num_computed += piece.count
+    return completed

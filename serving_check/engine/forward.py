@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ...layouts.kv_format import LayerKV, StepTokens
 from .attention import AttentionLayer, PagedAttention, token_by_token
-from .compiled_layers import TRACED_TOKENS, CompiledLayers
+from .compiled_layers import TRACED_TOKENS, CompiledLayers, model_layers
+from .openings import open_ahead
 
 
 class Forward:
@@ -41,8 +42,12 @@ class Forward:
     def compile(self, step: StepTokens) -> None:
         """Compile the layers, on tokens of a step that stores nothing."""
         zeros = torch.zeros(TRACED_TOKENS, dtype=torch.int64, device=self.model.device)
-        with CompiledLayers(self.model):
+
+        def run() -> None:
             self(zeros, zeros, step, zeros[:1])
+
+        with CompiledLayers(self.model, open_ahead(model_layers(self.model), run)):
+            run()
 
 
 class _Step:

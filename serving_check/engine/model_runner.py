@@ -15,6 +15,7 @@ from .attention import AttentionLayer, PagedAttention
 from .decode_graphs import Decoded, DecodeGraphs
 from .forward import Forward
 from .kv_pool import KVPool
+from .packed_steps import PackedSteps
 from .scheduler import PrefillPiece
 from .sequence import Sequence
 from .step_clock import StepClock
@@ -30,6 +31,7 @@ class ModelRunner:
         layers: dict[int, AttentionLayer],
         pool: KVPool,
         buckets: tuple[int, ...] | None,
+        largest_chunk: int,
         compiled: bool = False,
     ):
         self.model = model
@@ -39,16 +41,19 @@ class ModelRunner:
         self.buckets = buckets
         """Batch sizes that a decode step may have, ascending; None for all."""
         self.clock = StepClock(self.device)
-        self.graphs = None
+        self.graphs: DecodeGraphs | None = None
+        self.packed: PackedSteps | None = None
+        """Where decoding requests and prompts are computed in one pass."""
         if self.device.type == "cuda" and buckets is not None:
             self.forward = Forward(model, layers, pool.layers)
             self.graphs = DecodeGraphs(self.forward, pool, buckets, self.clock)
+            self.packed = PackedSteps(self.graphs, largest_chunk, self.clock)
             self._must_compile = compiled
 
     def decode(self, sequences: list[Sequence]) -> Decoded:
         """One token for each sequence, its last one → logits [B, V] for the next."""
         if self.graphs is not None:
-            self._compile_once(self.graphs)
+            self.compile()
             return self.graphs.decode(sequences)
         count = len(sequences)
         size = self.bucket(count)
@@ -89,11 +94,6 @@ class ModelRunner:
         # A chunk in which no prompt ends still computes one row of logits: no matrix product has zero rows.
         wanted = self._on_device(keep if len(keep) else ends[-1:] - 1)
         packed_tokens, packed_positions = np.concatenate(tokens), np.concatenate(positions)
-        if self.graphs is not None:
-            self._compile_once(self.graphs)
-            self.clock.device_starts()
-            inputs = self._on_device(packed_tokens), self._on_device(packed_positions)
-            return self.forward(*inputs, step, wanted)[: len(keep)]
         return self._forward(packed_tokens[None], packed_positions[None], step, wanted)[0, : len(keep)]
 
     def bucket(self, count: int) -> int:
@@ -108,10 +108,11 @@ class ModelRunner:
             return list(self.buckets)
         return [1 << power for power in range(len(self.pool.block_table).bit_length())]
 
-    def _compile_once(self, graphs: DecodeGraphs) -> None:
-        if self._must_compile:
+    def compile(self) -> None:
+        """Once, before anything is captured."""
+        if self.graphs is not None and self._must_compile:
             self._must_compile = False
-            self.forward.compile(graphs.pad())
+            self.forward.compile(self.graphs.pad())
 
     def _forward(
         self, tokens: np.ndarray, positions: np.ndarray, step: StepTokens, keep: Tensor | None

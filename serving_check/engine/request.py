@@ -57,6 +57,12 @@ class StepOutput:
     finish_reason: FinishReason | None = None
 
 
+SMALL_CHUNK = 512
+"""Prompt tokens in a step on a CPU; on a GPU, while others decode: about as much work as their own."""
+LARGE_CHUNK = 8192
+"""Prompt tokens in a step on a GPU that nobody waits for."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes fixed when the engine is built."""
@@ -71,8 +77,11 @@ class EngineConfig:
     """Tokens a KV page holds; None takes what suits the KV format and the device."""
     kv_cache_tokens: int | None = None
     """Tokens the whole pool holds; None takes what memory allows, at most max_num_seqs full contexts."""
-    prefill_chunk: int = 512
-    """Prompt tokens computed in one step, over all requests."""
+    prefill_chunk: int | None = None
+    """Prompt tokens computed in one step, over all requests; None takes the device's own."""
+    chunk_while_decoding: int | None = None
+    """The same where requests decode in that step and wait for it; None takes prefill_chunk, or where that is
+    None too, the device's own."""
     decode_buckets: tuple[int, ...] | None = None
     """Batch sizes that decode steps are padded to, ascending; None takes the device's own."""
     compiled: bool = True
@@ -81,6 +90,11 @@ class EngineConfig:
     """On a GPU: launch a step while the host still handles the one before."""
     jit_monitor: Mode = "warn"
     """What to do about compilations after warm-up; `error` ends the engine."""
+
+    def chunks(self, on_gpu: bool) -> tuple[int, int]:
+        """Prompt tokens in a step, and in a step in which requests decode."""
+        chunk = self.prefill_chunk or (LARGE_CHUNK if on_gpu else SMALL_CHUNK)
+        return chunk, min(chunk, self.chunk_while_decoding or self.prefill_chunk or SMALL_CHUNK)
 
 
 @dataclass(frozen=True)

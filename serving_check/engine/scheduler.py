@@ -36,9 +36,10 @@ class Scheduler:
     computed again; the one admitted first always goes on, and the pool holds one full context: all finish.
     """
 
-    def __init__(self, pool: KVPool, prefill_chunk: int):
+    def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int):
         self.pool = pool
         self.prefill_chunk = prefill_chunk
+        self.chunk_while_decoding = chunk_while_decoding
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In the order they were admitted."""
@@ -54,7 +55,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         self._grow_or_preempt()
         decode = [sequence for sequence in self.running if not sequence.is_prefilling]
-        return Schedule(decode, self._fill_chunk())
+        return Schedule(decode, self._fill_chunk(self.chunk_while_decoding if decode else self.prefill_chunk))
 
     def remove(self, sequence: Sequence) -> None:
         """Finished or aborted: its row and pages are free at once."""
@@ -78,10 +79,9 @@ class Scheduler:
         self.preemptions += 1
         return len(self.running)
 
-    def _fill_chunk(self) -> list[PrefillPiece]:
-        """Up to prefill_chunk prompt tokens: of those running first, then of those that can be admitted."""
+    def _fill_chunk(self, budget: int) -> list[PrefillPiece]:
+        """Up to `budget` prompt tokens: of those running first, then of those that can be admitted."""
         pieces: list[PrefillPiece] = []
-        budget = self.prefill_chunk
         for sequence in self.running:
             if budget == 0:
                 return pieces

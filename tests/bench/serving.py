@@ -175,7 +175,7 @@ def decode_step(engine: Engine, n: int) -> dict:
 
 def arrivals_while_decoding(engine: Engine, chunk: int) -> dict:
     """Inter-token latencies of streams that decode, alone and while a long prompt arrives every second."""
-    engine.scheduler.prefill_chunk = chunk
+    engine.scheduler.chunk_while_decoding = chunk
     start_decoding(engine, DECODING, 64, 1500)
     alone = [timed_step(engine) for _ in range(200)]
     disturbed, started, arrived = [], time.perf_counter(), 0

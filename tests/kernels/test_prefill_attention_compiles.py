@@ -11,10 +11,17 @@ SCALE_POINTERS = {0: None, 1: "*fp32", 2: "*fp32"}
 
 
 @pytest.mark.parametrize(
-    "pages, scales, window",
-    [("*bf16", 0, False), ("*bf16", 0, True), ("*fp32", 0, False), ("*fp8e4nv", 1, False), ("*i8", 2, False)],
+    "pages, scales, window, large",
+    [
+        ("*bf16", 0, False, True),
+        ("*bf16", 0, True, True),
+        ("*bf16", 0, False, False),
+        ("*fp32", 0, False, False),
+        ("*fp8e4nv", 1, False, False),
+        ("*i8", 2, False, False),
+    ],
 )
-def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool):
+def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool, large: bool):
     activations = "*bf16" if scales else pages
     wide = pages == "*fp32"
     types = {
@@ -27,7 +34,7 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool):
         **dict.fromkeys(["window", "table_stride"], "i32"),
     }
     constants = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "DIM": 128, "GROUP": 4, "PAGE": 64}
-    constants |= {"TOKENS": 16 if wide else 32, "BLOCK": 32 if wide else 64, "SCALES": scales}
+    constants |= {"TOKENS": 32 if large else 16, "BLOCK": 32 if wide else 64, "SCALES": scales}
     constants |= {"SOFTCAP": False, "WINDOW": window, "SINKS": False}
     constants |= {"PRECISION": "tf32x3" if wide else "tf32"}
     constants |= {name: None for name, kind in types.items() if kind is None}
@@ -39,5 +46,6 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool):
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name][0] == "*"},
     )
-    kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4 if wide else 8, "num_stages": 2})
+    options = {"num_warps": 8 if large else 4, "num_stages": 2, "maxnreg": 128 if large else None}
+    kernel = triton.compile(source, target=HOPPER, options=options)
     assert "wgmma" in kernel.asm["ptx"]

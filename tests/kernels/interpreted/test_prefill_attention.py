@@ -16,7 +16,7 @@ def make_prefill(pieces=PIECES, padding=3, heads=4, kv_heads=2, head_dim=64, pag
     generator = torch.Generator().manual_seed(1)
     tokens = sum(count for count, _, _ in pieces) + padding
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(DEVICE, case[0].dtype)
-    tiles = torch.from_numpy(tiles_of(pieces, padding)).to(DEVICE)
+    tiles = torch.from_numpy(tiles_of(0, pieces, padding)).to(DEVICE)
     return [q, case[1], case[2], case[3], tiles], scales
 
 
@@ -93,8 +93,8 @@ def test_a_tile_without_tokens_does_nothing():
 
 
 def test_the_longest_contexts_come_first():
-    tiles = tiles_of([(130, 0, 4), (1, 500, 7)], padding=2)
-    assert tiles.tolist() == [[130, 1, 500, 7], [128, 2, 128, 4], [0, 128, 0, 4], [131, 2, -1, 0]]
+    tiles = tiles_of(5, [(130, 0, 4), (1, 500, 7)], padding=2)
+    assert tiles.tolist() == [[135, 1, 500, 7], [133, 2, 128, 4], [5, 128, 0, 4], [136, 2, -1, 0]]
 
 
 def test_tokens_on_their_own_get_the_bits_they_get_in_company():

@@ -1,0 +1,101 @@
+"""A layer's opening norm is computed by the layer before it, and nothing else changes."""
+
+import pytest
+import torch
+from scalegate.serving_check.engine.attention import attention_layers
+from scalegate.serving_check.engine.compiled_layers import CompiledLayers, model_layers, restore_layers
+from scalegate.serving_check.engine.openings import Carry, Opening, open_ahead
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+class CausalAttention:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+
+
+def make(architecture: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SIZES)).eval()
+    attention_layers(model)
+
+    @torch.no_grad()
+    def run(tokens: int = 37) -> Tensor:
+        ids = torch.arange(tokens)[None]
+        return model(
+            input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=0, paged=CausalAttention()
+        ).logits
+
+    return model, run
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Layers are traced and run as they are, and what is traced is noted: a CPU's compiler takes minutes."""
+    traced = []
+    compile_ = torch.compile
+
+    def traced_only(function, **options):
+        traced.append(function)
+        return compile_(function, backend="aot_eager", fullgraph=True, dynamic=False)
+
+    monkeypatch.setattr(torch, "compile", traced_only)
+    torch._dynamo.reset()
+    return traced
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3"])
+def test_every_layer_after_the_first_is_opened_by_the_one_before(architecture: str, compilations: list):
+    model, run = make(architecture)
+    wanted, shorter = run(), run(21)
+    chain = open_ahead(model_layers(model), run)
+    assert len(chain.successors) == 4 and set(chain.openings.values()) == {"", "input_layernorm"}
+    assert torch.equal(run(), wanted)
+    with CompiledLayers(model, chain):
+        assert torch.equal(run(), wanted)
+    assert torch.equal(run(21), shorter)
+
+
+def test_alike_layers_share_one_trace_though_the_first_is_opened_on_its_own(compilations: list):
+    model, run = make("qwen3")
+    with CompiledLayers(model, open_ahead(model_layers(model), run)):
+        run()
+    assert len(compilations) == 3, "rotary embedding, first norm, layer with the norm that follows"
+
+
+def test_a_layer_that_begins_with_attention_is_not_opened():
+    model, run = make("olmo2")
+    chain = open_ahead(model_layers(model), run)
+    assert list(chain.openings) == [model.model.norm]
+
+
+def test_restoring_leaves_the_model_as_it_was(compilations: list):
+    model, run = make("qwen3")
+    wanted, names = run(), [name for name, _ in model.named_modules()]
+    with CompiledLayers(model, open_ahead(model_layers(model), run)):
+        run()
+    assert any(isinstance(module, Opening) for module in model.modules())
+    restore_layers(model)
+    assert [name for name, _ in model.named_modules()] == names
+    assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(run(), wanted)
+
+
+def test_what_was_computed_ahead_is_taken_for_its_own_input_only_and_once():
+    x, other, opened = torch.ones(1), torch.ones(1), torch.zeros(1)
+    carry = Carry(x, opened)
+    assert carry.take(x) is opened and carry.take(x) is None
+    assert Carry(x, opened).take(other) is None
