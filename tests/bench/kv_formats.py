@@ -95,8 +95,9 @@ def serve(model: PreTrainedModel, kv_cache_dtype: str, options: argparse.Namespa
     engine.warm_up(progress=False)
     cells = []
     for n in options.n:
-        runs = [run(engine, n) for _ in range(3 if n <= 8 else 1)]
+        runs = [run(engine, n) for _ in range(3 if n == 1 else 1)]
         cells.append({"n": n, **{key: statistics.median(one[key] for one in runs) for key in runs[0]}})
+        print(kv_cache_dtype, cells[-1], flush=True)
     compilations = [str(event) for event in engine.stats().compilations]
     del engine
     torch.cuda.empty_cache()
