@@ -44,7 +44,7 @@ import click
 @click.option(
     "--prefill-chunk",
     type=click.IntRange(min=1),
-    help="Prompt tokens computed in one step; default 512, on a GPU 8192 in steps that no request decodes in.",
+    help="Prompt tokens computed in one step; default 512, on a GPU 4096 and 256 while others decode.",
 )
 @click.option(
     "--jit-monitor",

@@ -57,10 +57,12 @@ class StepOutput:
     finish_reason: FinishReason | None = None
 
 
-SMALL_CHUNK = 512
-"""Prompt tokens in a step on a CPU; on a GPU, while others decode: about as much work as their own."""
-LARGE_CHUNK = 8192
-"""Prompt tokens in a step on a GPU that nobody waits for."""
+CPU_CHUNK = 512
+"""Prompt tokens in a step."""
+CUDA_CHUNK = 4096
+"""Prompt tokens in a step that no decoding request waits for."""
+CUDA_CHUNK_WHILE_DECODING = 256
+"""About as much work as decoding for a full batch, so that a step takes about twice as long."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,10 @@ class EngineConfig:
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:
         """Prompt tokens in a step, and in a step in which requests decode."""
-        chunk = self.prefill_chunk or (LARGE_CHUNK if on_gpu else SMALL_CHUNK)
-        return chunk, min(chunk, self.chunk_while_decoding or self.prefill_chunk or SMALL_CHUNK)
+        chunk, while_decoding = (CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING) if on_gpu else (CPU_CHUNK, CPU_CHUNK)
+        if self.prefill_chunk is not None:
+            chunk = while_decoding = self.prefill_chunk
+        return chunk, min(chunk, self.chunk_while_decoding or while_decoding)
 
 
 @dataclass(frozen=True)
