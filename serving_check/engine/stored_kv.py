@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...layouts.kv_format import KV_FORMATS, KVScales, PoolSize, PrefillTokens, PromptPiece
+from ...kernels.prefill_attention import tiles_of
+from ...layouts.kv_format import (
+    KV_FORMATS,
+    DeviceDecodeTokens,
+    KVScales,
+    PackedTokens,
+    PoolSize,
+    PrefillTokens,
+    PromptPiece,
+)
 from .attention import PagedAttention, attention_layers
 from .kv_pool import pages_for
 
@@ -36,12 +45,28 @@ class OverStoredKV(nn.Module):
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
         """input_ids: int64 [1, T]; `options` go to the model."""
         device, count = input_ids.device, input_ids.shape[1]
-        slots = torch.arange(count, device=device) + self.page_size
-        pages = np.arange(1, pages_for(count, self.page_size) + 1)
-        step = PrefillTokens(slots, [PromptPiece(0, count, pages, 0)], self.page_size)
+        step = packed_prompt if device.type == "cuda" else prompt
         return self.model(
             input_ids=input_ids,
             position_ids=torch.arange(count, device=device)[None],
-            paged=PagedAttention(self.layers, self.storage, step),
+            paged=PagedAttention(self.layers, self.storage, step(count, self.page_size, device)),
             **options,
         )
+
+
+def prompt(count: int, page_size: int, device: torch.device) -> PrefillTokens:
+    """One text of `count` tokens, on pages from 1 on."""
+    pages = np.arange(1, pages_for(count, page_size) + 1)
+    slots = torch.arange(count, device=device) + page_size
+    return PrefillTokens(slots, [PromptPiece(0, count, pages, 0)], page_size)
+
+
+def packed_prompt(count: int, page_size: int, device: torch.device) -> PackedTokens:
+    """The same as a GPU takes it."""
+    width = pages_for(count, page_size)
+    slots = torch.arange(count, device=device) + page_size
+    block_table = torch.arange(1, width + 1, dtype=torch.int32, device=device)[None]
+    nobody = torch.zeros(1, dtype=torch.int32, device=device)
+    decode = DeviceDecodeTokens(slots[:1], block_table, nobody, nobody.long(), width * page_size, {})
+    tiles = torch.from_numpy(tiles_of(0, [(count, 0, 0)], 0))
+    return PackedTokens(slots, decode, tiles.to(device))
