@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+# Sets OpenMP's threads as it does for the commands, which has to come before torch.
+import scalegate.pipeline  # noqa: F401
 from scalegate.layouts.files import write_json
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
