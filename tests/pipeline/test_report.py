@@ -60,3 +60,23 @@ def test_the_table_fits_a_terminal_and_explains_only_what_did_not_pass(verdict: 
     assert "kernel <slow> at M=8" in table
     assert "exact" not in table
     assert table.splitlines()[-1].startswith("FAIL")
+
+
+def test_a_queue_beside_an_empty_kv_cache_is_seen_at_a_glance(verdict: Verdict, tmp_path: Path):
+    point = sample_verdict({82: 1.0}).curve[0]
+    capped = replace(
+        point.artifact,
+        running_mean=22.0,
+        waiting_max=60,
+        kv_usage_max=0.03,
+        step_ms=7.41,
+        host_ms=3.21,
+        device_idle_share=0.043,
+    )
+    shown = replace(verdict, curve=(replace(point, artifact=capped),))
+    row = next(line for line in verdict_table(shown).splitlines() if "22.0 / 82.0" in line)
+    assert " ".join(row.split()) == "82 22.0 / 82.0 60 / 0 3 / 3 0 / 0 7.4 / ? 3.21 / ? 4.3 / ?"
+    write_report(shown, tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("What the servers did meanwhile") :])
+    assert cells[:10] == ["82", "artifact", "22.0", "?", "60", "3.0", "0", "7.41", "3.21", "4.3"]
