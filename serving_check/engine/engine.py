@@ -102,7 +102,9 @@ class Engine:
             model.device,
         )
         buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
-        self.capacity = EngineCapacity(config.max_num_seqs, self.pool.num_pages, self.pool.page_size)
+        self.capacity = EngineCapacity(
+            config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_cache_dtype
+        )
         chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
         self.runner = ModelRunner(model, layers, self.pool, buckets, chunk, config.compiled)
         self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding)

@@ -110,6 +110,7 @@ class EngineCapacity:
     kv_cache_pages: int
     page_size: int
     """Tokens a page holds."""
+    kv_cache_dtype: str = "unquantized"
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -161,10 +161,17 @@ class Metrics:
         yield self._gauge(
             "scalegate:kv_cache_tokens", "Tokens the KV pool holds.", self.capacity.kv_cache_tokens
         )
-        labels = ["model_name", "block_size", "num_gpu_blocks"]
-        pool = GaugeMetricFamily("vllm:cache_config_info", "The KV pool: page size and pages.", labels=labels)
-        pool.add_metric([self.model_name, str(self.capacity.page_size), str(self.capacity.kv_cache_pages)], 1)
-        yield pool
+        pool = {
+            "model_name": self.model_name,
+            "block_size": str(self.capacity.page_size),
+            "num_gpu_blocks": str(self.capacity.kv_cache_pages),
+            "cache_dtype": self.capacity.kv_cache_dtype,
+        }
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool: its pages and format.", labels=list(pool)
+        )
+        info.add_metric(list(pool.values()), 1)
+        yield info
 
     def _compiled(self) -> Metric:
         """Without a monitor no sample at all: a reader can tell that from a count of zero."""
