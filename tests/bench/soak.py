@@ -5,8 +5,8 @@ each alone, and must be answered alike. That is asked of float32: in bf16 produc
 batch size, and where two tokens are nearly tied the answer may differ.
 
     python -P tests/bench/soak.py examples/qwen3-pycode-5m --device cuda
-    python -P tests/bench/soak.py examples/qwen3-pycode-5m --requests 48 --rate 40 --max-prompt 160 \
-        --max-output 32 --max-num-seqs 16 --kv-cache-tokens 1024
+    python -P tests/bench/soak.py examples/qwen3-pycode-5m --requests 40 --rate 1000 --max-prompt 48 \
+        --max-output 80 --max-num-seqs 8 --kv-cache-tokens 256
 """
 
 import argparse

@@ -8,7 +8,7 @@ from pathlib import Path
 SOAK = Path(__file__).parents[1] / "bench" / "soak.py"
 SMALL = {
     "requests": 40,
-    "rate": 60,
+    "rate": 1000,
     "max-prompt": 48,
     "max-output": 80,
     "cancelled": 0.1,
