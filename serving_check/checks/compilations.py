@@ -27,7 +27,10 @@ def compilations(samples: dict[str, float]) -> Compilations | None:
 
 
 def check_compilations(before: Compilations | None, after: Compilations | None) -> CheckResult:
-    """Nothing between two looks, one before the first request and one after the last."""
+    """Nothing between two looks, one before the first request and one after the last.
+
+    A load of a compiled kernel from disk counts as well: on the next machine it is a compilation.
+    """
     bound = "none"
     if before is None or after is None:
         reason = "this engine's /metrics does not count them; a pause by one shows in throughput and latency"

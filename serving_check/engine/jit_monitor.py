@@ -4,6 +4,7 @@ Not for preventing it. Triton's compilations are told from loads off its disk ca
 compiles inside Dynamo, as Inductor does, counts as Dynamo's.
 """
 
+import functools
 import importlib.util
 import logging
 import sys
@@ -13,7 +14,9 @@ from types import CodeType, FrameType
 from typing import Any, Literal
 from weakref import WeakSet
 
-Kind = Literal["triton compilation", "triton cache load", "dynamo compilation", "graph capture"]
+Kind = Literal[
+    "triton compilation", "triton cache load", "triton autotuning", "dynamo compilation", "graph capture"
+]
 Mode = Literal["off", "warn", "error"]
 
 logger = logging.getLogger(__name__)
@@ -93,6 +96,22 @@ def _listen() -> None:
     before = triton.knobs.compilation.listener
     if not isinstance(before, _TritonListener):
         triton.knobs.compilation.listener = _TritonListener(before)
+        _listen_to(triton.runtime.autotuner.Autotuner)
+
+
+def _listen_to(autotuner: Any) -> None:
+    """Triton has no listener for autotuning, which may time kernels without compiling any; but for every key
+    that it does not know yet, it asks which configurations to try."""
+    prune_configs = autotuner.prune_configs
+
+    @functools.wraps(prune_configs)
+    def reporting(self: Any, kwargs: dict[str, Any]) -> Any:
+        values = {**self.nargs, **kwargs}
+        key = " ".join(f"{name}={values[name]}" for name in self.keys if name in values)
+        report(JitEvent("triton autotuning", self.base_fn.__name__, key))
+        return prune_configs(self, kwargs)
+
+    autotuner.prune_configs = reporting
 
 
 class _TritonListener:

@@ -1,5 +1,7 @@
 """Compilations after warm-up are noticed, by name; what was met in warm-up is not."""
 
+import contextlib
+
 import pytest
 import torch
 import triton
@@ -36,6 +38,23 @@ def test_triton_compilations_are_told_from_cache_loads(monitor: JitMonitor, tmp_
         triton.compile(source, target=HOPPER)
     assert [event.kind for event in monitor.events] == ["triton compilation", "triton cache load"]
     assert all(event.name == "specializing_kernel" and "i32" in event.key for event in monitor.events)
+
+
+def test_autotuning_is_noticed_for_each_new_key_though_nothing_is_compiled(monitor: JitMonitor):
+    configs = [triton.Config({}, num_warps=warps) for warps in (1, 2)]
+    tuned = triton.autotune(configs, key=["n"], do_bench=lambda call, quantiles: [1.0] * 3)(
+        specializing_kernel
+    )
+    monitor.arm()
+    for n in (5, 5, 6):
+        # Only the launch that follows needs a GPU, and fails without one.
+        with contextlib.suppress(RuntimeError):
+            tuned[(1,)](torch.zeros(1), n)
+    tunings = [event for event in monitor.events if event.kind == "triton autotuning"]
+    assert [(event.name, event.key) for event in tunings] == [
+        ("specializing_kernel", "n=5"),
+        ("specializing_kernel", "n=6"),
+    ]
 
 
 def test_a_recompilation_is_noticed_and_a_known_size_is_not(monitor: JitMonitor):
