@@ -10,3 +10,5 @@ import torch
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
+if torch.cuda.is_available():
+    collect_ignore = ["test_gpu_engine.py"]

@@ -1,0 +1,116 @@
+"""The engine's GPU steps without a GPU: kernels interpreted, graphs replayed by calling what they hold.
+
+Decode graphs, packed steps and paged kernels must give the tokens that the CPU engine gives. Where there is a
+GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
+"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from scalegate.layouts.kv_cuda import CudaLayerKV
+from scalegate.layouts.kv_format import StoredPages
+from scalegate.serving_check.engine import graph_memory, transfer
+from scalegate.serving_check.engine.decode_graphs import DecodeGraphs
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.forward import Forward
+from scalegate.serving_check.engine.packed_steps import PackedSteps
+from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+SIZES = {"max_num_seqs": 2, "max_model_len": 48}
+WAYS = {
+    "overlapped": {"prefill_chunk": 16},
+    "short chunks while decoding": {"prefill_chunk": 40, "chunk_while_decoding": 7, "page_size": 32},
+    "no graphs": {"prefill_chunk": 16, "kv_cache_tokens": 64},
+}
+
+
+class Replayed:
+    """Stands for a CUDA graph: what it captured is called again, into the tensors it gave at first."""
+
+    def __init__(self, run: Callable[[], tuple[Tensor, Tensor]], result: tuple[Tensor, Tensor]):
+        self.run, self.result = run, result
+
+    def replay(self) -> None:
+        for to, values in zip(self.result, self.run(), strict=True):
+            to.copy_(values)
+
+
+class NoEvent:
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, arrive = torch.zeros, transfer.Arrival.__init__
+
+    def capture(self, run):
+        result = tuple(tensor.clone() for tensor in run())
+        return Replayed(run, result), result
+
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    monkeypatch.setattr(graph_memory.GraphMemory, "capture", capture)
+    monkeypatch.setattr(transfer.Arrival, "__init__", lambda self, tensor: arrive(self, tensor.clone()))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=256,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    numbers = random.Random(1)
+    return [[numbers.randrange(256) for _ in range(length)] for length in (1, 35, 5)]
+
+
+def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
+    """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
+    engine = Engine(model, EngineConfig(**SIZES, **{"page_size": 16, **sizes}), frozenset())
+    pool, runner = engine.pool, engine.runner
+    for index, layer in runner.layers.items():
+        shape = (pool.num_pages + 1, layer.shape.heads, pool.page_size, layer.shape.key_dim)
+        pool.layers[index] = CudaLayerKV(StoredPages(torch.zeros(shape), torch.zeros(shape), None, None))
+    runner.forward = Forward(model, runner.layers, pool.layers)
+    runner.graphs = DecodeGraphs(runner.forward, pool, (1, SIZES["max_num_seqs"]), runner.clock)
+    runner.packed = PackedSteps(runner.graphs, engine.scheduler.prefill_chunk, runner.clock)
+    runner._must_compile = False
+    return engine
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
+    expected = Engine(model, EngineConfig(**SIZES), frozenset()).generate(prompts, GREEDY)
+    engine = engine_on_kernels(model, **WAYS[way])
+    packed = engine.runner.packed
+    engine._overlapped = way == "overlapped"
+    packed.buckets = () if way == "no graphs" else packed.buckets
+    answers = engine.generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    assert engine.pool.usage == 0 and bool(packed.captured) == (way != "no graphs")
+
+
+def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):
+    params = [SamplingParams(max_tokens=3, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(3)]
+    expected = Engine(model, EngineConfig(**SIZES), frozenset()).generate(prompts, params)
+    answers = engine_on_kernels(model, **WAYS["overlapped"]).generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
