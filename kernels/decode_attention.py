@@ -336,7 +336,7 @@ def decode_split_tokens(max_context: int) -> int:
 
 
 @functools.cache
-def _compute_capability(device: torch.device) -> tuple[int, int]:
+def compute_capability(device: torch.device) -> tuple[int, int]:
     """(0, 0) under the interpreter. PTX converts e4m3 from (8, 9) on, launches overlap from (9, 0) on."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
@@ -378,7 +378,7 @@ def decode_attention(
         key_pages, value_pages = key_pages.view(torch.int16), value_pages.view(torch.int16)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     tile = min(TILE_BYTES // (dim * itemsize), 128, 2 * page)
-    pdl = _compute_capability(q.device) >= (9, 0)
+    pdl = compute_capability(q.device) >= (9, 0)
     _attend_splits[(splits, kv_heads, batch)](
         q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
         workspace.partial, workspace.lse, out,
@@ -386,7 +386,7 @@ def decode_attention(
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
         BLOCK=tile, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
-        ASM=_compute_capability(q.device) >= (8, 9), PDL=pdl, num_warps=4, num_stages=3,
+        ASM=compute_capability(q.device) >= (8, 9), PDL=pdl, num_warps=4, num_stages=3,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,

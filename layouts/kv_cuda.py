@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.append_kv import append_kv
-from ..kernels.decode_attention import DecodeWorkspace, decode_attention
+from ..kernels.decode_attention import DecodeWorkspace, compute_capability, decode_attention
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
+from .errors import UserError
 from .kv_format import DeviceDecodeTokens, PackedTokens, StepTokens, StoredPages
+
+SMALLEST_PAGE = 16
+E4M3_FROM = (8, 9)
+"""The compute capability that has instructions for it."""
 
 
 class CudaLayerKV:
@@ -24,6 +29,7 @@ class CudaLayerKV:
     def __init__(self, stored: StoredPages):
         self.key_pages, self.value_pages = stored.key_pages, stored.value_pages
         self.key_scale, self.value_scale = stored.key_scale, stored.value_scale
+        self._refuse_unsupported()
 
     def append(self, key: Tensor, value: Tensor, tokens: StepTokens) -> None:
         key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
@@ -71,6 +77,19 @@ class CudaLayerKV:
                 **self._options(options, sinks),
             )
         return output
+
+    def _refuse_unsupported(self) -> None:
+        page, device = self.key_pages.shape[2], self.key_pages.device
+        if page < SMALLEST_PAGE or page & (page - 1):
+            raise UserError(
+                f"pages of {page} tokens are not served on a GPU; give a power of two from {SMALLEST_PAGE} on"
+            )
+        e4m3 = self.key_pages.dtype == torch.float8_e4m3fn
+        if e4m3 and device.type == "cuda" and compute_capability(device) < E4M3_FROM:
+            raise UserError(
+                f"fp8 keys and values need a GPU of compute capability {E4M3_FROM[0]}.{E4M3_FROM[1]} or "
+                f"more, and {torch.cuda.get_device_name(device)} has less; use int8_per_token_head"
+            )
 
     def _options(self, options: AttentionOptions, sinks: Tensor | None) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scalegate.kernels.paged_attention import AttentionOptions
+from scalegate.layouts.errors import UserError
 from scalegate.layouts.kv_cuda import CudaLayerKV
 from scalegate.layouts.kv_format import (
     KV_FORMATS,
@@ -73,3 +74,10 @@ def test_a_prompt_and_tokens_after_it(name: str, window: int | None):
         gpu.append(key.to(DEVICE), value.to(DEVICE), step)
         got = gpu.attend(query.to(DEVICE), step, options, None).cpu()
         assert float((got - want).norm() / want.norm()) < 3e-3
+
+
+@pytest.mark.parametrize("page", [8, 48])
+def test_pages_that_the_kernels_cannot_walk_are_refused(page: int):
+    layer = KV_FORMATS["unquantized"].allocate(SHAPE, PoolSize(2, page, 1), torch.device("cpu"), None)
+    with pytest.raises(UserError, match=f"pages of {page} tokens"):
+        on_device(layer)
