@@ -1,27 +1,12 @@
-"""The INT4 product on Hopper, in Gluon: weights unpacked in registers for wgmma, copies by their own warp.
+"""The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
-Reads the bytes of `int4_swap_ab.py`, where the reference and the portable kernel are. Not for other chips.
+    int4_waves.py    up to 8 rows and from 257 on: whole waves of tiles, then the K of the rest split
+    int4_shares.py   between them: all tiles' K in one row, every CTA an equal share
+    int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
-Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns, y [M, N].
-
-The weight is the M operand ("swap AB"): `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen requests
-cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
-
-    producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
-    the others      ld.shared.v4: a lane's four words of a tile
-                    shift, lop3: 32 numbers 128 + q, where wgmma wants them: no value changes lanes
-                    sub 128 + z: q - z, exact;  mul: times the scale        (integer zero)
-                    sub 136: q - 8, exact;  fma: times the scale, plus (8 - z) * scale  (fractional zero)
-                    wgmma from registers, asynchronous; the next chunk is unpacked meanwhile
-
-Instructions a weight: 2.9 in chunks of 128 columns, 3.9 in chunks of 32; HBM leaves room for 3.7.
-
-Few tiles: those that do not fill a whole wave of the chip are split along K. Each part leaves its fp32 sums
-in a scratch buffer; the part that arrives last adds all of them in order of K, so the bits are the same
-whoever is last.
-
-Programmatic dependent launch: the producer fetches weights before the kernel ahead has ended; activations,
-and everything that is written, wait for its end.
+Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new
+M; what chose them is measured, in `tests/bench/results/int4_kernel_log.md`. In batch-invariant serving the
+order of summation depends on the shape of the weight alone, and the first kernel serves every M.
 """
 
 from dataclasses import dataclass
@@ -29,477 +14,101 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK_K = gl.constexpr(128)
-TILE_WORDS = gl.constexpr(1024)
+from . import int4_shares, int4_waves
+from .int4_shares import Tile
+from .int4_waves import MULTIPROCESSORS, UNIT, Split
 
-
-def x_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-def words_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-
-
-def meta_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-@gluon.constexpr_function
-def unpack_asm(first_slice: int, slices: int, group_size: int, fractional: bool, half: bool) -> str:
-    """PTX that turns the words of two rows, r and r+8, into their fragment registers of a few slices.
-
-    Operands: for each slice the registers of row r and of row r+8; the two words; then for each group of the
-    tile the two rows' zeros (as 128+z twice) and their scales twice, with a fractional zero their scales and
-    (8-z)*scale.
-    """
-    kind = "f16x2" if half else "bf16x2"
-    magic = "0x64006400" if half else "0x43004300"
-    centre = "0x64086408" if half else "0x43084308"
-    lines = [".reg .b32 t;", ".reg .b32 c;", f"mov.b32 c, {centre};"]
-    for i in range(slices):
-        j = first_slice + i
-        group = (j * 16) // group_size
-        for row in range(2):
-            out, source = f"${2 * i + row}", f"${2 * slices + row}"
-            first, second = (f"${2 * slices + 2 + 4 * group + operand + row}" for operand in (0, 2))
-            if j:
-                lines.append(f"shr.u32 t, {source}, {4 * j};")
-                source = "t"
-            lines.append(f"lop3.b32 {out}, {source}, 0x000F000F, {magic}, 0xEA;")
-            if fractional:
-                lines.append(f"sub.rn.{kind} {out}, {out}, c;")
-                lines.append(f"fma.rn.{kind} {out}, {out}, {first}, {second};")
-            else:
-                lines.append(f"sub.rn.{kind} {out}, {out}, {first};")
-                lines.append(f"mul.rn.{kind} {out}, {out}, {second};")
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@gluon.constexpr_function
-def unpack_constraints(slices: int, groups: int) -> str:
-    return ",".join(["=&r"] * (2 * slices) + ["r"] * (2 + 4 * groups))
-
-
-@gluon.constexpr_function
-def slice_types(slices: int, half: bool) -> tuple:
-    return (gl.float16 if half else gl.bfloat16,) * (2 * slices)
-
-
-@gluon.constexpr_function
-def words_spread(rows: int):
-    """The words of a tile, [row / 16, r, t, v, u], among the warps: each thread the four of its lane."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]],
-        lane_bases=[[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]],
-        warp_bases=[[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]][: 2 if rows == 64 else 3],
-        block_bases=[],
-        shape=[rows // 16, 8, 4, 2, 2],
-    )
-
-
-PLAIN_5D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
-PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def pair_of(value, HALF: gl.constexpr):
-    """fp32 [BN] to int32 [BN] holding the value twice in 16 bits."""
-    if HALF:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [value], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [value], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
-def read_words(words_smem, BN: gl.constexpr, tile: gl.constexpr):
-    """The words of one tile of a stage; 128 rows only of stages of one tile."""
-    spread: gl.constexpr = words_spread(BN)
-    flat = words_smem._reinterpret(gl.int32, [words_smem.shape[0] * words_smem.shape[1] * 64], PLAIN_1D)
-    words = flat.slice(tile * 512, BN * 8)._reinterpret(gl.int32, [BN // 16, 8, 4, 2, 2], PLAIN_5D)
-    return words.load(spread)
-
-
-@gluon.jit
-def read_scales(
-    meta_smem, BN: gl.constexpr, tile: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr,
-):  # fmt: skip
-    """For each group of a tile the rows' zeros and scales, each twice in a register."""
-    flat = meta_smem._reinterpret(gl.int32, [meta_smem.shape[0] * BN], PLAIN_1D)
-    scales = ()
-    for group in gl.static_range(64 // GROUP if GROUP < 64 else 1):
-        row = flat.slice(((tile * 64) // GROUP + group) * BN, BN)
-        by_row = row._reinterpret(gl.int32, [BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
-        meta = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_spread(BN))))
-        if FRACTIONAL:
-            first = (meta & -65536) | ((meta >> 16) & 0xFFFF)
-            second = (meta << 16) | (meta & 0xFFFF)
-        else:
-            first = (meta & 0xF) * 0x00010001 | (0x64006400 if HALF else 0x43004300)
-            second = pair_of((meta & -16).to(gl.float32, bitcast=True), HALF)
-        first = gl.expand_dims(gl.expand_dims(first, 2), 3)
-        second = gl.expand_dims(gl.expand_dims(second, 2), 3)
-        scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-    return scales
-
-
-@gluon.jit
-def unpack_slices(
-    words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr,
-):  # fmt: skip
-    """Two or four slices of a tile, [row / 16, r, t, v, h, u, slice ...]: what is joined comes last."""
-    asm: gl.constexpr = unpack_asm(FIRST, SLICES, GROUP, FRACTIONAL, HALF)
-    constraints: gl.constexpr = unpack_constraints(SLICES, 64 // GROUP if GROUP < 64 else 1)
-    types: gl.constexpr = slice_types(SLICES, HALF)
-    inputs = (words,) + scales  # noqa: RUF005
-    part = gl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=False, pack=2)
-    if SLICES == 2:
-        slices = gl.join(gl.join(part[0], part[1]), gl.join(part[2], part[3]))
-    else:
-        even = gl.join(gl.join(part[0], part[1]), gl.join(part[4], part[5]))
-        odd = gl.join(gl.join(part[2], part[3]), gl.join(part[6], part[7]))
-        slices = gl.join(even, odd)
-    return slices
-
-
-@gluon.jit
-def read_operand(
-    words_smem, meta_smem, BN: gl.constexpr, CHUNK: gl.constexpr, SLICES: gl.constexpr,
-    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Chunk `CHUNK` of a stage, `SLICES` slices of 16 columns, as wgmma's operand [BN, 16 * SLICES]."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    tile: gl.constexpr = CHUNK * SLICES // 4
-    words = read_words(words_smem, BN, tile)
-    scales = read_scales(meta_smem, BN, tile, GROUP, FRACTIONAL, HALF)
-    if SLICES == 8:
-        # Two tiles; in groups of 128 they share their scales.
-        more_words = read_words(words_smem, BN, tile + 1)
-        if GROUP == 128:
-            more_scales = scales
-        else:
-            more_scales = read_scales(meta_smem, BN, tile + 1, GROUP, FRACTIONAL, HALF)
-        low = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF)
-        high = unpack_slices(more_words, more_scales, 0, 4, GROUP, FRACTIONAL, HALF)
-        chunk = gl.permute(gl.join(low, high), [0, 5, 1, 8, 6, 7, 3, 2, 4])
-    elif SLICES == 4:
-        chunk = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF)
-        chunk = gl.permute(chunk, [0, 5, 1, 6, 7, 3, 2, 4])
-    else:
-        chunk = unpack_slices(words, scales, (CHUNK % 2) * 2, 2, GROUP, FRACTIONAL, HALF)
-        chunk = gl.permute(chunk, [0, 5, 1, 6, 3, 2, 4])
-    return gl.convert_layout(gl.reshape(chunk, [BN, 16 * SLICES]), operand, assert_trivial=True)
-
-
-@gluon.jit
-def start_copies(
-    words_desc, meta_desc, x_desc, ring, slot, stage, tile_m, tile_n, pred,
-    WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Start copying stage number `stage` of K into a slot of the ring; past the end of K zeros arrive."""
-    words_ring, meta_ring, x_ring, ready, _free = ring
-    bar = ready.index(slot)
-    if WEIGHTS:
-        words_bytes: gl.constexpr = words_ring.shape[1] * TILES * 2048
-        meta_bytes: gl.constexpr = meta_ring.shape[1] * meta_ring.shape[2] * 4
-        mbarrier.expect(bar, words_bytes + meta_bytes + x_ring.shape[1] * TILES * 128, pred=pred)
-        words_from = [tile_n * words_ring.shape[1], stage * (TILES * 8), 0]
-        tma.async_copy_global_to_shared(words_desc, words_from, bar, words_ring.index(slot), pred=pred)
-        meta_from = [(stage * (TILES * 64)) // GROUP, tile_n * meta_ring.shape[2]]
-        tma.async_copy_global_to_shared(meta_desc, meta_from, bar, meta_ring.index(slot), pred=pred)
-    if ACTIVATIONS:
-        x_from = [tile_m * x_ring.shape[1], stage * (TILES * 64)]
-        tma.async_copy_global_to_shared(x_desc, x_from, bar, x_ring.index(slot), pred=pred)
-
-
-@gluon.jit
-def produce(
-    x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end,
-    STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The one warp that starts the copies."""
-    _words_ring, _meta_ring, _x_ring, _ready, free = ring
-    # The weights do not depend on the kernel before this one, so the first of them need not wait for its end;
-    # the activations do.
-    for slot in gl.static_range(STAGES):
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, begin + slot, tile_m, tile_n, begin + slot < end,
-            True, False, TILES, GROUP,
-        )  # fmt: skip
-    gdc_wait()
-    for slot in gl.static_range(STAGES):
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, begin + slot, tile_m, tile_n, begin + slot < end,
-            False, True, TILES, GROUP,
-        )  # fmt: skip
-    slot = 0
-    phase = 0
-    for stage in range(begin + STAGES, end):
-        mbarrier.wait(free.index(slot), phase)
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, stage, tile_m, tile_n, True, True, True, TILES, GROUP
-        )
-        wraps = slot + 1 == STAGES
-        slot = gl.where(wraps, 0, slot + 1)
-        phase = gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def multiply(
-    ring, begin, end, BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """The sums [BN, BM] over one part of K.
-
-    A turn of the loop takes an even number of chunks, so that the operand in flight and the one being made
-    keep registers of their own; unpacking one chunk runs beside the product of the one before it.
-    """
-    words_ring, meta_ring, x_ring, ready, free = ring
-    chunks: gl.constexpr = TILES * 4 // SLICES
-    step: gl.constexpr = 2 if chunks == 1 else 1
-    accumulator = gl.zeros([BN, BM], gl.float32, MMA)
-    mbarrier.wait(ready.index(0), 0)
-    weight = read_operand(
-        words_ring.index(0), meta_ring.index(0), BN, 0, SLICES, GROUP, FRACTIONAL, HALF, MMA
-    )
-    before = weight
-    slot = 0
-    phase = 0
-    for first in range(begin, end, step):
-        for i in gl.static_range(step):
-            stage = first + i
-            wraps = slot + 1 == STAGES
-            following = gl.where(wraps, 0, slot + 1)
-            for chunk in gl.static_range(chunks):
-                x_chunk = x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1).permute((1, 0))
-                accumulator = warpgroup_mma(weight, x_chunk, accumulator, is_async=True)
-                # At most this product is in flight: the one before it is done.
-                accumulator, before = warpgroup_mma_wait(1, deps=[accumulator, before])
-                before = weight
-                if chunk == 0:
-                    previous = gl.where(slot == 0, STAGES - 1, slot - 1)
-                    mbarrier.arrive(free.index(previous), count=1, pred=stage > begin)
-                if chunk + 1 < chunks:
-                    weight = read_operand(
-                        words_ring.index(slot), meta_ring.index(slot), BN, chunk + 1, SLICES,
-                        GROUP, FRACTIONAL, HALF, MMA,
-                    )  # fmt: skip
-                else:
-                    phase = gl.where(wraps, phase ^ 1, phase)
-                    mbarrier.wait(ready.index(following), phase, pred=stage + 1 < end)
-                    weight = read_operand(
-                        words_ring.index(following), meta_ring.index(following), BN, 0, SLICES,
-                        GROUP, FRACTIONAL, HALF, MMA,
-                    )  # fmt: skip
-            slot = following
-    accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
-    return (accumulator,)
-
-
-@gluon.jit
-def write(
-    y, y_desc, staging, sums, M, N, first_row, first_column, BN: gl.constexpr, BM: gl.constexpr,
-    MMA: gl.constexpr, BULK: gl.constexpr,
-):  # fmt: skip
-    """Sums [BN, BM] to rows of y; in bulk through `staging`."""
-    if BULK:
-        staging.permute((1, 0)).store(sums)
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(y_desc, [first_row, first_column], staging)
-        tma.store_wait(0)
-    else:
-        column = first_column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-        row = first_row + gl.arange(0, BM, gl.SliceLayout(0, MMA))
-        inside = (row < M)[None, :] & (column < N)[:, None]
-        gl.store(y + ((row.to(gl.int64) * N)[None, :] + column[:, None]), sums, mask=inside)
-
-
-@gluon.jit(do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "split"])
-def int4_hopper_kernel(
-    x_desc,
-    words_desc,
-    meta_desc,
-    y,
-    y_desc,
-    partials,
-    arrivals,
-    M,
-    N,
-    units,
-    tiles_m,
-    whole_tiles,
-    split,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    GROUP: gl.constexpr,
-    FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr,
-    STAGES: gl.constexpr,
-    TILES: gl.constexpr,
-    SLICES: gl.constexpr,
-    TOGETHER: gl.constexpr,
-    BULK: gl.constexpr,
-):
-    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
-    # Which tile of y, and which part of its K.
-    pid = gl.program_id(0)
-    tile = pid
-    part = 0
-    parts = 1
-    if pid >= whole_tiles:
-        tile = whole_tiles + (pid - whole_tiles) // split
-        part = (pid - whole_tiles) % split
-        parts = split
-    tile_n = tile // tiles_m
-    tile_m = tile % tiles_m
-    # A part is a whole number of units of 256 columns whatever the stage, so that it is the same for every M.
-    begin = part * units // parts * (4 // TILES)
-    end = (part + 1) * units // parts * (4 // TILES)
-
-    meta_rows: gl.constexpr = meta_desc.block_shape[0]
-    words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, TILES * 8, 64], words_desc.layout)
-    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES, meta_rows, BN], meta_desc.layout)
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BM, TILES * 64], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring = (words_ring, meta_ring, x_ring, ready, free)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
-    gdc_launch_dependents()
-    (sums,) = gl.warp_specialize([
-        (multiply, (ring, begin, end, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, mma)),
-        (produce, (x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end, STAGES, TILES, GROUP)),
-    ], [1], [24])  # fmt: skip
-
-    gdc_wait()
-    staging = x_ring.index(0) if BN == 64 else x_ring._reinterpret(dtype, [BM, BN], x_ring.layout)
-    if parts == 1:
-        write(y, y_desc, staging, sums.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
-    else:
-        own = tile - whole_tiles
-        column = gl.arange(0, BN, gl.SliceLayout(1, mma))
-        row = gl.arange(0, BM, gl.SliceLayout(0, mma))
-        scratch = partials + own.to(gl.int64) * parts * (BN * BM) + (column[:, None] * BM + row[None, :])
-        gl.store(scratch + part * (BN * BM), sums)
-        gl.thread_barrier()
-        arrived = gl.atomic_add(arrivals + own, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            total = gl.zeros([BN, BM], gl.float32, mma)
-            for first in range(0, parts, TOGETHER):
-                for i in gl.static_range(TOGETHER):
-                    wanted = first + i < parts
-                    total += gl.load(
-                        scratch + (first + i) * (BN * BM), mask=wanted, other=0.0, cache_modifier=".cg"
-                    )
-            gl.store(arrivals + own, 0)
-            write(y, y_desc, staging, total.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One compiled form of the kernel: a tile of y, and how many of its CTAs a multiprocessor holds.
-
-    tiles    tiles of 64 columns in a stage: 1, 2 or 4; slices: of 16 columns unpacked together: 2, 4 or 8
-    unit_us  measured on an H200: microseconds of 256 columns of K where every CTA slot is taken
-    combine  measured: what splitting K costs at all, in the same units of K
-    """
-
-    m: int
-    n: int
-    tiles: int
-    stages: int
-    slices: int
-    registers: int
-    resident: int
-    unit_us: float
-    combine: float = 0.0
-
-
-# By the number of rows of x. A bucket and not a shape: nothing compiles for a new M.
-BUCKETS = {
-    8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
-    16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
-    32: (Tile(32, 64, 2, 8, 8, 128, 2, 1.0), Tile(32, 64, 2, 6, 8, 80, 3, 1.5)),
-    64: (Tile(64, 64, 2, 5, 8, 128, 2, 1.27), Tile(64, 64, 2, 3, 8, 80, 3, 1.9)),
-    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, combine=5.0),),
-    256: (
-        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, combine=5.0),
-        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, combine=9.0),
-    ),
-}
-MULTIPROCESSORS = 132
-# Counters of the tiles whose K is split.
 ARRIVALS = 1024
-UNIT = 256
-MAX_PARTS = 16
+"""Counters of the parts of tiles that are done; zero, and left so."""
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Split:
-    """The first `whole` tiles of y are taken in one go each, the others in `parts` parts of K."""
+class Bucket:
+    """How the products of so many rows are cut.
 
-    whole: int
-    parts: int
-    cost: float
-    """In units of K, one after the other."""
-
-
-def split_of(tiles: int, units: int, slots: int, combine: float = 0.0) -> Split:
-    """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
-
-    A part costs one and a half units to start and two fifths to be added up.
+    whole   one CTA for each tile of y, where they fill as much as `fill` of what the chip holds at once
+    shared  elsewhere: equal shares, for all CTAs that the chip holds at once
+    few     but one a multiprocessor where the shares of so many have no more units than this
     """
-    waves = tiles // slots
-    rest = tiles - waves * slots
-    if rest == 0:
-        return Split(tiles, 1, waves * (units + 1.5))
 
-    def cost(parts: int) -> float:
-        adding = parts * 0.4 + combine if parts > 1 else 0.0
-        return -(-rest * parts // slots) * (-(-units // parts) + 1.5) + adding
-
-    parts = min(range(1, min(MAX_PARTS, units) + 1), key=cost)
-    return Split(tiles if parts == 1 else tiles - rest, parts, waves * (units + 1.5) + cost(parts))
+    whole: Tile
+    shared: Tile
+    fill: float
+    few: int
 
 
-def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
-    """The tile and the split for y [m, n]: of the bucket's tiles the one expected to finish first."""
-    bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
-    units = triton.cdiv(k, UNIT)
+BUCKETS = {
+    16: Bucket(Tile(16, 64, 4, 4, 8, 80, 3), Tile(16, 64, 4, 4, 8, 80, 3), 0.6, 0),
+    32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 8, 8, 128, 2), 0.6, 10),
+    64: Bucket(Tile(64, 64, 2, 3, 4, 80, 3), Tile(64, 64, 2, 5, 8, 128, 2), 0.8, 10),
+}
+WIDE = Tile(128, 128, 2, 5, 4, 168, 1)
+NARROW = Tile(128, 64, 1, 5, 4, 128, 2)
+ALONE = Tile(128, 64, 2, 5, 8, 168, 1)
+TILES = (*dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.whole, b.shared)), WIDE, NARROW, ALONE)
+"""All that `plan` may choose."""
 
-    def split(tile: Tile) -> Split:
-        tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-        return split_of(tiles, units, MULTIPROCESSORS * tile.resident, tile.combine)
 
-    tile = min(BUCKETS[bucket], key=lambda tile: tile.unit_us * split(tile).cost)
-    return tile, split(tile)
+@dataclass(frozen=True)
+class Shares:
+    """A tile of `int4_shares.py` and the number of CTAs."""
+
+    tile: Tile
+    count: int
+
+
+@dataclass(frozen=True)
+class Waves:
+    """A tile of `int4_waves.py` and the split of what does not fill a wave."""
+
+    tile: int4_waves.Tile
+    split: Split
+
+
+def plan(m: int, n: int, k: int) -> Shares | Waves:
+    """The kernel, the tile and the cut for y [m, n] over k."""
+    waves = Waves(*int4_waves.plan(m, n, k))
+    narrow_tiles = triton.cdiv(m, 128) * triton.cdiv(n, 64)
+    units = narrow_tiles * triton.cdiv(k, UNIT)
+    if m <= FEW_ROWS or m > 2 * WIDE.m:
+        return waves
+    if m <= max(BUCKETS):
+        return cut(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
+    if m <= WIDE.m:
+        if narrow_tiles > MULTIPROCESSORS:
+            return shared(WIDE, m, n, k, MULTIPROCESSORS)
+        if narrow_tiles >= 0.7 * MULTIPROCESSORS:
+            return waves
+        return shared(NARROW, m, n, k, MULTIPROCESSORS * (1 if units <= 15 * MULTIPROCESSORS else 2))
+    if narrow_tiles > MULTIPROCESSORS or units > 16 * MULTIPROCESSORS:
+        return waves
+    if narrow_tiles >= 0.8 * MULTIPROCESSORS:
+        return Shares(ALONE, narrow_tiles)
+    return shared(NARROW, m, n, k, MULTIPROCESSORS)
+
+
+def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
+    tiles = triton.cdiv(m, bucket.whole.m) * triton.cdiv(n, bucket.whole.n)
+    slots = MULTIPROCESSORS * bucket.whole.resident
+    fill = bucket.fill if tiles <= slots else 0.9
+    if tiles >= fill * triton.cdiv(tiles, slots) * slots:
+        return Shares(bucket.whole, tiles)
+    tiles = triton.cdiv(m, bucket.shared.m) * triton.cdiv(n, bucket.shared.n)
+    few = tiles * triton.cdiv(k, UNIT) <= bucket.few * MULTIPROCESSORS
+    return shared(bucket.shared, m, n, k, MULTIPROCESSORS * (1 if few else bucket.shared.resident))
+
+
+def shared(tile: Tile, m: int, n: int, k: int, count: int) -> Shares:
+    """Equal shares for `count` CTAs, or for fewer where there are fewer units."""
+    units = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * triton.cdiv(k, UNIT)
+    return Shares(tile, min(count, units))
 
 
 def invariant_parts(n: int, k: int) -> int:
     """Parts of K by the shape of the weight alone: the one order of summation of batch-invariant serving."""
-    split = plan(1, n, k)[1]
+    split = int4_waves.plan(1, n, k)[1]
     return 1 if split.whole else split.parts
 
 
@@ -518,76 +127,19 @@ def matmul(
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if m == 0:
         return y
-    tile, split = plan(m, n, k)
-    if not batch_invariant:
-        launch(x, words, meta, arrivals, y, group_size, fractional, tile, split.whole, split.parts)
+    operands = words, meta, arrivals
+    if batch_invariant:
+        tile, _ = int4_waves.plan(m, n, k)
+        parts = invariant_parts(n, k)
+        rows = max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
+        for first in range(0, m, rows):
+            some = slice(first, first + rows)
+            int4_waves.launch(x[some], *operands, y[some], group_size, fractional, tile, 0, parts)
         return y
-    parts = invariant_parts(n, k)
-    rows = max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
-    for first in range(0, m, rows):
-        some = slice(first, first + rows)
-        launch(x[some], words, meta, arrivals, y[some], group_size, fractional, tile, 0, parts)
+    chosen = plan(m, n, k)
+    if isinstance(chosen, Shares):
+        int4_shares.launch(x, *operands, y, group_size, fractional, chosen.tile, chosen.count)
+    else:
+        split = chosen.split
+        int4_waves.launch(x, *operands, y, group_size, fractional, chosen.tile, split.whole, split.parts)
     return y
-
-
-def launch(
-    x: Tensor,
-    words: Tensor,
-    meta: Tensor,
-    arrivals: Tensor,
-    y: Tensor,
-    group_size: int,
-    fractional: bool,
-    tile: Tile,
-    whole: int,
-    parts: int,
-) -> None:
-    """One launch: the first `whole` tiles in one go each, the others in `parts` parts of K."""
-    m, n = y.shape
-    row_tiles, k_tiles, _ = words.shape
-    tiles_m = triton.cdiv(m, tile.m)
-    tiles = tiles_m * triton.cdiv(n, tile.n)
-    if parts == 1:
-        whole = tiles
-    scratch = (tiles - whole) * parts * tile.n * tile.m
-    partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
-    meta_rows = max(1, tile.tiles * 64 // group_size)
-    word_rows = words.view(row_tiles, k_tiles * 8, 64)
-    x_desc = TensorDescriptor.from_tensor(x, [tile.m, tile.tiles * 64], x_layout())
-    # A bulk store wants rows of y on 16 bytes.
-    bulk = tile.tiles == 1 and n % 8 == 0
-    int4_hopper_kernel[(whole + (tiles - whole) * parts,)](
-        x_desc,
-        TensorDescriptor.from_tensor(word_rows, [tile.n // 64, tile.tiles * 8, 64], words_layout()),
-        TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
-        y,
-        TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if bulk else x_desc,
-        partials,
-        arrivals,
-        m,
-        n,
-        triton.cdiv(x.shape[1], UNIT),
-        tiles_m,
-        whole,
-        parts,
-        **constants(tile, group_size, fractional, x.dtype == torch.float16, bulk),
-        num_warps=tile.n // 16,
-        maxnreg=tile.registers,
-        launch_pdl=True,
-    )
-
-
-def constants(tile: Tile, group_size: int, fractional: bool, half: bool, bulk: bool) -> dict[str, int | bool]:
-    """What the kernel is compiled for."""
-    return {
-        "BM": tile.m,
-        "BN": tile.n,
-        "GROUP": group_size,
-        "FRACTIONAL": fractional,
-        "HALF": half,
-        "STAGES": tile.stages,
-        "TILES": tile.tiles,
-        "SLICES": tile.slices,
-        "TOGETHER": 8 if tile.m <= 16 else 4 if tile.m <= 64 else 1,
-        "BULK": bulk,
-    }

@@ -27,7 +27,7 @@ PORTABLE = (8, 0)
 class SwapAB:
     """The Hopper kernel on the packed bytes."""
 
-    kernel = "int4_hopper_kernel"
+    kernel = "int4_shares_kernel"
 
     def __init__(self, name: str, batch_invariant: bool):
         self.name = name

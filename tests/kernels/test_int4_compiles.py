@@ -8,35 +8,42 @@ from pathlib import Path
 
 import pytest
 import triton
-from scalegate.kernels import int4_hopper, int4_swap_ab
+from scalegate.kernels import int4_hopper, int4_shares, int4_swap_ab, int4_unpack, int4_waves
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TILES = [tile for tiles in int4_hopper.BUCKETS.values() for tile in tiles]
+WAVES = [tile for tiles in int4_waves.BUCKETS.values() for tile in tiles]
+SHARES = list(int4_hopper.TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
-def hopper_source(tile, group_size: int, fractional: bool, half: bool) -> GluonASTSource:
-    kernel = int4_hopper.int4_hopper_kernel
+def hopper_source(tile, group_size: int, fractional: bool, half: bool, odd_rows: bool) -> GluonASTSource:
     element = "fp16" if half else "bf16"
     meta_rows = max(1, tile.tiles * 64 // group_size)
     x_layout, words_layout, meta_layout = (
-        repr(layout()) for layout in (int4_hopper.x_layout, int4_hopper.words_layout, int4_hopper.meta_layout)
+        repr(layout()) for layout in (int4_unpack.x_layout, int4_unpack.words_layout, int4_unpack.meta_layout)
     )
-    bulk = tile.tiles == 1
-    columns = tile.n if bulk else tile.tiles * 64
+    waves = isinstance(tile, int4_waves.Tile)
+    bulk = waves and tile.tiles == 1 and not odd_rows
+    if waves:
+        kernel = int4_waves.int4_waves_kernel
+        constants = int4_waves.constants(tile, group_size, fractional, half, bulk)
+    else:
+        kernel = int4_shares.int4_shares_kernel
+        constants = int4_shares.constants(tile, group_size, fractional, half, not odd_rows)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{element}[{tile.m}, {tile.tiles * 64}],{x_layout}>",
         "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.tiles * 8}, 64],{words_layout}>",
         "meta_desc": f"tensordesc<i32[{meta_rows}, {tile.n}],{meta_layout}>",
         "y": f"*{element}",
-        "y_desc": f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>",
         "partials": "*fp32",
         "arrivals": "*i32",
     }
-    constants = int4_hopper.constants(tile, group_size, fractional, half, bulk)
+    if waves:
+        columns = tile.n if bulk else tile.tiles * 64
+        signature["y_desc"] = f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>"
     signature |= dict.fromkeys(constants, "constexpr")
     places = {name: (kernel.arg_names.index(name),) for name in signature}
     aligned = {places[name]: [["tt.divisibility", 16]] for name in ("y", "partials", "arrivals")}
@@ -44,9 +51,11 @@ def hopper_source(tile, group_size: int, fractional: bool, half: bool) -> GluonA
 
 
 @functools.cache
-def compiled(tile, group_size: int = 128, fractional: bool = False, half: bool = False):
+def compiled(
+    tile, group_size: int = 128, fractional: bool = False, half: bool = False, odd_rows: bool = False
+):
     options = {"num_warps": tile.n // 16, "maxnreg": tile.registers, "launch_pdl": True}
-    source = hopper_source(tile, group_size, fractional, half)
+    source = hopper_source(tile, group_size, fractional, half, odd_rows)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -64,7 +73,11 @@ def assembler_notes(kernel, tmp_path: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.m}x{tile.n}r{tile.resident}")
+def name_of(tile) -> str:
+    return f"{type(tile).__module__[-6:]}{tile.m}x{tile.n}r{tile.resident}"
+
+
+@pytest.mark.parametrize("tile", WAVES + SHARES, ids=name_of)
 def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, tmp_path):
     kernel = compiled(tile)
     instructions = disassembled(kernel, tmp_path)
@@ -81,11 +94,29 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
     assert tile.resident * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
 
 
+@pytest.mark.parametrize("tile", SHARES, ids=name_of)
+def test_warps_of_a_share_do_not_wait_for_each_other(tile, tmp_path):
+    instructions = disassembled(compiled(tile), tmp_path)
+    products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
+    between = instructions[products[0] : products[-1]]
+    assert not [text for text in between if text.startswith(("BAR", "MEMBAR"))]
+
+
+@pytest.mark.parametrize("tile", SHARES, ids=name_of)
+def test_the_ring_lies_where_the_ptx_looks_for_it(tile):
+    kernel = compiled(tile)
+    others = [int(offset) for offset in re.findall(r"global_smem\+(\d+)", kernel.asm["ptx"])]
+    # Whatever else the compiler keeps in shared memory comes behind, so the ring is at the start.
+    assert others
+    assert 0 < kernel.metadata.shared - min(others) < 1024
+
+
+@pytest.mark.parametrize("tile", [WAVES[1], SHARES[0], SHARES[-2]], ids=name_of)
 @pytest.mark.parametrize(
     ("group_size", "fractional", "half"), [(64, False, True), (32, True, False), (128, True, True)]
 )
-def test_every_form_of_the_weight_compiles_without_spills(group_size, fractional, half, tmp_path):
-    kernel = compiled(TILES[1], group_size, fractional, half)
+def test_every_form_of_the_weight_compiles_without_spills(tile, group_size, fractional, half, tmp_path):
+    kernel = compiled(tile, group_size, fractional, half, odd_rows=True)
     assert "0 bytes spill stores" in assembler_notes(kernel, tmp_path)
 
 

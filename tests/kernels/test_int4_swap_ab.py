@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_swap_ab
+from scalegate.kernels import int4_hopper, int4_swap_ab, int4_waves
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -79,22 +79,47 @@ def test_the_portable_kernels_agree_with_the_reference_under_the_interpreter():
 def test_a_split_covers_every_tile_once_and_never_overfills_the_last_wave():
     for tiles in (1, 31, 64, 96, 131, 132, 133, 384, 1000):
         for units in (1, 7, 16, 48):
-            split = int4_hopper.split_of(tiles, units, slots=132)
+            split = int4_waves.split_of(tiles, units, slots=132)
             assert 0 <= split.whole <= tiles
-            assert 1 <= split.parts <= min(units, int4_hopper.MAX_PARTS)
+            assert 1 <= split.parts <= min(units, int4_waves.MAX_PARTS)
             assert split.parts > 1 or split.whole == tiles
             assert tiles - split.whole < int4_hopper.ARRIVALS
 
 
 def test_few_tiles_are_split_and_a_full_wave_is_not():
-    assert int4_hopper.split_of(64, 16, slots=396).parts > 1
-    assert int4_hopper.split_of(396, 16, slots=396).parts == 1
+    assert int4_waves.split_of(64, 16, slots=396).parts > 1
+    assert int4_waves.split_of(396, 16, slots=396).parts == 1
 
 
-def test_the_tile_depends_on_the_bucket_of_m_alone_within_it():
-    for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128)):
-        assert int4_hopper.plan(low, 4096, 4096) == int4_hopper.plan(high, 4096, 4096)
+SHAPES_SERVED = [
+    (6144, 4096),
+    (4096, 4096),
+    (24576, 4096),
+    (4096, 12288),
+    (2560, 9728),
+    (57344, 8192),
+    (8, 64),
+]
+
+
+def test_the_cut_depends_on_the_bucket_of_m_alone_within_it():
+    for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256)):
+        for n, k in SHAPES_SERVED:
+            assert int4_hopper.plan(low, n, k) == int4_hopper.plan(high, n, k)
     assert int4_hopper.plan(8, 4096, 4096) != int4_hopper.plan(9, 4096, 4096)
+
+
+def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
+    for m in (9, 16, 32, 64, 100, 128, 200, 256):
+        for n, k in SHAPES_SERVED:
+            chosen = int4_hopper.plan(m, n, k)
+            if isinstance(chosen, int4_hopper.Waves):
+                continue
+            tiles = -(-m // chosen.tile.m) * -(-n // chosen.tile.n)
+            assert chosen.tile in int4_hopper.TILES
+            assert 1 <= chosen.count <= tiles * -(-k // int4_waves.UNIT)
+            slots = int4_waves.MULTIPROCESSORS * chosen.tile.resident
+            assert chosen.count == tiles or chosen.count <= min(slots, int4_hopper.ARRIVALS)
 
 
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():

@@ -1,0 +1,165 @@
+"""The PTX that `int4_shares.py` speaks where Gluon's own operations would make all warps wait for each other.
+
+Gluon puts a barrier of the whole group before every arrival at an mbarrier and every second wait for one, and
+a fence of all memory before a copy into memory it has seen written. Here each warp waits and arrives for
+itself. Addresses are offsets into shared memory, whose one allocation lies at its start (a test looks).
+
+Each function returns the text for `inline_asm_elementwise`, or is a Gluon function around such a text.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def lines(*parts):
+    return "{\n" + "\n".join(parts) + "\n}"
+
+
+@gluon.constexpr_function
+def barriers_asm(ready, free, stages, warps):
+    """Thread 0 makes the barriers: one arrival fills a stage, all warps that read it free it."""
+    inits = [f"@p mbarrier.init.shared::cta.b64 [a+{ready + 8 * i}], 1;" for i in range(stages)]
+    inits += [f"@p mbarrier.init.shared::cta.b64 [a+{free + 8 * i}], {warps};" for i in range(stages)]
+    start = (".reg .pred p;", ".reg .b32 a;", "mov.u32 a, %tid.x;", "setp.eq.u32 p, a, 0;")
+    return lines(*start, "mov.u32 a, global_smem;", *inits, "mov.u32 $0, 0;")
+
+
+@gluon.constexpr_function
+def expect_asm(ready, count):
+    """Lane 0 announces `count` bytes at the barrier of the stage `$1` bytes on, where `$2`."""
+    return lines(
+        ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
+        "setp.ne.and.u32 p, $2, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;",
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [a+{ready}], {count};", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def wait_asm():
+    return lines(
+        ".reg .pred p;", ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;", "again:",
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [a], $2;", "@!p bra again;", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def arrive_asm():
+    return lines(
+        ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
+        "setp.ne.and.u32 p, $2, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;",
+        "@p mbarrier.arrive.shared::cta.b64 _, [a];", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_for(barrier, phase):
+    """Until the phase of the barrier at this offset is over."""
+    gl.inline_asm_elementwise(wait_asm(), "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at(barrier, pred):
+    """One arrival for this warp. What its lanes read was used by the wgmma issued since, so it is read."""
+    gl.inline_asm_elementwise(
+        arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def load4_asm(offset):
+    return lines(
+        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $4;",
+        f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [a+{offset}];",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def load_pair_asm(offset, step):
+    return lines(
+        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $2;",
+        f"ld.shared.b32 $0, [a+{offset}];", f"ld.shared.b32 $1, [a+{offset + step}];",
+    )  # fmt: skip
+
+
+@gluon.jit
+def here(pointer):
+    """The pointer as a number, worked out here: what is made from it is not moved out of a loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [pointer.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def send_asm():
+    """A pair of sums to scratch memory."""
+    return lines(
+        ".reg .pred p;", "setp.ne.b32 p, $6, 0;", "@p st.global.v2.b32 [$4], {$2,$3};", "mov.u32 $0, 0;",
+        "mov.u32 $1, 0;",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def fetch_asm():
+    """A pair of another CTA's sums, or zeros."""
+    return lines(
+        ".reg .pred p;", "setp.ne.b32 p, $4, 0;", "mov.b32 $0, 0;", "mov.b32 $1, 0;",
+        "@p ld.global.cg.v2.b32 {$0,$1}, [$2];",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def count_asm():
+    return lines(
+        ".reg .pred p;", ".reg .b32 t;", "mov.u32 t, %tid.x;", "setp.eq.u32 p, t, 0;",
+        "@p red.release.gpu.global.add.u32 [$1], 1;", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def clear_asm():
+    return lines(
+        ".reg .pred p;", ".reg .b32 t;", "mov.u32 t, %tid.x;", "setp.eq.u32 p, t, 0;",
+        "@p st.global.b32 [$1], 0;", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def await_asm():
+    return lines(
+        ".reg .pred p;", ".reg .b32 v;", "again:", "ld.acquire.gpu.global.b32 v, [$1];",
+        "setp.lt.u32 p, v, $2;", "@p bra again;", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_one(counter):
+    """Thread 0 counts one; what the group wrote before its last barrier is seen by who sees the count."""
+    gl.inline_asm_elementwise(
+        count_asm(), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_count(counter, wanted):
+    gl.inline_asm_elementwise(
+        await_asm(), "=r,l,r", [counter.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def clear(counter):
+    gl.inline_asm_elementwise(
+        clear_asm(), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def store_asm(half):
+    """Sums of two neighbours in M, exchanged in the warp for neighbours in N, to y in one word."""
+    kind = "f16x2" if half else "bf16x2"
+    return lines(
+        ".reg .pred p;", ".reg .b32 t;", f"cvt.rn.{kind}.f32 t, $3, $2;",
+        "movmatrix.sync.aligned.m8n8.trans.b16 t, t;", "setp.ne.b32 p, $6, 0;",
+        "@p st.global.b32 [$4], t;", "mov.u32 $0, 0;", "mov.u32 $1, 0;",
+    )  # fmt: skip

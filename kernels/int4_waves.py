@@ -1,0 +1,452 @@
+"""INT4 product on Hopper, in Gluon: whole waves of tiles first, then the K of the rest split.
+
+For few rows and for many; between them `int4_shares.py` is faster. `int4_hopper.py` says which serves what.
+
+Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
+
+The weight is the M operand ("swap AB"): `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen requests
+cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
+
+    producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
+    the others      ld.shared.v4: a lane's four words of a tile, unpacked by `int4_unpack.py`
+                    wgmma from registers, asynchronous; the next chunk is unpacked meanwhile
+
+Few tiles: those that do not fill a whole wave of the chip are split along K. Each part leaves its fp32 sums
+in a scratch buffer; the part that arrives last adds all of them in order of K, so the bits are the same
+whoever is last.
+
+Programmatic dependent launch: the producer fetches weights before the kernel ahead has ended; activations,
+and everything that is written, wait for its end.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .int4_unpack import meta_layout, operand_of, words_layout, x_layout, zero_and_scale
+
+
+@gluon.constexpr_function
+def words_spread(rows: int):
+    """The words of a tile, [row / 16, r, t, v, u], among the warps: each thread the four of its lane."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]],
+        lane_bases=[[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]],
+        warp_bases=[[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]][: 2 if rows == 64 else 3],
+        block_bases=[],
+        shape=[rows // 16, 8, 4, 2, 2],
+    )
+
+
+PLAIN_5D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
+PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def read_words(words_smem, BN: gl.constexpr, tile: gl.constexpr):
+    """The words of one tile of a stage; 128 rows only of stages of one tile."""
+    spread: gl.constexpr = words_spread(BN)
+    flat = words_smem._reinterpret(gl.int32, [words_smem.shape[0] * words_smem.shape[1] * 64], PLAIN_1D)
+    words = flat.slice(tile * 512, BN * 8)._reinterpret(gl.int32, [BN // 16, 8, 4, 2, 2], PLAIN_5D)
+    return words.load(spread)
+
+
+@gluon.jit
+def read_scales(
+    meta_smem, BN: gl.constexpr, tile: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
+    HALF: gl.constexpr,
+):  # fmt: skip
+    """For each group of a tile the rows' zeros and scales, each twice in a register."""
+    flat = meta_smem._reinterpret(gl.int32, [meta_smem.shape[0] * BN], PLAIN_1D)
+    scales = ()
+    for group in gl.static_range(64 // GROUP if GROUP < 64 else 1):
+        row = flat.slice(((tile * 64) // GROUP + group) * BN, BN)
+        by_row = row._reinterpret(gl.int32, [BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
+        meta = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_spread(BN))))
+        first, second = zero_and_scale(meta, FRACTIONAL, HALF)
+        first = gl.expand_dims(gl.expand_dims(first, 2), 3)
+        second = gl.expand_dims(gl.expand_dims(second, 2), 3)
+        scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
+    return scales
+
+
+@gluon.jit
+def read_operand(
+    words_smem, meta_smem, BN: gl.constexpr, CHUNK: gl.constexpr, SLICES: gl.constexpr,
+    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Chunk `CHUNK` of a stage, `SLICES` slices of 16 columns, as wgmma's operand [BN, 16 * SLICES]."""
+    tile: gl.constexpr = CHUNK * SLICES // 4
+    words = read_words(words_smem, BN, tile)
+    scales = read_scales(meta_smem, BN, tile, GROUP, FRACTIONAL, HALF)
+    more_words = words
+    more_scales = scales
+    if SLICES == 8:
+        # Two tiles; in groups of 128 they share their scales.
+        more_words = read_words(words_smem, BN, tile + 1)
+        if GROUP < 128:
+            more_scales = read_scales(meta_smem, BN, tile + 1, GROUP, FRACTIONAL, HALF)
+    return operand_of(words, scales, more_words, more_scales, CHUNK, BN, SLICES, GROUP, FRACTIONAL, HALF, MMA)
+
+
+@gluon.jit
+def start_copies(
+    words_desc, meta_desc, x_desc, ring, slot, stage, tile_m, tile_n, pred,
+    WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Start copying stage number `stage` of K into a slot of the ring; past the end of K zeros arrive."""
+    words_ring, meta_ring, x_ring, ready, _free = ring
+    bar = ready.index(slot)
+    if WEIGHTS:
+        words_bytes: gl.constexpr = words_ring.shape[1] * TILES * 2048
+        meta_bytes: gl.constexpr = meta_ring.shape[1] * meta_ring.shape[2] * 4
+        mbarrier.expect(bar, words_bytes + meta_bytes + x_ring.shape[1] * TILES * 128, pred=pred)
+        words_from = [tile_n * words_ring.shape[1], stage * (TILES * 8), 0]
+        tma.async_copy_global_to_shared(words_desc, words_from, bar, words_ring.index(slot), pred=pred)
+        meta_from = [(stage * (TILES * 64)) // GROUP, tile_n * meta_ring.shape[2]]
+        tma.async_copy_global_to_shared(meta_desc, meta_from, bar, meta_ring.index(slot), pred=pred)
+    if ACTIVATIONS:
+        x_from = [tile_m * x_ring.shape[1], stage * (TILES * 64)]
+        tma.async_copy_global_to_shared(x_desc, x_from, bar, x_ring.index(slot), pred=pred)
+
+
+@gluon.jit
+def produce(
+    x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end,
+    STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The one warp that starts the copies."""
+    _words_ring, _meta_ring, _x_ring, _ready, free = ring
+    # The weights do not depend on the kernel before this one, so the first of them need not wait for its end;
+    # the activations do.
+    for slot in gl.static_range(STAGES):
+        start_copies(
+            words_desc, meta_desc, x_desc, ring, slot, begin + slot, tile_m, tile_n, begin + slot < end,
+            True, False, TILES, GROUP,
+        )  # fmt: skip
+    gdc_wait()
+    for slot in gl.static_range(STAGES):
+        start_copies(
+            words_desc, meta_desc, x_desc, ring, slot, begin + slot, tile_m, tile_n, begin + slot < end,
+            False, True, TILES, GROUP,
+        )  # fmt: skip
+    slot = 0
+    phase = 0
+    for stage in range(begin + STAGES, end):
+        mbarrier.wait(free.index(slot), phase)
+        start_copies(
+            words_desc, meta_desc, x_desc, ring, slot, stage, tile_m, tile_n, True, True, True, TILES, GROUP
+        )
+        wraps = slot + 1 == STAGES
+        slot = gl.where(wraps, 0, slot + 1)
+        phase = gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def multiply(
+    ring, begin, end, BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
+    HALF: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """The sums [BN, BM] over one part of K.
+
+    A turn of the loop takes an even number of chunks, so that the operand in flight and the one being made
+    keep registers of their own; unpacking one chunk runs beside the product of the one before it.
+    """
+    words_ring, meta_ring, x_ring, ready, free = ring
+    chunks: gl.constexpr = TILES * 4 // SLICES
+    step: gl.constexpr = 2 if chunks == 1 else 1
+    accumulator = gl.zeros([BN, BM], gl.float32, MMA)
+    mbarrier.wait(ready.index(0), 0)
+    weight = read_operand(
+        words_ring.index(0), meta_ring.index(0), BN, 0, SLICES, GROUP, FRACTIONAL, HALF, MMA
+    )
+    before = weight
+    slot = 0
+    phase = 0
+    for first in range(begin, end, step):
+        for i in gl.static_range(step):
+            stage = first + i
+            wraps = slot + 1 == STAGES
+            following = gl.where(wraps, 0, slot + 1)
+            for chunk in gl.static_range(chunks):
+                x_chunk = x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1).permute((1, 0))
+                accumulator = warpgroup_mma(weight, x_chunk, accumulator, is_async=True)
+                # At most this product is in flight: the one before it is done.
+                accumulator, before = warpgroup_mma_wait(1, deps=[accumulator, before])
+                before = weight
+                if chunk == 0:
+                    previous = gl.where(slot == 0, STAGES - 1, slot - 1)
+                    mbarrier.arrive(free.index(previous), count=1, pred=stage > begin)
+                if chunk + 1 < chunks:
+                    weight = read_operand(
+                        words_ring.index(slot), meta_ring.index(slot), BN, chunk + 1, SLICES,
+                        GROUP, FRACTIONAL, HALF, MMA,
+                    )  # fmt: skip
+                else:
+                    phase = gl.where(wraps, phase ^ 1, phase)
+                    mbarrier.wait(ready.index(following), phase, pred=stage + 1 < end)
+                    weight = read_operand(
+                        words_ring.index(following), meta_ring.index(following), BN, 0, SLICES,
+                        GROUP, FRACTIONAL, HALF, MMA,
+                    )  # fmt: skip
+            slot = following
+    accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
+    return (accumulator,)
+
+
+@gluon.jit
+def write(
+    y, y_desc, staging, sums, M, N, first_row, first_column, BN: gl.constexpr, BM: gl.constexpr,
+    MMA: gl.constexpr, BULK: gl.constexpr,
+):  # fmt: skip
+    """Sums [BN, BM] to rows of y; in bulk through `staging`."""
+    if BULK:
+        staging.permute((1, 0)).store(sums)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(y_desc, [first_row, first_column], staging)
+        tma.store_wait(0)
+    else:
+        column = first_column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+        row = first_row + gl.arange(0, BM, gl.SliceLayout(0, MMA))
+        inside = (row < M)[None, :] & (column < N)[:, None]
+        gl.store(y + ((row.to(gl.int64) * N)[None, :] + column[:, None]), sums, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "split"])
+def int4_waves_kernel(
+    x_desc,
+    words_desc,
+    meta_desc,
+    y,
+    y_desc,
+    partials,
+    arrivals,
+    M,
+    N,
+    units,
+    tiles_m,
+    whole_tiles,
+    split,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    GROUP: gl.constexpr,
+    FRACTIONAL: gl.constexpr,
+    HALF: gl.constexpr,
+    STAGES: gl.constexpr,
+    TILES: gl.constexpr,
+    SLICES: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    BULK: gl.constexpr,
+):
+    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
+    # Which tile of y, and which part of its K.
+    pid = gl.program_id(0)
+    tile = pid
+    part = 0
+    parts = 1
+    if pid >= whole_tiles:
+        tile = whole_tiles + (pid - whole_tiles) // split
+        part = (pid - whole_tiles) % split
+        parts = split
+    tile_n = tile // tiles_m
+    tile_m = tile % tiles_m
+    # A part is a whole number of units of 256 columns whatever the stage, so that it is the same for every M.
+    begin = part * units // parts * (4 // TILES)
+    end = (part + 1) * units // parts * (4 // TILES)
+
+    meta_rows: gl.constexpr = meta_desc.block_shape[0]
+    words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, TILES * 8, 64], words_desc.layout)
+    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES, meta_rows, BN], meta_desc.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BM, TILES * 64], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = (words_ring, meta_ring, x_ring, ready, free)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    gdc_launch_dependents()
+    (sums,) = gl.warp_specialize([
+        (multiply, (ring, begin, end, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, mma)),
+        (produce, (x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end, STAGES, TILES, GROUP)),
+    ], [1], [24])  # fmt: skip
+
+    gdc_wait()
+    staging = x_ring.index(0) if BN == 64 else x_ring._reinterpret(dtype, [BM, BN], x_ring.layout)
+    if parts == 1:
+        write(y, y_desc, staging, sums.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
+    else:
+        own = tile - whole_tiles
+        column = gl.arange(0, BN, gl.SliceLayout(1, mma))
+        row = gl.arange(0, BM, gl.SliceLayout(0, mma))
+        scratch = partials + own.to(gl.int64) * parts * (BN * BM) + (column[:, None] * BM + row[None, :])
+        gl.store(scratch + part * (BN * BM), sums)
+        gl.thread_barrier()
+        arrived = gl.atomic_add(arrivals + own, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            total = gl.zeros([BN, BM], gl.float32, mma)
+            for first in range(0, parts, TOGETHER):
+                for i in gl.static_range(TOGETHER):
+                    wanted = first + i < parts
+                    total += gl.load(
+                        scratch + (first + i) * (BN * BM), mask=wanted, other=0.0, cache_modifier=".cg"
+                    )
+            gl.store(arrivals + own, 0)
+            write(y, y_desc, staging, total.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One compiled form of the kernel: a tile of y, and how many of its CTAs a multiprocessor holds.
+
+    tiles    tiles of 64 columns in a stage: 1, 2 or 4; slices: of 16 columns unpacked together: 2, 4 or 8
+    unit_us  measured on an H200: microseconds of 256 columns of K where every CTA slot is taken
+    combine  measured: what splitting K costs at all, in the same units of K
+    """
+
+    m: int
+    n: int
+    tiles: int
+    stages: int
+    slices: int
+    registers: int
+    resident: int
+    unit_us: float
+    combine: float = 0.0
+
+
+# By the number of rows of x. A bucket and not a shape: nothing compiles for a new M. Between 9 and 128 rows
+# they serve where a row's bits must not depend on M.
+BUCKETS = {
+    8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
+    16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
+    32: (Tile(32, 64, 2, 8, 8, 128, 2, 1.0), Tile(32, 64, 2, 6, 8, 80, 3, 1.5)),
+    64: (Tile(64, 64, 2, 5, 8, 128, 2, 1.27), Tile(64, 64, 2, 3, 8, 80, 3, 1.9)),
+    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, combine=5.0),),
+    256: (
+        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, combine=5.0),
+        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, combine=9.0),
+    ),
+}
+MULTIPROCESSORS = 132
+UNIT = 256
+MAX_PARTS = 16
+
+
+@dataclass(frozen=True)
+class Split:
+    """The first `whole` tiles of y are taken in one go each, the others in `parts` parts of K."""
+
+    whole: int
+    parts: int
+    cost: float
+    """In units of K, one after the other."""
+
+
+def split_of(tiles: int, units: int, slots: int, combine: float = 0.0) -> Split:
+    """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
+
+    A part costs one and a half units to start and two fifths to be added up.
+    """
+    waves = tiles // slots
+    rest = tiles - waves * slots
+    if rest == 0:
+        return Split(tiles, 1, waves * (units + 1.5))
+
+    def cost(parts: int) -> float:
+        adding = parts * 0.4 + combine if parts > 1 else 0.0
+        return -(-rest * parts // slots) * (-(-units // parts) + 1.5) + adding
+
+    parts = min(range(1, min(MAX_PARTS, units) + 1), key=cost)
+    return Split(tiles if parts == 1 else tiles - rest, parts, waves * (units + 1.5) + cost(parts))
+
+
+def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
+    """The tile and the split for y [m, n]: of the bucket's tiles the one expected to finish first."""
+    bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
+    units = triton.cdiv(k, UNIT)
+
+    def split(tile: Tile) -> Split:
+        tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+        return split_of(tiles, units, MULTIPROCESSORS * tile.resident, tile.combine)
+
+    tile = min(BUCKETS[bucket], key=lambda tile: tile.unit_us * split(tile).cost)
+    return tile, split(tile)
+
+
+def launch(
+    x: Tensor,
+    words: Tensor,
+    meta: Tensor,
+    arrivals: Tensor,
+    y: Tensor,
+    group_size: int,
+    fractional: bool,
+    tile: Tile,
+    whole: int,
+    parts: int,
+) -> None:
+    """One launch: the first `whole` tiles in one go each, the others in `parts` parts of K."""
+    m, n = y.shape
+    row_tiles, k_tiles, _ = words.shape
+    tiles_m = triton.cdiv(m, tile.m)
+    tiles = tiles_m * triton.cdiv(n, tile.n)
+    if parts == 1:
+        whole = tiles
+    scratch = (tiles - whole) * parts * tile.n * tile.m
+    partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
+    meta_rows = max(1, tile.tiles * 64 // group_size)
+    word_rows = words.view(row_tiles, k_tiles * 8, 64)
+    x_desc = TensorDescriptor.from_tensor(x, [tile.m, tile.tiles * 64], x_layout())
+    # A bulk store wants rows of y on 16 bytes.
+    bulk = tile.tiles == 1 and n % 8 == 0
+    int4_waves_kernel[(whole + (tiles - whole) * parts,)](
+        x_desc,
+        TensorDescriptor.from_tensor(word_rows, [tile.n // 64, tile.tiles * 8, 64], words_layout()),
+        TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
+        y,
+        TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if bulk else x_desc,
+        partials,
+        arrivals,
+        m,
+        n,
+        triton.cdiv(x.shape[1], UNIT),
+        tiles_m,
+        whole,
+        parts,
+        **constants(tile, group_size, fractional, x.dtype == torch.float16, bulk),
+        num_warps=tile.n // 16,
+        maxnreg=tile.registers,
+        launch_pdl=True,
+    )
+
+
+def constants(tile: Tile, group_size: int, fractional: bool, half: bool, bulk: bool) -> dict[str, int | bool]:
+    """What the kernel is compiled for."""
+    return {
+        "BM": tile.m,
+        "BN": tile.n,
+        "GROUP": group_size,
+        "FRACTIONAL": fractional,
+        "HALF": half,
+        "STAGES": tile.stages,
+        "TILES": tile.tiles,
+        "SLICES": tile.slices,
+        "TOGETHER": 8 if tile.m <= 16 else 4 if tile.m <= 64 else 1,
+        "BULK": bulk,
+    }
