@@ -54,7 +54,7 @@ def create_app(engine: EngineClient, model: ServedModel, metrics: Metrics, api_k
     created = int(time.time())
     texts = TokenTexts(model.tokenizer)
 
-    def authorize(request: Request) -> None:
+    async def authorize(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if api_key is not None and not secrets.compare_digest(given.encode(), api_key.encode()):
             raise ApiError(
@@ -169,6 +169,7 @@ async def stream(
         more = {"usage": usage(generation)} if options.continuous_usage_stats else {}
         return choice_event(encoded_head, choice, more)
 
+    last = b""
     try:
         opening = [chunk(choice) for choice in api.opening(generation)]
         if echo:
@@ -177,12 +178,12 @@ async def stream(
         async for deltas in rest:
             yield b"".join([chunk(api.chunk_choice(delta)) for delta in deltas])
         if options.include_usage:
-            yield event({**head, "choices": [], "usage": usage(generation)})
+            last = event({**head, "choices": [], "usage": usage(generation)})
     except ApiError as error:
-        yield event(error.body())
+        last = event(error.body())
     finally:
         await rest.aclose()  # type: ignore[attr-defined]
-    yield DONE
+    yield last + DONE
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
