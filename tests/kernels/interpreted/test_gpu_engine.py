@@ -26,6 +26,7 @@ WAYS = {
     "overlapped": {"prefill_chunk": 16},
     "short chunks while decoding": {"prefill_chunk": 40, "chunk_while_decoding": 7, "page_size": 32},
     "no graphs": {"prefill_chunk": 16, "kv_cache_tokens": 64},
+    "eight bits": {"prefill_chunk": 16, "kv_cache_dtype": "int8_per_token_head"},
 }
 
 
@@ -87,9 +88,11 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
     engine = Engine(model, EngineConfig(**SIZES, **{"page_size": 16, **sizes}), frozenset())
     pool, runner = engine.pool, engine.runner
-    for index, layer in runner.layers.items():
-        shape = (pool.num_pages + 1, layer.shape.heads, pool.page_size, layer.shape.key_dim)
-        pool.layers[index] = CudaLayerKV(StoredPages(torch.zeros(shape), torch.zeros(shape), None, None))
+    for index, layer in pool.layers.items():
+        stored = layer.stored
+        sides = (stored.key_pages, stored.value_pages, stored.key_scale, stored.value_scale)
+        heads_first = (None if side is None else side.transpose(1, 2).contiguous() for side in sides)
+        pool.layers[index] = CudaLayerKV(StoredPages(*heads_first))
     runner.forward = Forward(model, runner.layers, pool.layers)
     runner.graphs = DecodeGraphs(runner.forward, pool, (1, SIZES["max_num_seqs"]), runner.clock)
     runner.packed = PackedSteps(runner.graphs, engine.scheduler.prefill_chunk, runner.clock)
@@ -99,7 +102,9 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
-    expected = Engine(model, EngineConfig(**SIZES), frozenset()).generate(prompts, GREEDY)
+    kv_cache_dtype = WAYS[way].get("kv_cache_dtype", "unquantized")
+    config = EngineConfig(kv_cache_dtype=kv_cache_dtype, **SIZES)
+    expected = Engine(model, config, frozenset()).generate(prompts, GREEDY)
     engine = engine_on_kernels(model, **WAYS[way])
     packed = engine.runner.packed
     engine._overlapped = way == "overlapped"
