@@ -46,7 +46,7 @@ class QuantizedLinear(nn.Module):
             self._packed.layout, self._packed.shape, self._packed.dtype, tensors, self._packed.meta
         )
         if self.input_format is not None:
-            self.input_format = NVFP4Input(self.input_global_scale)
+            self.input_format = NVFP4Input(self.input_global_scale, self.input_format.divides)
         return self
 
     def forward(self, x: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ def _stored_nvfp4(checkpoint: "Checkpoint", module: str, quantizes_input: bool) 
         return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), multiplier)
 
     def read_input() -> NVFP4Input:
-        return NVFP4Input(positive_scalar(checkpoint, input_scale).reciprocal())
+        return NVFP4Input(positive_scalar(checkpoint, input_scale), divides=True)
 
     inputs = read_input if quantizes_input else None
     return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, tuple(names), read, inputs)

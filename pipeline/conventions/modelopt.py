@@ -96,7 +96,7 @@ def _stored(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> Sto
         return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), multiplier)
 
     def read_input() -> NVFP4Input:
-        return NVFP4Input(positive_scalar(checkpoint, input_scale))
+        return NVFP4Input(positive_scalar(checkpoint, input_scale), divides=False)
 
     inputs = read_input if quantizes_input else None
     return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, tuple(names), read, inputs)

@@ -14,7 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ TOOLS = Path(__file__).parent / "interchange_tools"
 RESULT = Path(__file__).parent / "results" / "interchange.json"
 BOUND = 0.002
 WINDOWS, WINDOW_TOKENS, CALIBRATION_WINDOWS = 64, 256, 8
-VALIDATE = "--m 1,2 --max-repeats 2 --input-len 16 --output-len 16 --quality-tokens 2048"
+VALIDATE = "--m 1,2 --waves 1 --max-repeats 2 --input-len 16 --output-len 16 --quality-tokens 1024"
+MINMAX: dict[str, tuple[bool, dict[str, int]]] = {
+    "symmetric g128": (True, {}),
+    "asymmetric g128": (False, {}),
+    "asymmetric g128, down_proj g64": (False, {"down_proj": 64}),
+}
 MUST_PASS = ("loads", "canary text", "no failed requests", "M reached")
 sys.path.insert(0, str(TOOLS))
 from environments import make_environments  # noqa: E402
@@ -48,6 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--environments", type=Path, help="folder of the tools' environments; default in WORK"
     )
+    parser.add_argument("--only", nargs="+", help="rows to measure again, by name; the others stay recorded")
     options = parser.parse_args()
     pythons = make_environments((options.environments or options.work / "environments").resolve())
     held = True
@@ -55,24 +62,30 @@ def main() -> None:
         work = (options.work / checkpoint.name).resolve()
         work.mkdir(parents=True, exist_ok=True)
         windows = write_windows(checkpoint, options.text, work)
-        bench = Interchange(checkpoint.resolve(), work, *windows, pythons)
         print(f"\n{checkpoint.name}: nats per token, ours, theirs, apart; validate", flush=True)
-        rows = []
-        for row in bench.rows():
-            print(as_line(row), flush=True)
-            rows.append(row)
-        held = held and all(row.get("holds", True) for row in rows)
-        recorded = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-        recorded[checkpoint.name] = {
-            "tokens": WINDOWS * WINDOW_TOKENS,
-            "bound": BOUND,
-            "validate": VALIDATE,
-            "our_versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-            "rows": rows,
-        }
-        write_json(RESULT, recorded)
+        for what, measure in Interchange(checkpoint.resolve(), work, *windows, pythons).rows():
+            if options.only is None or what in options.only:
+                row = {"what": what, **measure()}
+                print(as_line(row), flush=True)
+                record(checkpoint.name, row)
+                held = held and row.get("holds", True)
     if not held:
         raise SystemExit("something above does not hold")
+
+
+def record(checkpoint: str, row: dict[str, Any]) -> None:
+    """Into the result at once: a run takes most of an hour."""
+    recorded = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    rows = {old["what"]: old for old in recorded.get(checkpoint, {}).get("rows", [])}
+    rows[row["what"]] = row
+    recorded[checkpoint] = {
+        "tokens": WINDOWS * WINDOW_TOKENS,
+        "bound": BOUND,
+        "validate": VALIDATE,
+        "our_versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "rows": list(rows.values()),
+    }
+    write_json(RESULT, recorded)
 
 
 def write_windows(checkpoint: Path, text: Path, work: Path) -> tuple[Path, Path]:
@@ -100,55 +113,52 @@ class Interchange:
         self.windows, self.calibration = windows, calibration
         self.pythons = pythons
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        yield {"what": "unquantized", "ours": self.ours(self.checkpoint)}
-        yield from self.others_read_ours()
-        yield from self.we_read_others()
+    def rows(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """What each row compares, and the call that makes it."""
+        yield "unquantized", lambda: {"ours": self.ours(self.checkpoint)}
+        for kind in ("int4-hqq recipe", *MINMAX):
+            for reader in ("compressed-tensors", "llmcompressor"):
+                yield f"our {kind}, read by {reader}", partial(self.read_by, reader, kind)
+        yield "our torchao INT4 tiles g128, read by torchao", self.loaded_by_torchao
+        for scheme in ("W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4"):
+            yield f"llm-compressor {scheme}", partial(self.read_llmcompressor, scheme)
+        for scheme in ("W4A16_NVFP4", "NVFP4"):
+            yield f"ModelOpt {scheme}", partial(self.read_modelopt, scheme)
+        yield "torchao NVFP4", self.read_torchao
 
     def ours(self, model: Path) -> float:
         loaded = load_model(model, progress=False)
         return nats_per_token(loaded.model, json.loads(self.windows.read_text()))
 
-    def others_read_ours(self) -> Iterator[dict[str, Any]]:
-        kinds = {
-            "symmetric g128": (True, {}),
-            "asymmetric g128": (False, {}),
-            "asymmetric g128, down_proj g64": (False, {"down_proj": 64}),
-        }
-        folders = {"int4-hqq recipe": self.fresh("ours-int4-hqq")}
-        quantize(self.checkpoint, "int4-hqq", out=folders["int4-hqq recipe"], progress=False)
-        for kind, (symmetric, group_sizes) in kinds.items():
-            folders[kind] = self.work / f"ours-{kind.replace(' ', '-').replace(',', '')}"
+    def read_by(self, reader: str, kind: str) -> dict[str, Any]:
+        folder = self.fresh(f"ours-{kind.replace(' ', '-').replace(',', '')}")
+        if kind in MINMAX:
+            symmetric, group_sizes = MINMAX[kind]
             source = open_checkpoint(self.checkpoint)
-            write_minmax(source, folders[kind], "compressed-tensors", symmetric, group_sizes)
-        for kind, folder in folders.items():
-            ours = self.ours(folder)
-            for reader in ("compressed-tensors", "llmcompressor"):
-                theirs = self.run(reader, "score.py", folder, self.windows)
-                yield row(f"our {kind}, read by {reader}", ours, theirs)
-        folder = self.work / "ours-torchao"
-        write_minmax(open_checkpoint(self.checkpoint), folder, "torchao", False, {})
-        theirs = self.run("torchao", "check_torchao.py", folder, self.windows)
-        yield row("our torchao INT4 tiles g128, read by torchao", self.ours(folder), theirs)
+            write_minmax(source, folder, "compressed-tensors", symmetric, group_sizes)
+        else:
+            quantize(self.checkpoint, "int4-hqq", out=folder, progress=False)
+        return compared(self.ours(folder), self.run(reader, "score.py", folder, self.windows))
 
-    def we_read_others(self) -> Iterator[dict[str, Any]]:
-        """What others made: our nats beside their own runtime's, then `pipeline validate`."""
-        for scheme in ("W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4"):
-            folder = self.fresh(f"llmcompressor-{scheme}")
-            self.run(
-                "llmcompressor", "make_llmcompressor.py", self.checkpoint, folder, scheme, self.calibration
-            )
-            theirs = self.run("llmcompressor", "score.py", folder, self.windows)
-            yield self.validated(row(f"llm-compressor {scheme}", self.ours(folder), theirs), folder)
-        for scheme in ("W4A16_NVFP4", "NVFP4"):
-            folder = self.fresh(f"modelopt-{scheme}")
-            arguments = (self.checkpoint, folder, scheme, self.calibration, self.windows)
-            theirs = self.run("modelopt", "make_modelopt.py", *arguments)
-            yield self.validated(row(f"ModelOpt {scheme}", self.ours(folder), theirs), folder)
+    def loaded_by_torchao(self) -> dict[str, Any]:
+        folder = self.fresh("ours-torchao")
+        write_minmax(open_checkpoint(self.checkpoint), folder, "torchao", False, {})
+        return compared(self.ours(folder), self.run("torchao", "check_torchao.py", folder, self.windows))
+
+    def read_llmcompressor(self, scheme: str) -> dict[str, Any]:
+        folder = self.fresh(f"llmcompressor-{scheme}")
+        self.run("llmcompressor", "make_llmcompressor.py", self.checkpoint, folder, scheme, self.calibration)
+        return self.validated(folder, self.run("llmcompressor", "score.py", folder, self.windows))
+
+    def read_modelopt(self, scheme: str) -> dict[str, Any]:
+        folder = self.fresh(f"modelopt-{scheme}")
+        arguments = (self.checkpoint, folder, scheme, self.calibration, self.windows)
+        return self.validated(folder, self.run("modelopt", "make_modelopt.py", *arguments))
+
+    def read_torchao(self) -> dict[str, Any]:
         folder = self.fresh("torchao-NVFP4")
         self.run("torchao", "make_torchao.py", self.checkpoint, folder, "NVFP4")
-        theirs = self.run("torchao", "score.py", folder, self.windows)
-        yield self.validated(row("torchao NVFP4", self.ours(folder), theirs), folder)
+        return self.validated(folder, self.run("torchao", "score.py", folder, self.windows))
 
     def fresh(self, name: str) -> Path:
         shutil.rmtree(self.work / name, ignore_errors=True)
@@ -163,8 +173,9 @@ class Interchange:
         reported = [line for line in done.stdout.splitlines() if line.startswith("{")]
         return json.loads(reported[-1]) if reported else {}
 
-    def validated(self, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """The row with what `pipeline validate` says of the folder: any verdict, reached by serving it."""
+    def validated(self, folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
+        """Our nats beside the maker's, and what `pipeline validate` says: any verdict, reached by serving."""
+        entry = compared(self.ours(folder), theirs)
         report = self.fresh(f"report-{folder.name}")
         done = self._execute(
             [
@@ -236,9 +247,9 @@ def minmax(weight: torch.Tensor, group_size: int, symmetric: bool) -> Int4Weight
     return Int4Weight(pack_nibbles(codes.to(torch.uint8).view(n, k)), scale, zero.to(torch.uint8), group_size)
 
 
-def row(what: str, ours: float, theirs: dict[str, Any]) -> dict[str, Any]:
+def compared(ours: float, theirs: dict[str, Any]) -> dict[str, Any]:
     score = theirs.get("nats_per_token")
-    entry = {"what": what, "ours": ours, "theirs": score, "versions": theirs["versions"]}
+    entry = {"ours": ours, "theirs": score, "versions": theirs["versions"]}
     if score is None:
         return entry | {"loaded": {key: theirs[key] for key in ("packed", "plain")}}
     difference = abs(ours - score)
