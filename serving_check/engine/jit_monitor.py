@@ -107,7 +107,8 @@ def _listen_to(autotuner: Any) -> None:
     @functools.wraps(prune_configs)
     def reporting(self: Any, kwargs: dict[str, Any]) -> Any:
         values = {**self.nargs, **kwargs}
-        key = " ".join(f"{name}={values[name]}" for name in self.keys if name in values)
+        plain = {name: values[name] for name in self.keys if isinstance(values.get(name), int | float | str)}
+        key = " ".join(f"{name}={value}" for name, value in plain.items())
         report(JitEvent("triton autotuning", self.base_fn.__name__, key))
         return prune_configs(self, kwargs)
 
