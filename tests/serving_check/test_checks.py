@@ -70,6 +70,10 @@ def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
     assert result.status == "fail"
     assert result.measured == "M=82: 22 running, 60 waiting, KV 3% used"
     assert "something else caps" in result.reason
+    limited = check_reached([replace(point, artifact=capped)], BOUNDS.min_reached, limit=22)
+    assert "at most 22 requests together" in limited.reason
+    unseen = replace(capped, waiting_max=None, waiting_mean=41.0)
+    assert "41 waiting" in check_reached([replace(point, artifact=unseen)], BOUNDS.min_reached).measured
     assert check_reached([point], BOUNDS.min_reached).status == "pass"
 
 
