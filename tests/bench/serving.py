@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.request import CUDA_CHUNK_WHILE_DECODING, EngineConfig, SamplingParams
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -40,6 +41,8 @@ VLLM = {
 }
 VLLM_SOURCE = "vLLM 0.26, offline API, one H200, random weights; an earlier run, not this one"
 PROFILED_STEPS = 20
+WORKLOAD_OF_TPOT, TPOT_BAR = "32/512", 2.5
+"""The p99 at the largest N over that at N=1."""
 DECODING, ARRIVALS, ARRIVAL_TOKENS = 64, 5, 4000
 
 
@@ -52,7 +55,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--offline-chunk", type=int, default=8192, help="prompt tokens in a step, offline")
     parser.add_argument(
-        "--serving-chunks", type=int, nargs="+", default=[256, 512], help="while streams decode"
+        "--serving-chunks",
+        type=int,
+        nargs="+",
+        default=[CUDA_CHUNK_WHILE_DECODING],
+        help="prompt tokens in a step while streams decode",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serving.json")
     return parser.parse_args()
@@ -81,7 +88,6 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
             max_num_seqs=128,
             max_model_len=4096,
             kv_cache_tokens=200_000,
-            page_size=64,
             prefill_chunk=options.offline_chunk,
         ),
         frozenset(),
@@ -93,7 +99,7 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
     for workload in options.workloads:
         input_len, output_len = WORKLOADS[workload]
         for n in options.n:
-            seconds = generate_seconds(engine, n, input_len, output_len)
+            seconds, p99_tpot = wave(engine, n, input_len, output_len)
             ours, theirs = n * output_len / seconds, VLLM[name, workload].get(n)
             cells.append(
                 {
@@ -102,6 +108,7 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
                     "tok_s": ours,
                     "vllm_tok_s": theirs,
                     "ratio": theirs and ours / theirs,
+                    "p99_tpot_ms": p99_tpot * 1e3,
                 }
             )
     steps = [decode_step(engine, n) for n in options.n if n in (1, 64, 128)]
@@ -130,9 +137,24 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
-def generate_seconds(engine: Engine, n: int, input_len: int, output_len: int) -> float:
+def wave(engine: Engine, n: int, input_len: int, output_len: int) -> tuple[float, float]:
+    """Seconds that n requests take together, and the p99 of their times per output token after the first."""
     engine.generate(prompts(n, input_len), greedy(4))
-    return timed(lambda: engine.generate(prompts(n, input_len), greedy(output_len)))
+    arrivals: dict[str, list[float]] = {}
+
+    def serve() -> None:
+        for index, prompt in enumerate(prompts(n, input_len)):
+            engine.add_request(str(index), prompt, greedy(output_len))
+        while engine.has_work:
+            outputs, now = engine.step(), time.perf_counter()
+            for output in outputs:
+                arrivals.setdefault(output.request_id, []).append(now)
+
+    seconds = timed(serve)
+    if [len(times) for times in arrivals.values()] != [output_len] * n:
+        raise RuntimeError("tokens are missing")
+    per_token = sorted((times[-1] - times[0]) / (output_len - 1) for times in arrivals.values())
+    return seconds, per_token[max(0, -(-99 * n // 100) - 1)]
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -168,9 +190,23 @@ def decode_step(engine: Engine, n: int) -> dict:
     wall = timed(steps) / PROFILED_STEPS
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         timed(steps)
-    kernels = sum(event.device_time_total for event in profiler.key_averages()) * 1e-6 / PROFILED_STEPS
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    busy = covered(spans) * 1e-6 / PROFILED_STEPS
     finish(engine)
-    return {"n": n, "step_ms": wall * 1e3, "kernels_ms": kernels * 1e3, "idle_share": 1 - kernels / wall}
+    return {"n": n, "step_ms": wall * 1e3, "kernels_ms": busy * 1e3, "idle_share": 1 - busy / wall}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The time in which at least one runs: a kernel may be launched into the end of the one before it."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def arrivals_while_decoding(engine: Engine, chunk: int) -> dict:
@@ -207,10 +243,15 @@ def show(results: dict) -> None:
     print(f"vLLM's figures: {results['vllm_source']}")
     for name, model in results["models"].items():
         print(f"\n{name}: constructed and warmed up in {model['construct_and_warm_up_s']:.1f} s")
-        print(f"{'in/out':>8} {'N':>4} {'tok/s':>7} {'vLLM':>7} {'ratio':>6}")
+        print(f"{'in/out':>8} {'N':>4} {'tok/s':>7} {'TPOT':>6} {'vLLM':>7} {'ratio':>6}")
         for cell in model["offline"]:
+            ours = f"{cell['tok_s']:>7.0f} {cell['p99_tpot_ms']:>6.2f}"
             vllm = f"{cell['vllm_tok_s']:>7} {cell['ratio']:>6.3f}" if cell["vllm_tok_s"] else ""
-            print(f"{cell['workload']:>8} {cell['n']:>4} {cell['tok_s']:>7.0f} {vllm}")
+            print(f"{cell['workload']:>8} {cell['n']:>4} {ours} {vllm}")
+        tpot = {c["n"]: c["p99_tpot_ms"] for c in model["offline"] if c["workload"] == WORKLOAD_OF_TPOT}
+        if tpot:
+            slower = tpot[max(tpot)] / tpot[min(tpot)]
+            print(f"p99 TPOT at N={max(tpot)}: {slower:.2f} times that at N={min(tpot)} (bar {TPOT_BAR})")
         for step in model["decode_steps"]:
             print(
                 f"N={step['n']}: a step {step['step_ms']:.3f} ms, its kernels {step['kernels_ms']:.3f}; "

@@ -1,0 +1,138 @@
+"""Greedy tokens of the engine beside those of transformers' `generate()`: where they part, how near a tie.
+
+In bf16 two correct computations round differently, so that tokens part where two are nearly as likely. Each
+parting is listed with the distance of the two tokens in the logits there: as `generate()` computed them (bf16
+has steps of 2^-4 between 8 and 16), and as the same weights in float32 do, there also relative to the logits.
+After the first parting a prompt says nothing more.
+
+    python -P tests/bench/greedy.py CHECKPOINT --device cuda
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from scalegate.layouts.files import write_json
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+TEXT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
+NEAR_TIE = 2.0**-6
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="where the results go as JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    lines = TEXT.read_text(encoding="utf-8").splitlines()
+    tokens = tokenizer("".join(json.loads(line)["text"] for line in lines))["input_ids"]
+    prompts = [tokens[131 * row : 131 * row + 1 + 7 * row] for row in range(options.prompts)]
+    model = load(options, torch.bfloat16)
+    generated = [generate(model, prompt, options.tokens) for prompt in prompts]
+    engine = Engine(model, EngineConfig(max_model_len=1024, kv_cache_tokens=65536), frozenset())
+    engine.warm_up(progress=False)
+    greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+    answers = [list(answer.token_ids) for answer in engine.generate(prompts, greedy)]
+    exact = load(options, torch.float32)
+    partings = [
+        parting(exact, row, prompts[row], generated[row][0], generated[row][1], answer)
+        for row, answer in enumerate(answers)
+        if answer != generated[row][0]
+    ]
+    results = {
+        "checkpoint": options.checkpoint.name,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "prompts": len(prompts),
+        "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
+        "new_tokens": options.tokens,
+        "near_tie": NEAR_TIE,
+        "partings": partings,
+        "compilations": [str(event) for event in engine.stats().compilations],
+    }
+    if options.out is not None:
+        write_json(options.out, results)
+    show(results)
+
+
+def load(options: argparse.Namespace, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype).to(options.device).eval()
+
+
+def generate(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens, and the logits [count, V] that they were the greatest of."""
+    inputs = torch.tensor([prompt], device=model.device)
+    output = model.generate(
+        inputs,
+        # Given, as it would be guessed from where the padding token stands in the prompt.
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits).float().cpu()
+
+
+@torch.inference_mode()
+def parting(
+    exact: PreTrainedModel,
+    row: int,
+    prompt: list[int],
+    expected: list[int],
+    logits: torch.Tensor,
+    answer: list[int],
+) -> dict:
+    at = next(index for index, pair in enumerate(zip(expected, answer, strict=True)) if pair[0] != pair[1])
+    context = torch.tensor([prompt + expected[:at]], device=exact.device)
+    exact_logits = exact(context).logits[0, -1]
+    theirs, ours = expected[at], answer[at]
+    gap = float((exact_logits[theirs] - exact_logits[ours]).abs())
+    return {
+        "prompt": row,
+        "position": at,
+        "generate": theirs,
+        "engine": ours,
+        "gap_bf16": float(logits[at, theirs] - logits[at, ours]),
+        "gap_float32": gap,
+        "gap_relative": gap / float(exact_logits.abs().max()),
+    }
+
+
+def show(results: dict) -> None:
+    partings = results["partings"]
+    far, far_relative = (
+        sum(one[gap] >= NEAR_TIE for one in partings) for gap in ("gap_float32", "gap_relative")
+    )
+    print(
+        f"{results['checkpoint']} on {results['device']}: {results['prompts']} prompts, "
+        f"{results['new_tokens']} tokens each; {len(partings)} part from generate(), {far} of them further "
+        f"than {NEAR_TIE} from a tie in float32, {far_relative} relative to the logits"
+    )
+    for one in partings:
+        print(
+            f"prompt {one['prompt']:>3} at {one['position']:>3}: {one['generate']:>6} or {one['engine']:>6}, "
+            f"apart {one['gap_bf16']:.4f} in bf16, {one['gap_float32']:.4f} in float32, "
+            f"{one['gap_relative']:.4f} of the greatest logit"
+        )
+    print(f"compiled after warm-up: {', '.join(results['compilations']) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

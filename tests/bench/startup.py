@@ -1,0 +1,100 @@
+"""From the start of a process to its first token: with nothing compiled before, and with everything.
+
+    python -P tests/bench/startup.py                            Qwen3-8B's shape, random weights, on a GPU
+    python -P tests/bench/startup.py --checkpoint FOLDER --device cpu
+
+Cold and warm are the caches of compiled code, which the first process finds empty and leaves to the second.
+The checkpoint itself is read from the page cache both times: what a disk adds is the disk's.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STARTED = time.perf_counter()
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+BARS = {"cold": 60.0, "warm": 20.0}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, help="a folder; by default one is made")
+    parser.add_argument("--folder", type=Path, help="where it is made, best in memory: 16 GB")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="where the results go as JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.child:
+        print(json.dumps(first_token(options.checkpoint, options.device)))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        checkpoint = options.checkpoint or random_checkpoint(Path(folder) / "qwen3-8b")
+        caches = {name: f"{folder}/{name.lower()}" for name in CACHES}
+        results = {state: timed_start(checkpoint, options.device, caches) for state in BARS}
+    for state, stages in results.items():
+        print(f"{state}: first token after {stages['first_token']:.1f} s (bar {BARS[state]:.0f}); {stages}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def timed_start(checkpoint: Path, device: str, caches: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-P", __file__, "--child", "--checkpoint", str(checkpoint), "--device", device]
+    started = time.perf_counter()
+    output = subprocess.run(
+        command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    return {**json.loads(output.splitlines()[-1]), "process_and_exit": time.perf_counter() - started}
+
+
+def first_token(checkpoint: Path, device: str) -> dict[str, float]:
+    """Seconds since this process began to run, at the end of each stage."""
+    from scalegate.pipeline.serve import ModelOptions, build_engine
+    from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+
+    stages = {"imported": time.perf_counter() - STARTED}
+    engine = build_engine(ModelOptions(checkpoint, device), EngineConfig(max_model_len=2048))
+    stages["built"] = time.perf_counter() - STARTED
+    engine.warm_up(progress=False)
+    stages["warmed_up"] = time.perf_counter() - STARTED
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0))
+    return {**stages, "first_token": time.perf_counter() - STARTED}
+
+
+def random_checkpoint(folder: Path) -> Path:
+    """Random weights of Qwen3-8B's shape; the tokenizer is the bundled checkpoint's, and says nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+    config = Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    bundled = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
+    AutoTokenizer.from_pretrained(bundled).save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
