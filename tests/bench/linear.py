@@ -132,6 +132,8 @@ def measure_shape(
         hopeless |= {name for name, us in times.items() if us > 4 * times[BASELINE] and name not in ALWAYS}
         if turn:
             rows.append({"m": m, "microseconds": times, "errors": errors})
+            figures = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+            print(f"{n}x{k} M={m}: {figures}", flush=True)
     return rows
 
 
@@ -166,6 +168,19 @@ def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str]
     return right
 
 
+def record(arguments: argparse.Namespace, results: dict[str, list[dict]]) -> None:
+    """Written after every shape: what a run cut short has measured is kept."""
+    told = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": arguments.model,
+        "group_size": arguments.group_size,
+        "fractional_zero": arguments.fractional,
+        "results": results,
+    }
+    write_json(arguments.out, told)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,22 +195,14 @@ def main() -> None:
     device = torch.device("cuda")
     ms = [int(m) for m in arguments.m.split(",")]
     names = [name for name in arguments.layouts.split(",") if name] or list(LAYOUTS)
-    results = {
-        f"{shape} {n}x{k}": measure_shape(n, k, ms, names, arguments.group_size, arguments.fractional, device)
-        for shape, (n, k) in MODELS[arguments.model].items()
-    }
+    results = {}
+    for shape, (n, k) in MODELS[arguments.model].items():
+        rows = measure_shape(n, k, ms, names, arguments.group_size, arguments.fractional, device)
+        results[f"{shape} {n}x{k}"] = rows
+        if arguments.out:
+            record(arguments, results)
     served = [name for name in names if any(name in r["errors"] for rows in results.values() for r in rows)]
     right = print_tables(results, ms, served)
-    if arguments.out:
-        record = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "model": arguments.model,
-            "group_size": arguments.group_size,
-            "fractional_zero": arguments.fractional,
-            "results": results,
-        }
-        write_json(arguments.out, record)
     sys.exit(0 if right else 1)
 
 
