@@ -21,10 +21,7 @@ ARGMAX_BLOCK = 128
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The settings of a batch's rows as tensors; the same from step to step while the rows are the same.
-
-    Where no row is sampled the tensors are empty.
-    """
+    """The settings of a batch's rows as tensors; the same from step to step while the rows are the same."""
 
     any_sampled: bool
     greedy: Tensor
@@ -58,18 +55,15 @@ class SamplingBatch:
         ]
         chosen = [params[row] for row in filtered]
         with_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
-        any_sampled = any(p.temperature > 0 for p in params)
-        # Greedy batches are the same but for their size: nothing need travel to the device for them.
-        drawn = sequences if any_sampled else []
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
 
         return cls(
-            any_sampled=any_sampled,
-            greedy=column([one.params.temperature == 0 for one in drawn], torch.bool),
-            temperature=column([one.params.temperature or 1.0 for one in drawn], torch.float32),
-            seed=column([one.seed for one in drawn], torch.int64),
+            any_sampled=any(p.temperature > 0 for p in params),
+            greedy=column([p.temperature == 0 for p in params], torch.bool),
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            seed=column([sequence.seed for sequence in sequences], torch.int64),
             filtered=filtered,
             top_k=column([p.top_k for p in chosen], torch.int64)[:, None],
             top_p=column([p.top_p for p in chosen], torch.float32)[:, None],
