@@ -43,7 +43,6 @@ SHAPES = {
     "qwen3-8b": {**SHARED, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
 }
 WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
-PREFILL_CHUNK = 512
 
 
 def main() -> None:
@@ -58,7 +57,7 @@ def main() -> None:
         with server as endpoint:
             timed = json.loads(offline.read_text(encoding="utf-8"))
             rows = [row_of(cell, over_http(endpoint, cell, options.repeats)) for cell in timed["cells"]]
-    report = {"shape": options.shape, "device": timed["device"], "prefill_chunk": PREFILL_CHUNK, "rows": rows}
+    report = {"shape": options.shape, "device": timed["device"], "rows": rows}
     show(rows)
     if options.out is not None:
         write_json(options.out, report)
@@ -104,7 +103,6 @@ def timed_engine(
         max_model_len=longest + 64,
         kv_cache_tokens=most * (longest + 64),
         page_size=64,
-        prefill_chunk=PREFILL_CHUNK,
     )
     engine = Engine(model, sizes, frozenset())
     engine.warm_up()
