@@ -1,0 +1,104 @@
+"""pytorch/ao #3496 replayed: an INT4 checkpoint laid out for tinygemm fails the gate, laid out again passes.
+
+    python -P tests/bench/replay.py --out tests/bench/results/replay.json
+
+The checkpoint has Qwen3-8B's layers, fewer of them, random weights and the bundled checkpoint's tokenizer.
+Random weights say nothing about quality, so the recipe opens those bounds, and the verdict shows it; every
+other check is the gate's own. On a machine without a GPU: `--device cpu --bad cpu_int4_float32` and a small
+`--hidden`.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from scalegate.layouts.files import write_json
+from scalegate.pipeline.layout import layout
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.validate import validate
+from scalegate.serving_check.verdict import Verdict
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
+RECIPE = """\
+description: INT4 for random weights, whose quality is nobody's.
+format: int4
+group_size: 128
+max_mean_kl: 100
+max_extra_nats: 100
+min_top1_agreement: 0.000001
+max_canary_extra_nats: 100
+"""
+
+
+def make_checkpoint(folder: Path, hidden: int, layers: int, device: str) -> None:
+    vocabulary = json.loads((TOKENIZER / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    heads = hidden // 128
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        head_dim=128,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    for path in TOKENIZER.glob("tokenizer*.json"):
+        shutil.copy(path, folder)
+
+
+def told(verdict: Verdict) -> dict[str, object]:
+    for check in verdict.checks:
+        print(f"  {check.status:12} {check.name}: {check.reason}", flush=True)
+    return {
+        "status": verdict.status,
+        "layouts": verdict.artifact.layouts,
+        "ratios": {point.m: point.ratio for point in verdict.curve},
+        "throughput": next(check.reason for check in verdict.checks if check.name == "throughput"),
+        "seconds": verdict.duration_seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--bad", default="tinygemm", help="the layout that the checkpoint first gets")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--m", default="1,2,4,8,16,32", help="comma-separated")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    ms = tuple(int(m) for m in options.m.split(","))
+    with tempfile.TemporaryDirectory() as temporary:
+        source, artifact, recipe = (Path(temporary) / name for name in ("source", "artifact", "random.yaml"))
+        recipe.write_text(RECIPE, encoding="utf-8")
+        make_checkpoint(source, options.hidden, options.layers, options.device)
+        quantize(source, recipe, artifact, device=options.device, progress=False)
+        gate = {"m": ms, "device": options.device, "progress": False, "quality_tokens": 1024}
+
+        layout(artifact, ms=ms, force=options.bad, device=options.device, progress=False)
+        print(f"laid out as {options.bad}:", flush=True)
+        before = told(validate(artifact, **gate))
+
+        relaid = layout(artifact, ms=ms, device=options.device, progress=False)
+        print("laid out by measurement:", {one.shape: one.layout for one in relaid.plan.choices}, flush=True)
+        after = told(validate(artifact, **gate))
+    if options.out:
+        write_json(options.out, {"laid_out_as": options.bad, "before": before, "after": after})
+    sys.exit(0 if (before["status"], after["status"]) == ("fail", "pass") else 1)
+
+
+if __name__ == "__main__":
+    main()
