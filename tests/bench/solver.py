@@ -1,6 +1,6 @@
 """Solver speed: one 4096×4096 bf16 weight beside torchao's HQQ on the CPU, or a Qwen3-8B's worth on a GPU.
 
-    python -P tests/bench/solver.py --out tests/bench/results/solver_cpu.json
+    OMP_NUM_THREADS=2 python -P tests/bench/solver.py --out tests/bench/results/solver_cpu.json
     python -P tests/bench/solver.py --device cuda --out tests/bench/results/solver_h200.json
 
 Random weights (speed does not depend on them), made on the device, disk excluded. On a GPU each distinct
