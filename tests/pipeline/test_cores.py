@@ -22,7 +22,9 @@ def test_a_core_is_left_to_the_server(monkeypatch, physical, available, threads)
 def test_openmp_is_told_before_torch_unless_the_user_told_it(given, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {} if given is None else {"OMP_NUM_THREADS": given}
-    script = "import os, sys, scalegate.pipeline; print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"
+    script = (
+        "import os, sys, scalegate.pipeline; print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"
+    )
     command = [sys.executable, "-P", "-c", script]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert said.split() == [str(threads), "False"]
