@@ -94,9 +94,7 @@ class PackedSteps:
         return Decoded(logits[:drawn], greedy[:drawn])
 
     def warm_up_sizes(self) -> list[int]:
-        """Every bucket, and of the larger sizes enough to meet all that kernels choose by them."""
-        larger = [LARGEST_GRAPH * halves // 2 << power for power in range(8) for halves in (3, 4)]
-        return [*self.buckets, *(size for size in larger if size < self.largest), self.largest]
+        return packed_warm_up_sizes(self.largest)
 
     def warm_up(self, size: int) -> None:
         """Meet a size, on tokens that are all padding."""
@@ -206,3 +204,10 @@ def packed_buckets(largest: int) -> tuple[int, ...]:
     """Every 64 tokens up to 640, then every 128, so that little is computed for nothing."""
     sizes = [*range(64, 641, 64), *range(768, LARGEST_GRAPH + 1, 128)]
     return (*(size for size in sizes if size < largest), *((largest,) if largest <= LARGEST_GRAPH else ()))
+
+
+def packed_warm_up_sizes(largest: int) -> list[int]:
+    """Every bucket, and of the larger sizes enough to meet all that kernels choose by them."""
+    larger = [LARGEST_GRAPH * halves // 2 << power for power in range(8) for halves in (3, 4)]
+    sizes = [*packed_buckets(largest), *(size for size in larger if size < largest), largest]
+    return list(dict.fromkeys(sizes))

@@ -1,0 +1,60 @@
+"""Whether warm-up meets every INT4 kernel that serving launches, whatever number of rows a step has."""
+
+import pytest
+import torch
+from scalegate.kernels import int4_hopper, int4_waves
+from scalegate.serving_check.engine.compiled_layers import TRACED_TOKENS
+from scalegate.serving_check.engine.model_runner import decode_buckets
+from scalegate.serving_check.engine.packed_steps import LARGEST_GRAPH, packed_buckets, packed_warm_up_sizes
+
+CUDA = torch.device("cuda")
+SHAPES = {
+    "qwen3-0.6b": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)],
+    "qwen3-4b": [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)],
+    "qwen3-8b": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)],
+    "qwen3-8b, apart": [(4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288)],
+    "llama3-70b": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
+}
+SIZES = [(128, 8192), (8, 256)]
+"""Requests that decode together, and prompt tokens in a step."""
+
+
+def compiled_for(m: int, n: int, k: int, equal_shares: bool) -> tuple[object, ...]:
+    """What a launch for m rows of a weight is compiled for, as far as that depends on m."""
+    if not equal_shares:
+        return "waves", int4_waves.plan(m, n, k)[0]
+    chosen = int4_hopper.plan(m, n, k)
+    return type(chosen).__name__.lower(), chosen.tile
+
+
+def launched(ms: list[int], shapes: list[tuple[int, int]], equal_shares: bool) -> set[tuple[object, ...]]:
+    return {compiled_for(m, n, k, equal_shares) for m in ms for n, k in shapes}
+
+
+def served(requests: int, chunk: int) -> list[int]:
+    """Every number of rows that a step can have once the engine is warm."""
+    largest = requests + chunk
+    return [
+        *(decode_buckets(requests, CUDA) or ()),
+        *packed_buckets(largest),
+        *range(LARGEST_GRAPH + 1, largest + 1),
+    ]
+
+
+def met(requests: int, chunk: int) -> list[int]:
+    return [TRACED_TOKENS, *(decode_buckets(requests, CUDA) or ()), *packed_warm_up_sizes(requests + chunk)]
+
+
+@pytest.mark.parametrize("equal_shares", [True, False])
+@pytest.mark.parametrize(("requests", "chunk"), SIZES)
+@pytest.mark.parametrize("model", SHAPES)
+def test_warm_up_meets_every_kernel_that_serving_launches(model, requests, chunk, equal_shares):
+    wanted = launched(served(requests, chunk), SHAPES[model], equal_shares)
+    assert wanted <= launched(met(requests, chunk), SHAPES[model], equal_shares)
+
+
+def test_the_sizes_above_the_graphs_have_to_be_met():
+    """Without them a kernel is missing: what the test above says is not empty."""
+    small = [size for size in met(128, 8192) if size <= 256]
+    wanted = launched(served(128, 8192), SHAPES["qwen3-8b"], True)
+    assert not wanted <= launched(small, SHAPES["qwen3-8b"], True)
