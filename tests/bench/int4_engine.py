@@ -1,0 +1,202 @@
+"""The engine on INT4 weights beside the same engine on bf16 ones: Qwen3-8B's shape, 32 tokens in, 512 out.
+
+    python -P tests/bench/int4_engine.py --out tests/bench/results/int4_engine.json
+
+Both engines are up at once and take turns at every N. The INT4 weights (groups of 128, integer zeros) are
+random and packed as the loader packs them; the output layer stays bf16. vLLM's figures were taken earlier on
+another H200. Exit status 1 where anything was compiled once both were warm. Not for HTTP, nor for the kernels
+alone (`linear.py`).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.int4 import Int4Weight
+from scalegate.layouts.layout import Problem
+from scalegate.layouts.linear import QuantizedLinear
+from scalegate.layouts.measure import random_weight
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import EngineConfig
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import MODELS, covered, finish, random_model, start_decoding, timed, wave
+
+GROUP_SIZE = 128
+INPUT_LEN, OUTPUT_LEN = 32, 512
+BARS = {1: 1.45, 8: 1.45, 16: 1.45, 32: 1.35, 64: 1.15, 128: 1.0}
+VLLM_INT4 = {1: 297, 8: 2284, 16: 4223, 32: 7051, 64: 9917, 128: 15812}
+"""vLLM 0.26, offline API, the better of Marlin and Machete; an earlier run, not this one."""
+PROFILED_STEPS = 20
+CHECKED_MS = (1, 16, 37, 128)
+MAX_ERROR = 4e-3
+"""Relative L2 of a product against the dequantized weight's in fp32, as for the kernels."""
+
+
+def main() -> None:
+    options = arguments()
+    engines = {"bf16": warm_engine(random_model(MODELS["qwen3-8b"]))}
+    engines["int4"] = warm_engine(quantized(random_model(MODELS["qwen3-8b"]), options.layout))
+    for engine in engines.values():
+        engine.jit_monitor.arm()
+    rows = [row(engines, n) for n in options.n]
+    splits = [
+        {"engine": name, **decode_split(engine, n)} for n in options.split for name, engine in engines.items()
+    ]
+    compiled = {
+        name: [str(event) for event in engine.stats().compilations] for name, engine in engines.items()
+    }
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "layout": options.layout,
+        "rows": rows,
+        "decode_steps": splits,
+        "compiled_after_warm_up": compiled,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for split in splits:
+        show_split(split)
+    show(rows)
+    if any(compiled.values()):
+        sys.exit(f"COMPILED AFTER WARM-UP: {compiled}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--n", type=int, nargs="+", default=list(BARS))
+    parser.add_argument("--split", type=int, nargs="*", default=[1, 32, 128], help="N of the profiled steps")
+    parser.add_argument("--layout", default="swap_ab")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def quantized(model: PreTrainedModel, layout: str) -> PreTrainedModel:
+    """Every linear of the layers with random INT4 weights, packed for `layout`, each shape checked once."""
+    checked: set[tuple[int, int]] = set()
+    for name, linear in list(model.model.layers.named_modules()):
+        if not isinstance(linear, nn.Linear):
+            continue
+        n, k = linear.weight.shape
+        problem = Problem(Int4Weight, GROUP_SIZE, True, n, k, linear.weight.dtype, linear.weight.device)
+        weight = random_weight(problem)
+        replacement = QuantizedLinear(LAYOUTS[layout].pack(weight, problem.dtype), None)
+        model.model.layers.set_submodule(name, replacement)
+        if (n, k) not in checked:
+            checked.add((n, k))
+            check(replacement, weight)
+    return model
+
+
+@torch.inference_mode()
+def check(linear: QuantizedLinear, weight: Int4Weight) -> None:
+    for m in CHECKED_MS:
+        x = torch.randn(m, weight.shape[1], dtype=linear.dtype, device=weight.codes.device)
+        expected = x.float() @ weight.dequantize(torch.float32).T
+        error = ((linear(x).float() - expected).norm() / expected.norm()).item()
+        if not error <= MAX_ERROR:
+            raise RuntimeError(f"{weight.shape}, M={m}: relative error {error:.2e}")
+
+
+def warm_engine(model: PreTrainedModel) -> Engine:
+    started = time.perf_counter()
+    config = EngineConfig(max_num_seqs=128, max_model_len=4096, kv_cache_tokens=200_000, prefill_chunk=8192)
+    engine = Engine(model, config, frozenset())
+    engine.warm_up(progress=False)
+    engine.jit_monitor.disarm()  # Until the other engine is warm too.
+    torch.cuda.synchronize()
+    print(f"constructed and warmed up in {time.perf_counter() - started:.1f} s", flush=True)
+    return engine
+
+
+def row(engines: dict[str, Engine], n: int) -> dict[str, Any]:
+    """Tokens a second of both at one N, one after the other."""
+    speed, p99 = {}, {}
+    for name, engine in engines.items():
+        seconds, tpot = wave(engine, n, INPUT_LEN, OUTPUT_LEN)
+        speed[name], p99[name] = n * OUTPUT_LEN / seconds, tpot * 1e3
+    ratio = speed["int4"] / speed["bf16"]
+    vllm = VLLM_INT4.get(n)
+    print(f"N={n}: bf16 {speed['bf16']:.0f}, int4 {speed['int4']:.0f} tok/s, {ratio:.3f}", flush=True)
+    return {
+        "n": n,
+        "tok_s": speed,
+        "p99_tpot_ms": p99,
+        "ratio": ratio,
+        "bar": BARS.get(n),
+        "vllm_int4_tok_s": vllm,
+        "ratio_to_vllm": vllm and speed["int4"] / vllm,
+    }
+
+
+def decode_split(engine: Engine, n: int) -> dict[str, Any]:
+    """A decode step's time, and what its kernels take of it, each by itself: they may overlap."""
+
+    def steps() -> None:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+
+    start_decoding(engine, n, 256, 4 * PROFILED_STEPS)
+    wall = timed(steps) / PROFILED_STEPS
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        timed(steps)
+    finish(engine)
+    spans, kernels = [], defaultdict(lambda: [0, 0.0])
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA:
+            start, end = event.time_range.start, event.time_range.end
+            spans.append((start, end))
+            kernels[event.name][0] += 1
+            kernels[event.name][1] += end - start
+    busy = covered(spans) * 1e-3 / PROFILED_STEPS
+    return {
+        "n": n,
+        "step_ms": wall * 1e3,
+        "kernels_ms": busy,
+        "idle_share": 1 - busy / (wall * 1e3),
+        "kernels": [
+            {
+                "name": name[:120],
+                "launches_a_step": count / PROFILED_STEPS,
+                "us_a_step": microseconds / PROFILED_STEPS,
+                "us_a_launch": microseconds / count,
+            }
+            for name, (count, microseconds) in sorted(kernels.items(), key=lambda one: -one[1][1])
+        ],
+    }
+
+
+def show_split(split: dict[str, Any]) -> None:
+    print(
+        f"\n{split['engine']} N={split['n']}: a step {split['step_ms']:.3f} ms, its kernels "
+        f"{split['kernels_ms']:.3f}; idle {split['idle_share']:.1%}"
+    )
+    for kernel in split["kernels"][:12]:
+        time_and_count = f"{kernel['us_a_step']:>9.1f} us {kernel['launches_a_step']:>6.1f}"
+        print(f"{time_and_count} x {kernel['us_a_launch']:>7.2f}  {kernel['name'][:90]}")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{'N':>4} {'bf16':>7} {'INT4':>7} {'ratio':>6} {'bar':>5} {'vLLM':>7} {'ratio':>6}")
+    for one in rows:
+        print(
+            f"{one['n']:>4} {one['tok_s']['bf16']:>7.0f} {one['tok_s']['int4']:>7.0f} {one['ratio']:>6.3f} "
+            f"{one['bar'] or 0:>5.2f} {one['vllm_int4_tok_s'] or 0:>7} {one['ratio_to_vllm'] or 0:>6.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
