@@ -6,6 +6,10 @@ of the unquantized product's. Where every layout loses more than that somewhere,
 its worst M, because that M is where a gate would decide. Layouts within TIE_MARGIN of the best count as
 equal, and the first of them in the order of preference is taken, so that noise does not change the pick.
 
+On a GPU every layout but the default and a forced one may take PREPARATION_SECONDS of one choice, over all
+shapes, to pack and to compile and tune its kernels. From the shape at which it takes longer on it is refused,
+and the plan says so.
+
 One layout serves a shape at every M: two would need both packings in memory. A layout may switch kernels by
 bucket of M inside its own `matmul`.
 """
@@ -26,6 +30,8 @@ from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions, shape_k
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
 TIE_MARGIN = 0.03
+PREPARATION_SECONDS = 8.0
+"""With four layouts that use theirs up, and the timing, a choice for an 8B model stays below a minute."""
 
 DEFAULT_MS = (1, 2, 4, 8, 16, 32)
 CUDA_MS = (*DEFAULT_MS, 64, 128)
@@ -69,6 +75,8 @@ def choose(
         modules.setdefault(problem, []).append(module)
 
     layouts = list(LAYOUTS)
+    allowance = dict.fromkeys(layouts, PREPARATION_SECONDS) if device.type == "cuda" else {}
+    allowance.pop(force or "", None)
     choices = []
     total = len(modules) * len(ms)
     with tqdm(total=total, desc="measuring layouts", unit="M", disable=None if progress else True) as bar:
@@ -76,7 +84,10 @@ def choose(
             bar.set_postfix_str(f"{problem.n}x{problem.k}")
             found = None if fresh else cached(problem, ms, layouts)
             if found is None:
-                found = measure(problem, ms, layouts, on_measured=lambda m: bar.update())
+                default = default_layout(problem)
+                limits = {name: seconds for name, seconds in allowance.items() if name != default}
+                found = measure(problem, ms, layouts, on_measured=lambda m: bar.update(), allowance=limits)
+                allowance |= limits
                 store(problem, ms, layouts, found)
             else:
                 bar.update(len(ms))

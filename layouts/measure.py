@@ -4,8 +4,10 @@ A layout is timed as a decode step calls it, a module on x [M, 1, K], beside the
 answer is checked in the same run, so a kernel that is wrong on this device is refused, however quick.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from .layout import LAYOUTS, Layout, PackedWeight, Problem, QuantizedWeight
 from .linear import QuantizedLinear
 from .nvfp4 import GROUP_SIZE, NVFP4Weight
 from .plan import Measurement
+from .time_limit import OutOfTime, time_limit
 from .timing import Call, TimingBudget, interleaved_microseconds
 
 BASELINE = "unquantized"
@@ -41,8 +44,14 @@ def measure(
     layouts: Sequence[str],
     budget: TimingBudget | None = None,
     on_measured: Callable[[int], object] = lambda m: None,
+    allowance: MutableMapping[str, float] | None = None,
 ) -> ShapeMeasurements:
-    """Time the named layouts at every M, each M in one interleaved run; what cannot serve is refused."""
+    """Time the named layouts at every M, each M in one interleaved run; what cannot serve is refused.
+
+    allowance: seconds that layouts may take to pack and to meet every M, less what they have taken; a layout
+               that is not named has no limit
+    """
+    allowance = {} if allowance is None else allowance
     found = ShapeMeasurements()
     weight = random_weight(problem)
     x = torch.randn(max(ms), 1, problem.k, device=problem.device).to(problem.dtype)
@@ -53,7 +62,8 @@ def measure(
     for name in layouts:
         refusal = LAYOUTS[name].refuses(problem)
         if refusal is None:
-            packed, refusal = _pack_and_check(LAYOUTS[name], weight, x, expected, ms)
+            prepare = partial(_pack_and_check, LAYOUTS[name], weight, x, expected, ms)
+            packed, refusal = _within(allowance, name, prepare)
             if packed is not None:
                 usable[name] = packed
         if refusal is not None:
@@ -64,7 +74,7 @@ def measure(
     modules: dict[str, list[nn.Module]] = {BASELINE: [_linear(dense.to(problem.dtype)) for _ in copies]}
     for name, one in usable.items():
         modules[name] = [QuantizedLinear(_copy(one), None) for _ in copies]
-    del dense, expected, weight
+    del dense
     for m in ms:
         calls = {name: _rotating(rotated, x[:m]) for name, rotated in modules.items()}
         with torch.inference_mode():
@@ -111,10 +121,27 @@ def copies_past_the_cache(problem: Problem, smallest_bytes: int) -> int:
     return max(1, min(wanted, memory // (3 * dense_bytes), MAX_COPIES))
 
 
+Prepared = tuple[PackedWeight | None, str | None]
+"""The packed weight, and why a layout cannot be used here if it cannot."""
+
+
+def _within(allowance: MutableMapping[str, float], name: str, prepare: Callable[[], Prepared]) -> Prepared:
+    """What `prepare` gives, if it is done within the layout's allowance."""
+    if name not in allowance:
+        return prepare()
+    started = time.monotonic()
+    try:
+        with time_limit(allowance[name]):
+            return prepare()
+    except OutOfTime:
+        return None, "not ready in time here: it compiles or tunes for longer than a choice may take"
+    finally:
+        allowance[name] -= time.monotonic() - started
+
+
 def _pack_and_check(
     layout: Layout, weight: QuantizedWeight, x: Tensor, expected: Tensor, ms: Sequence[int]
-) -> tuple[PackedWeight | None, str | None]:
-    """The packed weight, and why this layout cannot be used here if it cannot."""
+) -> Prepared:
     try:
         packed = layout.pack(weight, x.dtype)
         module = QuantizedLinear(packed, None)

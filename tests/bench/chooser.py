@@ -2,8 +2,9 @@
 
     python -P tests/bench/chooser.py --runs 10 --out tests/bench/results/chooser.json
 
-A pick is as good as the median of its mean ratios over all runs, beside the best that any layout has. Times
-include what other people's kernels compile and tune in the first run. Not for the layouts' own figures.
+A pick is as good as its ratios to the unquantized product, medians of all runs: beside the best layout's, and
+beside those of whichever layout is best at each M. Times include what kernels compile and tune in the first
+run; refusals are those of the first and of the last run. Not for the layouts' own figures.
 """
 
 import argparse
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import torch
 from scalegate.layouts.choose import choose
-from scalegate.layouts.explain import lowest_ratio, mean_ratio
 from scalegate.layouts.files import write_json
 from scalegate.layouts.int4 import Int4Weight
 from scalegate.layouts.layout import Problem
@@ -29,15 +29,14 @@ MODELS = {
 }
 
 
-def median_ratios(plans: list[LayoutPlan], index: int) -> dict[str, tuple[float, float]]:
-    """For each layout measured in every run on one shape: mean and lowest ratio, medians of the runs."""
+def median_curves(plans: list[LayoutPlan], index: int) -> dict[str, dict[int, float]]:
+    """For each layout measured in every run on one shape: its ratios by M, medians of the runs."""
     choices = [plan.choices[index] for plan in plans]
     names = set(choices[0].measured_layouts).intersection(*(one.measured_layouts for one in choices))
     return {
-        name: (
-            statistics.median(mean_ratio(one, name) for one in choices),
-            statistics.median(lowest_ratio(one, name) for one in choices),
-        )
+        name: {
+            m: statistics.median(one.curve(name)[m].ratio for one in choices) for m in choices[0].curve(name)
+        }
         for name in sorted(names)
     }
 
@@ -68,17 +67,32 @@ def main() -> None:
             print(f"run {run}: {seconds[-1]:.1f} s, {picks}", flush=True)
     rows = []
     for index, choice in enumerate(plans[0].choices):
-        ratios = median_ratios(plans, index)
+        curves = median_curves(plans, index)
+        means = {name: statistics.geometric_mean(curve.values()) for name, curve in curves.items()}
+        envelope = {m: max(curve[m] for curve in curves.values()) for m in next(iter(curves.values()))}
         picks = Counter(plan.choices[index].layout for plan in plans)
-        picked = picks.most_common(1)[0][0]
-        best = max(mean for mean, _ in ratios.values())
-        row = {"shape": choice.shape, "picks": dict(picks), "ratios": ratios, "refusals": choice.refusals}
-        rows.append(row | {"share_of_best_mean": round(ratios[picked][0] / best, 4)})
+        mean = means[picks.most_common(1)[0][0]]
+        row = {
+            "shape": choice.shape,
+            "picks": dict(picks),
+            "share_of_best_layout": round(mean / max(means.values()), 4),
+            "share_of_best_at_every_m": round(mean / statistics.geometric_mean(envelope.values()), 4),
+            "ratios": {
+                name: {m: round(ratio, 3) for m, ratio in curve.items()} for name, curve in curves.items()
+            },
+            "refusals": [dict(plan.choices[index].refusals) for plan in (plans[0], plans[-1])],
+        }
+        rows.append(row)
         print(
-            f"{choice.shape}: {dict(picks)}, {ratios[picked][0] / best:.3f} of the best layout's mean ratio"
+            f"{choice.shape}: {row['picks']}, mean ratio {mean:.2f}, {row['share_of_best_layout']:.3f} "
+            f"of the best layout's, {row['share_of_best_at_every_m']:.3f} of the best at each M"
         )
-        for name, (mean, lowest) in ratios.items():
-            print(f"    {name:20} mean {mean:.2f}, lowest {lowest:.2f}")
+        for name, curve in curves.items():
+            figures = " ".join(f"{m}:{ratio:.2f}" for m, ratio in curve.items())
+            print(f"    {name:20} mean {means[name]:.2f}  {figures}")
+        for name, reason in plans[-1].choices[index].refusals.items():
+            if "here" in reason:
+                print(f"    {name:20} {reason}")
     print(f"first {seconds[0]:.1f} s, later {statistics.median(seconds[1:] or seconds):.1f} s a choice")
     if options.out:
         record = {"device": device_name(device), "versions": kernel_versions(), "model": options.model}

@@ -1,5 +1,8 @@
 """The chooser picks by the measured curve, does not waver, remembers, and refuses what is wrong."""
 
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +17,7 @@ from scalegate.layouts.layout import PackedWeight, Problem
 from scalegate.layouts.measure import ShapeMeasurements, measure
 from scalegate.layouts.nvfp4 import NVFP4Weight
 from scalegate.layouts.plan import LayoutPlan, Measurement, device_name, kernel_versions
+from scalegate.layouts.time_limit import OutOfTime, time_limit
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 
 CPU = torch.device("cpu")
@@ -64,6 +68,15 @@ class Altered:
         for _ in range(self.repeats):
             y = LAYOUTS[self.inner].matmul(x, packed)
         return y * self.factor
+
+
+def tuning_for_ever(*arguments):
+    """As an autotuner that shrugs off whatever goes wrong with one configuration."""
+    for _ in range(100):
+        try:
+            time.sleep(0.05)
+        except Exception:
+            continue
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +153,51 @@ def test_a_layout_that_is_wrong_on_this_device_is_refused_with_the_reason(with_l
     found = measure(problem(), (1, 4), [layout.name, "dequantize"], QUICK)
     assert found.refusals[layout.name].startswith(reason)
     assert {one.layout for one in found.measurements} == {"dequantize"}
+
+
+@pytest.mark.parametrize("stuck_in", ["pack", "matmul"])
+def test_a_layout_that_is_not_ready_in_time_is_refused_and_the_others_are_timed(with_layout, stuck_in):
+    layout = with_layout(Altered("dequantize", "tuning"))
+    setattr(layout, stuck_in, tuning_for_ever)
+    allowance = {"tuning": 0.2}
+    found = measure(problem(), (1, 4), ["tuning", "dequantize"], QUICK, allowance=allowance)
+    assert found.refusals["tuning"].startswith("not ready in time here")
+    assert {one.layout for one in found.measurements} == {"dequantize"}
+    assert -1 < allowance["tuning"] < 0.01
+    again = measure(problem(32), (1, 4), ["tuning", "dequantize"], QUICK, allowance=allowance)
+    assert "tuning" in again.refusals
+
+
+def test_a_layout_that_is_ready_in_time_keeps_the_rest_of_it():
+    allowance = {"dequantize": 5.0}
+    found = measure(problem(), (1,), ["cpu_int4", "dequantize"], QUICK, allowance=allowance)
+    assert {one.layout for one in found.measurements} == {"cpu_int4", "dequantize"}
+    assert 3 < allowance["dequantize"] < 5 and list(allowance) == ["dequantize"]
+
+
+def test_a_limit_leaves_the_alarm_of_others_as_it_was():
+    ended = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: ended.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(OutOfTime), time_limit(0.05):
+            time.sleep(5)
+        assert not ended
+        time.sleep(0.4)
+        assert ended == [signal.SIGALRM]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_outside_the_main_thread_nothing_is_interrupted():
+    def work() -> str:
+        with time_limit(0.01):
+            time.sleep(0.05)
+        return "done"
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(work).result() == "done"
 
 
 def test_a_plan_covers_every_shape_once_with_all_its_modules():
