@@ -36,8 +36,11 @@ if on_gpu:
     torch.cuda.synchronize()
 seconds = time.perf_counter() - started
 held = {t.data_ptr(): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
-peak = torch.cuda.max_memory_allocated() if on_gpu else None
-print(json.dumps({"seconds": seconds, "model_bytes": sum(held.values()), "peak_bytes": peak}))
+told = {"seconds": seconds, "model_bytes": sum(held.values())}
+if on_gpu:
+    told["peak_bytes"] = torch.cuda.max_memory_allocated()
+    told["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+print(json.dumps(told))
 """
 
 
@@ -125,10 +128,10 @@ def main() -> None:
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             runs.append(json.loads(done.stdout.splitlines()[-1]))
             run = runs[-1]
-            share = (
-                f", peak {run['peak_bytes'] / run['model_bytes']:.3f} of that" if run["peak_bytes"] else ""
-            )
-            print(f"{run['seconds']:.1f} s, {run['model_bytes'] / 1e9:.2f} GB held{share}", flush=True)
+            print(f"{run['seconds']:.1f} s, {run['model_bytes'] / 1e9:.2f} GB held", flush=True)
+            for name in ("peak_bytes", "peak_reserved_bytes"):
+                if name in run:
+                    print(f"    {name} {run[name] / run['model_bytes']:.3f} times that", flush=True)
     if options.out:
         name = torch.cuda.get_device_name() if options.device != "cpu" else "cpu"
         record = {"device": name, "torch": torch.__version__, "layout": options.layout}
