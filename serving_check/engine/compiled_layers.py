@@ -2,6 +2,9 @@
 
 Not for the model as a whole: a graph of all its layers takes five times as long to compile. Guards are
 dropped, since a model in an engine never changes; layers are told apart here, by all that could do so.
+
+Compiled code takes any number of tokens, but how many rows its programs take, and with how many threads, is
+tuned on the tokens it is traced with. Hence two compilations: one for decoding, one for prompts.
 """
 
 import dataclasses
@@ -15,8 +18,21 @@ from torch import Tensor, nn
 
 from .openings import UNCHAINED, Carry, Chain, close
 
-TRACED_TOKENS = 37
-"""The number of tokens in the traced pass: a size that nothing else in a model has, to recognize it by."""
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """For how many tokens layers are compiled."""
+
+    from_tokens: int
+    """In a step; fewer are for the tuning before."""
+    traced_tokens: int
+    """In the traced pass: a size that nothing else in a model has, to recognize it by."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The compiler's. They must differ: its cache of compiled code does not tell traced sizes apart."""
+
+
+TUNINGS = (Tuning(0, 37), Tuning(129, 2053, {"max_autotune_pointwise": True}))
+"""Ascending."""
 
 TELLS_NOTHING = {"layer_idx", "training"}
 """Attributes that differ between layers, or may, and do not change what is computed."""
@@ -29,8 +45,9 @@ FUSION = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
 class CompiledLayers:
     """While open, the one forward pass that it is open for compiles every layer it meets."""
 
-    def __init__(self, model: nn.Module, chain: Chain = UNCHAINED):
+    def __init__(self, model: nn.Module, chain: Chain = UNCHAINED, tuning: Tuning = TUNINGS[0]):
         self.chain = chain
+        self.tuning = tuning
         self.carry = Carry()
         layers = [*model_layers(model), *chain.first_openings()]
         self._traced = [_TracedLayer(self, layer) for layer in layers]
@@ -44,7 +61,13 @@ class CompiledLayers:
 
     def __exit__(self, *error: object) -> None:
         for traced in self._traced:
-            traced.layer.forward = traced.plain if traced.compiled is None else traced.compiled
+            plain, compiled = traced.plain, traced.compiled
+            if compiled is None:
+                traced.layer.forward = plain
+            elif isinstance(plain, _CompiledForward):
+                traced.layer.forward = _BySize(plain, compiled, self.tuning.from_tokens)
+            else:
+                traced.layer.forward = compiled
 
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any]:
         """The layer's forward, compiled for arguments like these; shared by layers that are alike."""
@@ -55,7 +78,7 @@ class CompiledLayers:
                 _own_code(cast(types.FunctionType, _run)),
                 fullgraph=True,
                 dynamic=False,
-                options={"guard_filter_fn": _no_guards, **FUSION},
+                options={"guard_filter_fn": _no_guards, **FUSION, **self.tuning.options},
             )
         name = self.chain.openings.get(layer)
         return _CompiledForward(self._compiled[kind], layer, name, following, self.carry)
@@ -99,12 +122,26 @@ class _CompiledForward:
         return output
 
 
+class _BySize:
+    """Stands for a layer's forward that is compiled for few tokens and for many."""
+
+    def __init__(self, few: Callable[..., Any], many: Callable[..., Any], many_from: int):
+        self.few = few
+        self.many = many
+        self.many_from = many_from
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first = next(_tensors((args, kwargs)), None)
+        tokens = 0 if first is None else first.shape[:2].numel()
+        return (self.few if tokens < self.many_from else self.many)(*args, **kwargs)
+
+
 def restore_layers(model: nn.Module) -> None:
     """Undo what an engine that had the model before compiled for itself."""
     layers = model_layers(model)
     close(layers)
     for module in [*layers, *(child for layer in layers for child in layer.children())]:
-        if isinstance(module.forward, _CompiledForward):
+        if isinstance(module.forward, _CompiledForward | _BySize):
             del module.forward
 
 
@@ -127,9 +164,10 @@ class _TracedLayer:
         self.layer.forward = self.plain
         try:
             self.compiled = self.compiled_layers.compiled(self.layer, args, kwargs)
-            _mark_token_dims((args, kwargs))
+            traced_tokens = self.compiled_layers.tuning.traced_tokens
+            _mark_token_dims((args, kwargs), traced_tokens)
             output = self.compiled(*args, **kwargs)
-            _mark_token_dims((output, self.compiled_layers.carry.opened))
+            _mark_token_dims((output, self.compiled_layers.carry.opened), traced_tokens)
             return output
         except torch._dynamo.exc.TorchDynamoException as error:
             self.compiled_layers.warn(self.layer, error)
@@ -154,11 +192,11 @@ def _run(
     return output, None if following is None else type(following).forward(following, output)
 
 
-def _mark_token_dims(value: Any) -> None:
+def _mark_token_dims(value: Any, traced_tokens: int) -> None:
     """What is compiled with these must take any number of tokens."""
     for tensor in _tensors(value):
         for dim, size in enumerate(tensor.shape):
-            if size == TRACED_TOKENS:
+            if size == traced_tokens:
                 torch._dynamo.mark_dynamic(tensor, dim)
 
 
@@ -190,7 +228,8 @@ def _signature(value: Any) -> Hashable:
         own = {
             name: item
             for name, item in vars(value).items()
-            if (name[0] != "_" or name == "_packed") and not isinstance(item, _TracedLayer | _CompiledForward)
+            if (name[0] != "_" or name == "_packed")
+            and not isinstance(item, _TracedLayer | _CompiledForward | _BySize)
         }
         tensors = {**value._parameters, **value._buffers}
         shapes = [
@@ -208,6 +247,10 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, int | float | str | torch.dtype | type(None)):
         return value
     return hash(type(value))
+
+
+_FORWARDS = _TracedLayer | _CompiledForward | _BySize
+"""What may stand for a layer's own forward."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...kernels.decode_attention import DecodeWorkspace
 from ...layouts.kv_format import DeviceDecodeTokens
-from .compiled_layers import TRACED_TOKENS
 from .forward import Forward
 from .graph_memory import GraphMemory
 from .jit_monitor import JitEvent, report
@@ -47,7 +46,7 @@ class DecodeGraphs:
         self.pool = pool
         self.buckets = buckets
         self.clock = clock
-        largest, device = max(buckets[-1], TRACED_TOKENS), forward.model.device
+        largest, device = buckets[-1], forward.model.device
         rows, width = pool.block_table.shape
         # One row of scalars a request, so that a step's update is one copy.
         self.scalars = torch.zeros(largest, 5, dtype=torch.int64, device=device)
@@ -90,15 +89,14 @@ class DecodeGraphs:
     def _capture(self, size: int) -> None:
         """Capture one bucket, on rows that are all padding, so that nothing is stored."""
         report(JitEvent("graph capture", f"decode step of {size}"))
-        self.pad()
+        self._pad()
         self.graphs[size], self.decoded[size] = self.memory.capture(lambda: self._decode(size))
 
-    def pad(self) -> DeviceDecodeTokens:
-        """A step of nothing but padding, as large as any."""
+    def _pad(self) -> None:
+        """Fill the buffers with nothing but padding."""
         self.scalars[:] = torch.tensor([0, 0, -1, 0, len(self.last_tokens) - 1], device=self.scalars.device)
         self.slots.fill_(-1)
         self.lengths.zero_()
-        return self._step(len(self.slots))
 
     def _stage(self, sequences: list[Sequence], size: int) -> None:
         """Fill the buffers: the scalars, and the block table, whose rows move as requests come and go."""

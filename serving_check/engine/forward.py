@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...layouts.kv_format import LayerKV, StepTokens
 from .attention import AttentionLayer, PagedAttention, token_by_token
-from .compiled_layers import TRACED_TOKENS, CompiledLayers, model_layers
+from .compiled_layers import TUNINGS, CompiledLayers, model_layers
 from .openings import open_ahead
 
 
@@ -27,7 +27,21 @@ class Forward:
 
     def __call__(self, tokens: Tensor, positions: Tensor, step: StepTokens, keep: Tensor | None) -> Tensor:
         """tokens and positions int64 [T] → logits [K, V] of the tokens keep, int64 [K]; None keeps all."""
-        under_way = _UNDER_WAY.set(_Step(PagedAttention(self.layers, self.pages, step)))
+        return self._run(tokens, positions, _Step(PagedAttention(self.layers, self.pages, step)), keep)
+
+    def compile(self) -> None:
+        """Compile the layers."""
+        chain = open_ahead(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
+        for tuning in TUNINGS:
+            with CompiledLayers(self.model, chain, tuning):
+                self._trace(tuning.traced_tokens)
+
+    def _trace(self, count: int) -> None:
+        zeros = torch.zeros(count, dtype=torch.int64, device=self.model.device)
+        self._run(zeros, zeros, _NoStep(), zeros[:1])
+
+    def _run(self, tokens: Tensor, positions: Tensor, step: "_Step | _NoStep", keep: Tensor | None) -> Tensor:
+        under_way = _UNDER_WAY.set(step)
         try:
             return self.model(
                 input_ids=tokens[None],
@@ -38,16 +52,6 @@ class Forward:
             ).logits[0]
         finally:
             _UNDER_WAY.reset(under_way)
-
-    def compile(self, step: StepTokens) -> None:
-        """Compile the layers, on tokens of a step that stores nothing."""
-        zeros = torch.zeros(TRACED_TOKENS, dtype=torch.int64, device=self.model.device)
-
-        def run() -> None:
-            self(zeros, zeros, step, zeros[:1])
-
-        with CompiledLayers(self.model, open_ahead(model_layers(self.model), run)):
-            run()
 
 
 class _Step:
@@ -61,7 +65,14 @@ class _Step:
         return self.attention.layer(next(self._next), query, key, value, sinks)
 
 
-_UNDER_WAY: ContextVar[_Step] = ContextVar("the step that a forward pass is computing")
+class _NoStep:
+    """Attention while layers are traced: nothing is stored, nothing attended to."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+_UNDER_WAY: ContextVar[_Step | _NoStep] = ContextVar("the step that a forward pass is computing")
 
 
 class _AttentionAsOp:

@@ -112,7 +112,7 @@ class ModelRunner:
         """Once, before anything is captured."""
         if self.graphs is not None and self._must_compile:
             self._must_compile = False
-            self.forward.compile(self.graphs.pad())
+            self.forward.compile()
 
     def _forward(
         self, tokens: np.ndarray, positions: np.ndarray, step: StepTokens, keep: Tensor | None

@@ -3,7 +3,12 @@
 import pytest
 import torch
 from scalegate.serving_check.engine.attention import attention_layers
-from scalegate.serving_check.engine.compiled_layers import CompiledLayers, model_layers, restore_layers
+from scalegate.serving_check.engine.compiled_layers import (
+    TUNINGS,
+    CompiledLayers,
+    model_layers,
+    restore_layers,
+)
 from scalegate.serving_check.engine.openings import Carry, Opening, open_ahead
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,7 +40,7 @@ def make(architecture: str):
 
     @torch.no_grad()
     def run(tokens: int = 37) -> Tensor:
-        ids = torch.arange(tokens)[None]
+        ids = torch.arange(tokens)[None] % SIZES["vocab_size"]
         return model(
             input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=0, paged=CausalAttention()
         ).logits
@@ -75,6 +80,32 @@ def test_alike_layers_share_one_trace_though_the_first_is_opened_on_its_own(comp
     with CompiledLayers(model, open_ahead(model_layers(model), run)):
         run()
     assert len(compilations) == 3, "rotary embedding, first norm, layer with the norm that follows"
+
+
+def test_steps_of_many_tokens_have_code_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    options_of_calls = []
+
+    def noted(function, options, **_):
+        def call(*args):
+            options_of_calls.append("max_autotune_pointwise" in options)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", noted)
+    model, run = make("qwen3")
+    wanted = {tokens: run(tokens) for tokens in (21, 128, 129, 200)}
+    chain = open_ahead(model_layers(model), run)
+    for tuning in TUNINGS:
+        with CompiledLayers(model, chain, tuning):
+            run(tuning.traced_tokens)
+    for tokens, logits in wanted.items():
+        options_of_calls.clear()
+        assert torch.equal(run(tokens), logits)
+        assert options_of_calls == [tokens > 128] * 6, "rotary embedding, first norm, four layers"
+    restore_layers(model)
+    options_of_calls.clear()
+    assert torch.equal(run(21), wanted[21]) and not options_of_calls
 
 
 def test_a_layer_that_begins_with_attention_is_not_opened():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from scalegate.kernels import int4_hopper, int4_waves
-from scalegate.serving_check.engine.compiled_layers import TRACED_TOKENS
+from scalegate.serving_check.engine.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.model_runner import decode_buckets
 from scalegate.serving_check.engine.packed_steps import LARGEST_GRAPH, packed_buckets, packed_warm_up_sizes
 
@@ -42,7 +42,11 @@ def served(requests: int, chunk: int) -> list[int]:
 
 
 def met(requests: int, chunk: int) -> list[int]:
-    return [TRACED_TOKENS, *(decode_buckets(requests, CUDA) or ()), *packed_warm_up_sizes(requests + chunk)]
+    return [
+        *(tuning.traced_tokens for tuning in TUNINGS),
+        *(decode_buckets(requests, CUDA) or ()),
+        *packed_warm_up_sizes(requests + chunk),
+    ]
 
 
 @pytest.mark.parametrize("equal_shares", [True, False])
