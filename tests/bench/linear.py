@@ -2,24 +2,28 @@
 
     python tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
 
-Weights are rotated past the L2 cache, calls run in CUDA graphs, figures are medians of interleaved samples.
-In the same run each layout's answer, into poisoned memory, is compared with float64 on fresh random data. Not
-for whole models: that is `engine.py`.
+Layouts that compile for each shape and M do so beforehand (`compile_ahead.py`); one that takes longer than it
+is given is named, in what is printed and in the JSON. Weights are rotated past the L2 cache, calls run in CUDA
+graphs, figures are medians of interleaved samples. In the same run each layout's answer, into poisoned memory,
+is compared with float64 on fresh random data. Not for whole models: that is `engine.py`.
 """
 
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from compile_ahead import Job, compile_ahead
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Layout, PackedWeight, Problem
-from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
+from scalegate.layouts.timing import HOPELESS, TimingBudget, interleaved_microseconds
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,8 +46,10 @@ ROTATED_BYTES = 300e6
 BASELINE = "unquantized"
 MAX_ERROR = 4e-3
 SLOW_FROM = 512
-"""A layout more than `HOPELESS` times behind is not timed from here on: its figure would take minutes."""
+"""A layout more than `HOPELESS` times behind at some M is not timed from here on: that would take minutes."""
 ALWAYS = ("swap_ab",)
+COMPILING = ("humming", "gemlite")
+"""Layouts whose packages compile, or tune, for each shape and M."""
 
 
 def random_int4(n: int, k: int, group_size: int, fractional: bool, device: torch.device) -> Int4Weight:
@@ -96,12 +102,45 @@ def multiply_dense(copies: list[Tensor], x: Tensor) -> Callable[[int], Tensor]:
     return lambda i: functional.linear(x, copies[i % len(copies)])
 
 
+def problem_of(n: int, k: int, group_size: int, fractional: bool, device: torch.device) -> Problem:
+    return Problem(Int4Weight, group_size, not fractional, n, k, torch.bfloat16, device)
+
+
+@dataclass
+class Patience:
+    """How long a layout may take for its first call at a shape and M, all of them together."""
+
+    seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By "layout NxK M=M", the reason."""
+
+    def allows(self, name: str, place: str) -> bool:
+        if self.spent.get(name, 0.0) > self.seconds:
+            self.leave_out(name, place, f"had its {self.seconds:.0f} s of first calls before")
+        return f"{name} {place}" not in self.left_out
+
+    def leave_out(self, name: str, place: str, why: str) -> None:
+        self.left_out[f"{name} {place}"] = why
+        print(f"{place}: {name} left out: {why}", flush=True)
+
+    def note(self, name: str, seconds: float) -> None:
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+
+
 def measure_shape(
-    n: int, k: int, ms: list[int], names: list[str], group_size: int, fractional: bool, device: torch.device
+    n: int,
+    k: int,
+    ms: list[int],
+    names: list[str],
+    group_size: int,
+    fractional: bool,
+    patience: Patience,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     weight = random_int4(n, k, group_size, fractional, device)
     exact = exact_weight(weight)
-    problem = Problem.of(weight, torch.bfloat16, device)
+    problem = problem_of(n, k, group_size, fractional, device)
     packed = {}
     for name in names:
         refusal = LAYOUTS[name].refuses(problem)
@@ -109,7 +148,7 @@ def measure_shape(
             one = LAYOUTS[name].pack(weight, torch.bfloat16)
             packed[name] = copies_of(one, max(2, int(ROTATED_BYTES // one.nbytes)))
         else:
-            print(f"{name}: {refusal}", file=sys.stderr)
+            print(f"{n}x{k}: {name} refuses: {refusal}", flush=True)
     count = max(2, int(ROTATED_BYTES // (2 * n * k)))
     dense = [exact.to(torch.bfloat16)] + [
         torch.randn(n, k, device=device, dtype=torch.bfloat16) for _ in range(count - 1)
@@ -117,23 +156,30 @@ def measure_shape(
     rows: list[dict[str, Any]] = []
     hopeless: set[str] = set()
     for turn, m in enumerate([ms[0], *ms]):  # the first figures on a cold chip are thrown away
+        place = f"{n}x{k} M={m}"
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         expected = x.double() @ exact.T
         calls = {BASELINE: multiply_dense(dense, x)}
         errors = {}
         for name, copies in packed.items():
-            if m >= SLOW_FROM and name in hopeless:
+            if not patience.allows(name, place):
                 continue
+            if m >= SLOW_FROM and name in hopeless:
+                patience.leave_out(name, place, f"more than {HOPELESS:.0f} times behind at fewer rows")
+                continue
+            started = time.perf_counter()
             errors[name] = checked_error(LAYOUTS[name], copies[0], x, expected)
+            patience.note(name, time.perf_counter() - started)
             calls[name] = multiply_by(LAYOUTS[name], copies, x)
-        graph_calls = max([len(dense), *(len(copies) for copies in packed.values())])
+        graph_calls = max([len(dense), *(len(packed[name]) for name in calls if name in packed)])
         budget = TimingBudget(samples=16, seconds=1.0)
         times = interleaved_microseconds(calls, graph_calls if m < SLOW_FROM else 3, device, budget)
-        hopeless |= {name for name, us in times.items() if us > 4 * times[BASELINE] and name not in ALWAYS}
+        behind = {name for name, us in times.items() if us > HOPELESS * times[BASELINE]}
+        hopeless |= behind - set(ALWAYS)
         if turn:
             rows.append({"m": m, "microseconds": times, "errors": errors})
             figures = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
-            print(f"{n}x{k} M={m}: {figures}", flush=True)
+            print(f"{place}: {figures}", flush=True)
     return rows
 
 
@@ -168,7 +214,7 @@ def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str]
     return right
 
 
-def record(arguments: argparse.Namespace, results: dict[str, list[dict]]) -> None:
+def record(arguments: argparse.Namespace, results: dict[str, list[dict]], patience: Patience) -> None:
     """Written after every shape: what a run cut short has measured is kept."""
     told = {
         "device": torch.cuda.get_device_name(),
@@ -176,6 +222,7 @@ def record(arguments: argparse.Namespace, results: dict[str, list[dict]]) -> Non
         "model": arguments.model,
         "group_size": arguments.group_size,
         "fractional_zero": arguments.fractional,
+        "left_out": patience.left_out,
         "results": results,
     }
     write_json(arguments.out, told)
@@ -190,17 +237,30 @@ def main() -> None:
     parser.add_argument("--layouts", default="", help="comma-separated; all that serve the problem if empty")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--fractional", action="store_true")
+    parser.add_argument("--compile-seconds", type=float, default=600, help="for all that is compiled ahead")
+    parser.add_argument("--first-call-seconds", type=float, default=600, help="for a layout's own tuning")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda")
     ms = [int(m) for m in arguments.m.split(",")]
     names = [name for name in arguments.layouts.split(",") if name] or list(LAYOUTS)
+    form = arguments.group_size, arguments.fractional
+    shapes = MODELS[arguments.model]
+    patience = Patience(arguments.first_call_seconds)
+    jobs = [
+        Job(name, n, k, m, *form)
+        for name in COMPILING
+        for m in ms
+        for n, k in shapes.values()
+        if name in names and LAYOUTS[name].refuses(problem_of(n, k, *form, device)) is None
+    ]
+    for job, why in compile_ahead(jobs, arguments.compile_seconds).items():
+        patience.leave_out(job.layout, f"{job.n}x{job.k} M={job.m}", why)
     results = {}
-    for shape, (n, k) in MODELS[arguments.model].items():
-        rows = measure_shape(n, k, ms, names, arguments.group_size, arguments.fractional, device)
-        results[f"{shape} {n}x{k}"] = rows
+    for shape, (n, k) in shapes.items():
+        results[f"{shape} {n}x{k}"] = measure_shape(n, k, ms, names, *form, patience, device)
         if arguments.out:
-            record(arguments, results)
+            record(arguments, results, patience)
     served = [name for name in names if any(name in r["errors"] for rows in results.values() for r in rows)]
     right = print_tables(results, ms, served)
     sys.exit(0 if right else 1)

@@ -1,0 +1,73 @@
+"""Has what compiles for each shape and M compiled before anything is timed, in many processes at once.
+
+Some layouts' kernels are generated at the first call, tens of them for one shape and M; their packages keep
+the machine code on disk, and the process that measures finds it there. What a package tunes by timing, it still
+tunes in that process, alone on the GPU. What is not ready in the seconds allowed is told by name.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layout at one shape and M; weights are INT4 in bfloat16."""
+
+    layout: str
+    n: int
+    k: int
+    m: int
+    group_size: int
+    fractional: bool
+
+    def __str__(self) -> str:
+        return f"{self.layout} {self.n}x{self.k} M={self.m}"
+
+
+def compile_ahead(jobs: Iterable[Job], seconds: float) -> dict[Job, str]:
+    """Call each job's product once; the jobs that are not ready after so many seconds, and why."""
+    started = time.perf_counter()
+    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+    pending: dict[Future[float], Job] = {pool.submit(call_once, job): job for job in jobs}
+    late: dict[Job, str] = {}
+    count = len(pending)
+    while pending and time.perf_counter() - started < seconds:
+        done, _ = wait(pending, timeout=1.0, return_when="FIRST_COMPLETED")
+        for future in done:
+            job = pending.pop(future)
+            error = future.exception()
+            if error is not None:
+                late[job] = f"failed: {type(error).__name__}: {str(error)[:200]}"
+            told = late.get(job) or f"compiled in {future.result():.0f} s"
+            print(
+                f"{job.layout} {job.n}x{job.k} M={job.m}: {told} ({count - len(pending)}/{count})", flush=True
+            )
+    for future, job in pending.items():
+        future.cancel()
+        late[job] = f"not compiled within {seconds:.0f} s"
+        print(f"{job}: {late[job]}", flush=True)
+    if pending:
+        for process in multiprocessing.active_children():
+            process.terminate()
+    pool.shutdown(wait=not pending, cancel_futures=True)
+    return late
+
+
+def call_once(job: Job) -> float:
+    """Seconds until the product was there."""
+    import torch
+    from linear import random_int4
+    from scalegate.layouts.all_layouts import LAYOUTS
+
+    started = time.perf_counter()
+    device = torch.device("cuda")
+    weight = random_int4(job.n, job.k, job.group_size, job.fractional, device)
+    packed = LAYOUTS[job.layout].pack(weight, torch.bfloat16)
+    x = torch.randn(job.m, job.k, device=device, dtype=torch.bfloat16)
+    LAYOUTS[job.layout].matmul(x, packed)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
