@@ -1,7 +1,7 @@
 """Has what compiles for each shape and M compiled before anything is timed, in many processes at once.
 
 Some layouts' kernels are generated at the first call, tens of them for one shape and M; their packages keep
-the machine code on disk, and the process that measures finds it there. What a package tunes by timing, it still
+the machine code on disk, where the process that measures finds it. What a package tunes by timing, it still
 tunes in that process, alone on the GPU. What is not ready in the seconds allowed is told by name.
 """
 

@@ -2,10 +2,10 @@
 
     python tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
 
-Layouts that compile for each shape and M do so beforehand (`compile_ahead.py`); one that takes longer than it
-is given is named, in what is printed and in the JSON. Weights are rotated past the L2 cache, calls run in CUDA
-graphs, figures are medians of interleaved samples. In the same run each layout's answer, into poisoned memory,
-is compared with float64 on fresh random data. Not for whole models: that is `engine.py`.
+Layouts that compile for each shape and M do so beforehand (`compile_ahead.py`); one that takes longer than
+it is given is named, in what is printed and in the JSON. Weights are rotated past the L2 cache, calls run in
+CUDA graphs, figures are medians of interleaved samples. In the same run each layout's answer, into poisoned
+memory, is compared with float64 on fresh random data. Not for whole models: that is `engine.py`.
 """
 
 import argparse
