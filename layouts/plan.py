@@ -16,6 +16,8 @@ from .layout import Problem
 
 KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite", "mslk")
 """Distributions that bring kernels: another version of one may measure differently."""
+THREADS = " x"
+"""Between a CPU's model and the number of threads in use."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,16 @@ class LayoutPlan:
         key = shape_key(problem)
         return next((choice.layout for choice in self.choices if choice.shape == key), None)
 
+    def fits(self, device: torch.device) -> bool:
+        """Whether its choices are for this kind of device; on a CPU with any number of threads.
+
+        Processes that load the same artifact on one machine may have different numbers of threads, and have
+        to agree on what they load.
+        """
+        if device.type == "cuda":
+            return self.device == device_name(device)
+        return self.device.rpartition(THREADS)[0] == _cpu_model()
+
     def matches(self, device: torch.device, versions: Mapping[str, str] | None = None) -> bool:
         """Whether the plan was made on this kind of device with these versions (None: the installed ones)."""
         versions = kernel_versions() if versions is None else versions
@@ -108,7 +120,7 @@ def device_name(device: torch.device) -> str:
     """The device as a plan records it: the GPU's product name, or the CPU's model and its threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()} x{torch.get_num_threads()}"
+    return f"{_cpu_model()}{THREADS}{torch.get_num_threads()}"
 
 
 def _cpu_model() -> str:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from ..layouts.errors import UserError
 from ..layouts.layout import Problem
-from ..layouts.plan import LayoutPlan, device_name
+from ..layouts.plan import LayoutPlan
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoint import Checkpoint, open_checkpoint
 from .conventions.all_conventions import convention_of
@@ -109,7 +109,7 @@ def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan |
         return None
     recorded = Artifact.read(checkpoint.folder).layout_plan
     plan = LayoutPlan.from_json(recorded) if recorded else None
-    return plan if plan is not None and plan.device == device_name(device) else None
+    return plan if plan is not None and plan.fits(device) else None
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:

@@ -40,9 +40,10 @@ def quick_and_counted(monkeypatch, tmp_path):
     monkeypatch.setenv("SCALEGATE_CACHE", str(tmp_path / "cache"))
     measured = []
 
-    def quick(problem, ms, layouts, on_measured):
+    def quick(problem, ms, layouts, **settings):
         measured.append((problem.n, problem.k))
-        return measure(problem, ms, layouts, TimingBudget(samples=5, sample_seconds=0.0002), on_measured)
+        budget = TimingBudget(samples=5, sample_seconds=0.0002)
+        return measure(problem, ms, layouts, budget, **settings)
 
     monkeypatch.setattr(choose_module, "measure", quick)
     before = torch.get_num_threads()
@@ -99,6 +100,18 @@ def test_another_plan_lets_the_verdict_go_and_a_standing_one_keeps_it(artifact):
     result = layout(artifact, ms=(1, 4), force="dequantize", progress=False)
     assert Artifact.read(artifact).verdict_sha256 is None
     assert "pipeline validate" in result.note
+
+
+def test_a_plan_made_with_other_threads_is_followed_and_one_from_another_processor_is_not(artifact):
+    """A server has fewer threads than who laid the artifact out, and has to serve what was validated."""
+    layout(artifact, ms=(1,), force="dequantize", progress=False)
+    manifest = Artifact.read(artifact)
+    made_on, _, threads = manifest.layout_plan["device"].rpartition(" x")
+    assert threads == "1"
+    for device, expected in ((f"{made_on} x64", "dequantize"), ("another processor x1", "cpu_int4")):
+        manifest.layout_plan |= {"device": device}
+        manifest.write(artifact)
+        assert set(load_model(artifact, progress=False).layouts.values()) == {expected}
 
 
 def test_a_forced_layout_serves_and_the_table_says_what_would_have_passed(artifact):
