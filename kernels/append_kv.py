@@ -18,6 +18,8 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
+LARGE = 1024
+"""Tokens in a step: from here on a program takes several of them. The bits are the same."""
 
 
 def quantize_reference(new: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -52,42 +54,43 @@ def append_kv_reference(
 
 
 @triton.jit
-def _quantize(x, scale_ptr, head, at, SCALES: tl.constexpr):
-    """x fp32 [D] as the pages hold it; int8 also stores the scale it chose."""
+def _quantize(x, scale_ptr, head, at, stored, SCALES: tl.constexpr):
+    """x fp32 [T, D] as the pages hold it; int8 also stores the scales it chose."""
     if SCALES == 1:
         x = x / tl.load(scale_ptr + head)
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     if SCALES == 2:
-        scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-10) / 127.0
-        tl.store(scale_ptr + at, scale)
-        x = x / scale
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10) / 127.0
+        tl.store(scale_ptr + at, scale, mask=stored)
+        x = x / scale[:, None]
         # Round half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits.
         x = (x + 12582912.0) - 12582912.0
     return x
 
 
-@triton.jit(do_not_specialize=["key_stride", "value_stride"])
+@triton.jit(do_not_specialize=["count", "key_stride", "value_stride"])
 def _append(
     key_ptr, value_ptr, slots_ptr, key_pages_ptr, value_pages_ptr, key_scale_ptr, value_scale_ptr,
-    key_stride, value_stride,
+    count, key_stride, value_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One (token, kv head): its key and its value."""
-    token = tl.program_id(0).to(tl.int64)
+    """TOKENS tokens' keys and values of one kv head."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
-    slot = tl.load(slots_ptr + token)
-    if slot >= 0:
-        dim = tl.arange(0, DIM)
-        is_dim = dim < HEAD_DIM
-        at = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE
-        key = tl.load(key_ptr + token * key_stride + head * HEAD_DIM + dim, mask=is_dim, other=0.0)
-        value = tl.load(value_ptr + token * value_stride + head * HEAD_DIM + dim, mask=is_dim, other=0.0)
-        key = _quantize(key.to(tl.float32), key_scale_ptr, head, at, SCALES)
-        value = _quantize(value.to(tl.float32), value_scale_ptr, head, at, SCALES)
-        to = at * HEAD_DIM + dim
-        tl.store(key_pages_ptr + to, key.to(key_pages_ptr.dtype.element_ty), mask=is_dim)
-        tl.store(value_pages_ptr + to, value.to(value_pages_ptr.dtype.element_ty), mask=is_dim)
+    slot = tl.load(slots_ptr + token, mask=token < count, other=-1)
+    stored = slot >= 0
+    dim = tl.arange(0, DIM)
+    keep = stored[:, None] & (dim < HEAD_DIM)[None, :]
+    at = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE
+    source = (head * HEAD_DIM + dim)[None, :]
+    key = tl.load(key_ptr + token[:, None] * key_stride + source, mask=keep, other=0.0)
+    value = tl.load(value_ptr + token[:, None] * value_stride + source, mask=keep, other=0.0)
+    key = _quantize(key.to(tl.float32), key_scale_ptr, head, at, stored, SCALES)
+    value = _quantize(value.to(tl.float32), value_scale_ptr, head, at, stored, SCALES)
+    to = at[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(key_pages_ptr + to, key.to(key_pages_ptr.dtype.element_ty), mask=keep)
+    tl.store(value_pages_ptr + to, value.to(value_pages_ptr.dtype.element_ty), mask=keep)
 
 
 def append_kv(
@@ -100,9 +103,12 @@ def append_kv(
     value_scale: Tensor | None = None,
 ) -> None:
     """Store `key` and `value` [T, H_kv, D] in place; a token's heads must be contiguous."""
-    tokens, kv_heads, head_dim = key.shape
-    _append[(tokens, kv_heads)](
-        key, value, slots, key_pages, value_pages, key_scale, value_scale, key.stride(0), value.stride(0),
+    count, kv_heads, head_dim = key.shape
+    tokens = 16 if count > LARGE else 1
+    _append[(triton.cdiv(count, tokens), kv_heads)](
+        key, value, slots, key_pages, value_pages, key_scale, value_scale,
+        count, key.stride(0), value.stride(0),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), PAGE=key_pages.shape[2],
-        SCALES=0 if key_scale is None else (2 if key_scale.ndim == 3 else 1), num_warps=1,
+        SCALES=0 if key_scale is None else (2 if key_scale.ndim == 3 else 1),
+        TOKENS=tokens, num_warps=4 if tokens > 1 else 1,
     )  # fmt: skip

@@ -4,7 +4,7 @@ The pieces' own keys and values are in their pages already. Not for decoding, wh
 leaves the matrix units nothing to do and the context is what has to be split.
 
     q            [T, H, D]            bf16, fp16 or fp32; the tokens of all pieces, one after another
-    key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn, or int8; value_pages alike
+    key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn or int8, or these as fp16; value_pages alike
     block_table  int32 [R, pages]     page numbers in the order of the context
     tiles        int32 [N, 4]         first token in q, tokens (TILE at most), the first one's position in its
                                       context, row of block_table. Position -1: no context, the tokens get
@@ -241,7 +241,7 @@ def prefill_attention(
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     wide = q.element_size() == 4 or dim > 128
     # Twice the rows for as much of keys and values, where there are programs enough and registers for two.
-    large = count > LARGE and not wide and not scales
+    large = count > LARGE and not wide and key_pages.element_size() == 2
     tokens = max(1, (128 if large else 64) // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
         q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,

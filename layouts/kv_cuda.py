@@ -15,6 +15,7 @@ from ..kernels.append_kv import append_kv
 from ..kernels.decode_attention import DecodeWorkspace, compute_capability, decode_attention
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
+from ..kernels.widen_pages import widen_pages
 from .errors import UserError
 from .kv_format import DeviceDecodeTokens, PackedTokens, StepTokens, StoredPages
 
@@ -67,16 +68,18 @@ class CudaLayerKV:
             **self._options(options, sinks),
         )
         if isinstance(tokens, PackedTokens):
-            prefill_attention(
-                query,
-                self.key_pages,
-                self.value_pages,
-                decode.block_table,
-                tokens.tiles,
-                out=output,
-                **self._options(options, sinks),
-            )
+            self._prefill(query, tokens, output, self._options(options, sinks))
         return output
+
+    def _prefill(self, query: Tensor, tokens: PackedTokens, output: Tensor, options: dict[str, Any]) -> None:
+        key_pages, value_pages, block_table = self.key_pages, self.value_pages, tokens.decode.block_table
+        if tokens.contexts is not None and key_pages.element_size() == 1:
+            pages, block_table = tokens.contexts.on(query.device)
+            key_pages, value_pages = widen_pages(key_pages, pages), widen_pages(value_pages, pages)
+            for name in ("key_scale", "value_scale"):
+                if options[name].ndim == 3:  # of each token, not of each head
+                    options[name] = options[name].index_select(0, pages)
+        prefill_attention(query, key_pages, value_pages, block_table, tokens.tiles, out=output, **options)
 
     def _refuse_unsupported(self) -> None:
         page, device = self.key_pages.shape[2], self.key_pages.device

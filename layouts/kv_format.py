@@ -3,6 +3,7 @@
 Not for which request owns which page; that is the engine's KV pool.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,6 +105,27 @@ class DeviceDecodeTokens:
     """The attention kernel's scratch by (query heads, head size), shared by all layers and batch sizes."""
 
 
+class PieceContexts:
+    """The pages that a step's pieces attend to; on the device from the first layer on that asks for them."""
+
+    def __init__(self, first_row: int, pages: Sequence[np.ndarray]):
+        """pages: of each piece, in the order of its context, int [n]. first_row: of the block table."""
+        self.first_row = first_row
+        self.pages = pages
+        self._on_device: tuple[Tensor, Tensor] | None = None
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """All of the pages, int64 [P], and a block table, int32 [R, W], of their places among these."""
+        if self._on_device is None:
+            counts = [len(pages) for pages in self.pages]
+            table = np.zeros((self.first_row + len(counts), max(counts)), np.int32)
+            for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True), self.first_row):
+                table[row, :count] = np.arange(end - count, end)
+            all_pages = np.concatenate(self.pages).astype(np.int64)
+            self._on_device = torch.from_numpy(all_pages).to(device), torch.from_numpy(table).to(device)
+        return self._on_device
+
+
 @dataclass(frozen=True)
 class PackedTokens:
     """A step on a GPU: decoding requests, then pieces of prompts, then padding; what a CUDA graph reads."""
@@ -114,6 +136,8 @@ class PackedTokens:
     """A row for each decoding request, then one for each piece, whose length is 0 there; B is at most T."""
     tiles: Tensor
     """int32 [N, 4], all that is not decoding, as `kernels/prefill_attention.py` takes it."""
+    contexts: PieceContexts | None = None
+    """Of a step so large that it is no graph; None in a graph, whose pieces differ from launch to launch."""
 
 
 StepTokens = DecodeTokens | PrefillTokens | DeviceDecodeTokens | PackedTokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.prefill_attention import TILE, tiles_of
-from ...layouts.kv_format import DeviceDecodeTokens, PackedTokens
+from ...layouts.kv_format import DeviceDecodeTokens, PackedTokens, PieceContexts
 from .decode_graphs import Decoded, DecodeGraphs
 from .jit_monitor import JitEvent, report
 from .scheduler import PrefillPiece
@@ -89,7 +89,7 @@ class PackedSteps:
             graph, (logits, greedy) = self.captured[size]
             graph.replay()
         else:
-            logits, greedy = self._run(size)
+            logits, greedy = self._run(size, self._contexts(len(decode), pieces))
         drawn = len(decode) + sum(piece.completes for piece in pieces)
         return Decoded(logits[:drawn], greedy[:drawn])
 
@@ -102,7 +102,16 @@ class PackedSteps:
             self._capture(size)
         else:
             self._stage([], [], size)
-            self._run(size)
+            self._run(size, PieceContexts(0, [np.zeros(1, np.int64)]))
+
+    def _contexts(self, first_row: int, pieces: list[PrefillPiece]) -> PieceContexts:
+        return PieceContexts(
+            first_row,
+            [
+                self.pool.block_table[piece.sequence.row, : self.pool.pages_for(piece.start + piece.count)]
+                for piece in pieces
+            ],
+        )
 
     def _capture(self, size: int) -> None:
         report(JitEvent("graph capture", f"packed step of {size}"))
@@ -164,8 +173,8 @@ class PackedSteps:
         device.tiles[:tiles].copy_(staged.tiles[:tiles], non_blocking=True)
         device.block_table[:rows].copy_(staged.block_table[:rows], non_blocking=True)
 
-    def _run(self, size: int) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] and the greedy tokens [R] of what is in the buffers."""
+    def _run(self, size: int, contexts: PieceContexts | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] and the greedy tokens [R] of what is in the buffers; contexts as in PackedTokens."""
         device, last_tokens = self._device, self.graphs.last_tokens
         tokens, requests = device.tokens[:size], device.requests[:size]
         known = tokens[:, TOKEN]
@@ -180,6 +189,7 @@ class PackedSteps:
                 self.graphs.workspaces,
             ),
             device.tiles[: self._num_tiles(size)],
+            contexts,
         )
         logits = self.graphs.forward(
             torch.where(known >= 0, known, last_tokens[tokens[:, ROW]]),

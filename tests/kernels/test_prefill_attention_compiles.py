@@ -18,6 +18,8 @@ SCALE_POINTERS = {0: None, 1: "*fp32", 2: "*fp32"}
         ("*bf16", 0, False, False),
         ("*fp32", 0, False, False),
         ("*fp8e4nv", 1, False, False),
+        ("*fp16", 1, False, True),
+        ("*fp16", 2, False, True),
         ("*i8", 2, False, False),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scalegate.kernels import append_kv as append_kv_module
 from scalegate.kernels.append_kv import append_kv, append_kv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,12 +18,18 @@ def scales_for(dtype: torch.dtype) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8], ids=str)
-def test_tokens_land_in_their_slots_and_nowhere_else(dtype):
+@pytest.mark.parametrize("several_a_program", [False, True])
+def test_tokens_land_in_their_slots_and_nowhere_else(dtype, several_a_program: bool, monkeypatch):
+    if several_a_program:
+        monkeypatch.setattr(append_kv_module, "LARGE", 0)
     generator = torch.Generator().manual_seed(1)
-    slots = torch.tensor([79, 0, -1, 33, 16], device=DEVICE)
+    slots = torch.tensor([79, 0, -1, 33, 16, *range(48, 68)], device=DEVICE)
     # Integers over powers of two need no rounding to e4m3, which the interpreter does wrongly at 1.11111b.
-    fused = torch.randint(-7, 8, (5, 3 * KV_HEADS * HEAD_DIM), generator=generator).float().to(DEVICE)
-    key, value = (part.view(5, KV_HEADS, HEAD_DIM) for part in fused.split(KV_HEADS * HEAD_DIM, dim=1)[1:])
+    fused = torch.randint(-7, 8, (len(slots), 3 * KV_HEADS * HEAD_DIM), generator=generator).float()
+    key, value = (
+        part.view(len(slots), KV_HEADS, HEAD_DIM)
+        for part in fused.to(DEVICE).split(KV_HEADS * HEAD_DIM, dim=1)[1:]
+    )
     assert not key.is_contiguous()
     pages = (
         torch.randint(-7, 8, (2, PAGES, KV_HEADS, PAGE, HEAD_DIM), generator=generator).to(dtype).to(DEVICE)

@@ -1,0 +1,37 @@
+"""8-bit pages as fp16 ones, for a kernel that reads each of them many times; Triton.
+
+Prefill attention reads a context once for every 16 to 32 tokens of a prompt, and its products take 16-bit
+operands: codes are turned into them here once. Every e4m3 and int8 value is an fp16 one, so that nothing is
+rounded; scales stay what they are.
+
+    pages        int64 [n]              which pages
+    key_pages    [P, H_kv, page, D]     float8_e4m3fn or int8; value_pages alike, of any D
+
+Bytes a page: 3 * H_kv * page * D for keys, the same for values.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192
+"""Values a program takes."""
+
+
+@triton.jit
+def _widen(from_ptr, to_ptr, pages_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    page = tl.load(pages_ptr + index)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    values = tl.load(from_ptr + page * SIZE + at, mask=inside)
+    tl.store(to_ptr + index * SIZE + at, values.to(tl.float16), mask=inside)
+
+
+def widen_pages(stored: Tensor, pages: Tensor) -> Tensor:
+    """The pages that `pages` names, in its order: fp16 [n, H_kv, page, D]."""
+    wide = torch.empty((len(pages), *stored.shape[1:]), dtype=torch.float16, device=stored.device)
+    size = stored[0].numel()
+    _widen[(len(pages), triton.cdiv(size, BLOCK))](stored, wide, pages, SIZE=size, BLOCK=BLOCK, num_warps=8)
+    return wide
