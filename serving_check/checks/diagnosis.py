@@ -26,13 +26,17 @@ class Diagnosis:
 
 
 def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> Diagnosis:
-    """Blame the shape that loses the most time against the unquantized product at M.
+    """Blame the shape that loses the most time against the unquantized product at M; name all that lose.
 
     used: module name to the layout it was served in, which need not be the plan's own choice.
     """
     losses = []
+    slow_from = []
     for choice in plan.choices:
         layout = next((used[module] for module in choice.modules if module in used), choice.layout)
+        first = next((at for at, one in choice.curve(layout).items() if one.ratio < floor), None)
+        if first is not None:
+            slow_from.append(f"{choice.shape} ({layout}) from M={first}")
         measured = _at(choice, layout, m)
         if measured is not None and measured.ratio < floor:
             lost = measured.microseconds - measured.baseline_microseconds
@@ -47,7 +51,8 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
     sentence = (
         f"Most of it is lost in {choice.shape} ({len(choice.modules)} layers): layout {slow.layout}, kernel "
         f"{slow.kernel}, takes {slow.microseconds:.0f} µs at M={slow.m} where the unquantized product takes "
-        f"{slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). {advice}"
+        f"{slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). {advice} "
+        f"Below the floor by themselves: {', '.join(slow_from)}."
     )
     return Diagnosis(sentence, choice.shape, slow.layout, slow.kernel, slow.m, passing)
 

@@ -46,7 +46,14 @@ def test_a_diagnosis_names_shape_kernel_m_and_the_layout_that_would_have_passed(
     found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {"up": "slow", "gate": "slow"}, 8, 0.93)
     assert (found.shape, found.layout, found.kernel, found.m) == (SHAPE, "slow", "slow_kernel", 8)
     assert found.passing_layout == "fast"
-    for part in (SHAPE, "slow_kernel", "M=8", "floor 0.93", "Layout fast would have passed"):
+    for part in (
+        SHAPE,
+        "slow_kernel",
+        "M=8",
+        "floor 0.93",
+        "Layout fast would have passed",
+        f"themselves: {SHAPE} (slow) from M=8.",
+    ):
         assert part in found.sentence
 
 
