@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -77,10 +78,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bad", default="tinygemm", help="the layout that the checkpoint first gets")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--m", default="1,2,4,8,16,32", help="comma-separated")
+    parser.add_argument("--m", default="1,8,32", help="comma-separated; requests at once in the gate")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ms = tuple(int(m) for m in options.m.split(","))
+    record: dict[str, object] = {"laid_out_as": options.bad, "layers": options.layers, "ms": ms}
+
+    def done(step: str, value: object) -> None:
+        """Written after every step: what a run cut short has found is kept."""
+        record[step] = value
+        print(f"{step}: {time.perf_counter() - started:.0f} s since the start", flush=True)
+        if options.out:
+            write_json(options.out, record)
+
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         source, artifact, recipe = (Path(temporary) / name for name in ("source", "artifact", "random.yaml"))
         recipe.write_text(RECIPE, encoding="utf-8")
@@ -88,15 +99,15 @@ def main() -> None:
         quantize(source, recipe, artifact, device=options.device, progress=False)
         gate = {"m": ms, "device": options.device, "progress": False, "quality_tokens": 1024}
 
-        layout(artifact, ms=ms, force=options.bad, device=options.device, progress=False)
-        print(f"laid out as {options.bad}:", flush=True)
+        layout(artifact, force=options.bad, device=options.device, progress=False)
+        done("laid_out", options.bad)
         before = told(validate(artifact, **gate))
+        done("before", before)
 
-        relaid = layout(artifact, ms=ms, device=options.device, progress=False)
-        print("laid out by measurement:", {one.shape: one.layout for one in relaid.plan.choices}, flush=True)
+        relaid = layout(artifact, device=options.device, progress=False)
+        done("laid_out_again", {one.shape: f"{one.layout}: {one.reason}" for one in relaid.plan.choices})
         after = told(validate(artifact, **gate))
-    if options.out:
-        write_json(options.out, {"laid_out_as": options.bad, "before": before, "after": after})
+        done("after", after)
     sys.exit(0 if (before["status"], after["status"]) == ("fail", "pass") else 1)
 
 
