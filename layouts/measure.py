@@ -24,6 +24,7 @@ BASELINE = "unquantized"
 MAX_ERROR = 0.02
 """Relative L2 against the float32 product; an honest bfloat16 kernel stays below 0.004."""
 
+CUDA_SAMPLES, CPU_SAMPLES = 16, 32
 CPU_CACHE_BYTES = 4 << 20
 CPU_MEMORY_BYTES = 256 << 20
 CUDA_MEMORY_FRACTION = 0.25
@@ -52,6 +53,7 @@ def measure(
                that is not named has no limit
     """
     allowance = {} if allowance is None else allowance
+    budget = budget or TimingBudget(samples=CUDA_SAMPLES if problem.device.type == "cuda" else CPU_SAMPLES)
     found = ShapeMeasurements()
     weight = random_weight(problem)
     x = torch.randn(max(ms), 1, problem.k, device=problem.device).to(problem.dtype)
@@ -78,9 +80,7 @@ def measure(
     for m in ms:
         calls = {name: _rotating(rotated, x[:m]) for name, rotated in modules.items()}
         with torch.inference_mode():
-            microseconds = interleaved_microseconds(
-                calls, len(copies), problem.device, budget or TimingBudget()
-            )
+            microseconds = interleaved_microseconds(calls, len(copies), problem.device, budget)
         for name in usable:
             figures = microseconds[name], microseconds[BASELINE]
             found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))

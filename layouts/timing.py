@@ -84,9 +84,10 @@ class _CpuContestant:
 
 
 class _GraphContestant:
-    """One CUDA graph that runs the call on every copy of the weights, in turn."""
+    """One CUDA graph that runs the call on every copy of the weights, in turn; a slow call on fewer of them."""
 
     MIN_CALLS = 16
+    SLOW_CALLS = 8
 
     def __init__(self, call: Call, copies: int, budget: TimingBudget):
         stream = torch.cuda.Stream()
@@ -95,8 +96,14 @@ class _GraphContestant:
             # Compilation and autotuning happen here, outside the capture.
             for _ in range(budget.warmup_calls):
                 call(0)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.calls = copies * -(-self.MIN_CALLS // copies)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call(0)
+            end.record()
+        end.synchronize()
+        # So long that neither its launch nor what the caches still hold tells in it.
+        is_slow = start.elapsed_time(end) / 1e3 > 10 * budget.sample_seconds / self.SLOW_CALLS
+        self.calls = self.SLOW_CALLS if is_slow else copies * -(-self.MIN_CALLS // copies)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             for repeat in range(self.calls):
