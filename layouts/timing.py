@@ -84,7 +84,7 @@ class _CpuContestant:
 
 
 class _GraphContestant:
-    """One CUDA graph that runs the call on every copy of the weights, in turn; a slow call on fewer of them."""
+    """One CUDA graph that runs the call on every copy of the weights, in turn; a slow call a few times."""
 
     MIN_CALLS = 16
     SLOW_CALLS = 8
