@@ -2,7 +2,7 @@
 
 One query token per request. Not for prefill, and not for formats that pack more than one value in a byte.
 
-    q            [B, H, D]            bf16 or fp16
+    q            [B, H, D]            bf16, fp16 or fp32
     key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn, or int8; value_pages alike
     block_table  int32 [B, pages]     page numbers in the order of the context
     lengths      int32 [B]            tokens of context, the current one included; 0 gives a row of zeros
@@ -146,7 +146,7 @@ def _attend_splits(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one; of an only
     split, the result.
@@ -212,7 +212,7 @@ def _attend_splits(
                 scores = tl.dot(q, _decode_byte(key, False, SCALES, ASM).T)
                 scores = tl.dot(q_odd, _decode_byte(key, True, SCALES, ASM).T, scores)
             else:
-                scores = tl.dot(q, key.T)
+                scores = tl.dot(q, key.T, input_precision=PRECISION)
             scores *= scale_log2 * key_scale
             if SCALES == 2:
                 scores *= tl.load(key_scale_ptr + slot, mask=valid, other=0.0)[None, :]
@@ -235,7 +235,7 @@ def _attend_splits(
                     probability, _decode_byte(value, True, SCALES, ASM), acc_odd * rescale[:, None]
                 )
             else:
-                acc = tl.dot(probability, value, acc * rescale[:, None])
+                acc = tl.dot(probability, value, acc * rescale[:, None], input_precision=PRECISION)
             largest = new_largest
         result = acc * (value_scale / total)[:, None]
         result_odd = acc_odd * (value_scale / total)[:, None]
@@ -386,7 +386,8 @@ def decode_attention(
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
         BLOCK=tile, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
-        ASM=compute_capability(q.device) >= (8, 9), PDL=pdl, num_warps=4, num_stages=3,
+        ASM=compute_capability(q.device) >= (8, 9), PDL=pdl,
+        PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,

@@ -67,16 +67,19 @@ class TensorInfo:
             nbytes = min(CHUNK_BYTES, self.nbytes - start)
             yield self._read((nbytes // self.dtype.itemsize,), start, nbytes)
 
-    def _read(self, shape: tuple[int, ...], skip: int, nbytes: int) -> Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+    def read_into(self, view: memoryview, skip: int) -> None:
+        """Fill `view` with the tensor's bytes from `skip` on."""
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset + skip)
-            view = buffer.numpy().data
             while view:
                 count = file.readinto(view)
                 if not count:
                     raise _short_read(self)
                 view = view[count:]
+
+    def _read(self, shape: tuple[int, ...], skip: int, nbytes: int) -> Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.read_into(buffer.numpy().data, skip)
         return buffer.view(self.dtype).view(shape)
 
 

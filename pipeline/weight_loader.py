@@ -4,6 +4,7 @@ Not for deciding what a checkpoint holds (`conventions/`) nor what goes where (`
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from ..layouts.nvfp4 import NVFP4Input
 from ..layouts.plan import LayoutPlan
 from .checkpoint import Checkpoint
 from .conventions.convention import StoredWeight
+from .device_reader import DeviceReader
 from .quantized_experts import QuantizedExperts, stack_rows
 from .weight_map import Assignment, map_weights
 
@@ -81,11 +83,12 @@ class WeightLoader:
         # Biases before quantized weights: a packed linear takes its bias along when it replaces the old one.
         assignments = sorted(self.assignments(), key=lambda a: any(name in self.stored for name in a.names))
         bar = tqdm(assignments, "loading", unit=" weights", disable=None if progress else True, leave=False)
-        for assignment in bar:
-            if list(self.quantized_modules(assignment)):
-                self._place_quantized(assignment)
-            else:
-                self._place_plain(assignment)
+        with DeviceReader(self.device) if self.device.type == "cuda" else nullcontext() as reader:
+            for assignment in bar:
+                if list(self.quantized_modules(assignment)):
+                    self._place_quantized(assignment)
+                else:
+                    self._place_plain(assignment, reader)
         self._tie()
         self._refuse_missing([name for name, tensor in self.model.state_dict().items() if tensor.is_meta])
 
@@ -160,9 +163,11 @@ class WeightLoader:
             raise TypeError(f"{name} is declared as quantized and read as a plain tensor")
         return weight
 
-    def _read_plain(self, name: str) -> Tensor:
+    def _read_plain(self, name: str, reader: DeviceReader | None = None) -> Tensor:
         if name not in self.stored:
-            return self.checkpoint.read(name)
+            return (
+                self.checkpoint.read(name) if reader is None else reader.read(self.checkpoint.tensors[name])
+            )
         if self.stored[name].read_input is not None:
             raise UserError(
                 f"{self.checkpoint.source}: {name} quantizes its input as well, which Scalegate does for "
@@ -171,12 +176,14 @@ class WeightLoader:
         weight = self.stored[name].read()
         return weight if isinstance(weight, Tensor) else weight.dequantize(self.model.dtype)
 
-    def _place_plain(self, assignment: Assignment) -> None:
+    def _place_plain(self, assignment: Assignment, reader: DeviceReader | None) -> None:
+        """reader: for what goes to the device as it is; what is put together first is so on the CPU."""
         if assignment.converter is None:
             names = assignment.names
-            tensors = [self._read_plain(name) for name in names]
-            is_slices = assignment.expert_parts() is not None
-            value = self._stack_slices(assignment.target, tensors) if is_slices else tensors[0]
+            if assignment.expert_parts() is None:
+                value = self._read_plain(names[0], reader)
+            else:
+                value = self._stack_slices(assignment.target, [self._read_plain(name) for name in names])
             self._set(assignment.target, value, names[0])
             return
         converter = assignment.converter

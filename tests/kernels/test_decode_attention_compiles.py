@@ -33,7 +33,8 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, sinks: bool):
     }
     sizes = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "DIM": 128, "GROUP": 16, "PAGE": 64, "SPLIT": 256}
     flags = {"SCALES": scales, "SOFTCAP": False, "WINDOW": False, "SINKS": sinks, "ASM": True, "PDL": True}
-    kernel = compiled(decode_attention._attend_splits, types, {**sizes, **flags, "BLOCK": 64}, num_warps=4)
+    flags |= {"BLOCK": 64, "PRECISION": "tf32x3" if activations == "*fp32" else "tf32"}
+    kernel = compiled(decode_attention._attend_splits, types, {**sizes, **flags}, num_warps=4)
     assert kernel.asm["cubin"]
 
 
