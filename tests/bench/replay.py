@@ -4,8 +4,8 @@
 
 The checkpoint has Qwen3-8B's layers, fewer of them, random weights and the bundled checkpoint's tokenizer.
 Random weights say nothing about quality, so the recipe opens those bounds, and the verdict shows it; every
-other check is the gate's own. On a machine without a GPU: `--device cpu --bad cpu_int4_float32` and a small
-`--hidden`.
+other check is the gate's own. Both runs of the gate are given the same server of the baseline. On a machine
+without a GPU: `--device cpu --bad cpu_int4_float32` and a small `--hidden`.
 """
 
 import argparse
@@ -14,13 +14,16 @@ import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from scalegate.layouts.files import write_json
+from scalegate.pipeline.engines import EMBEDDED, EngineOptions, endpoint_of
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
+from scalegate.serving_check.settings import LoadSettings
 from scalegate.serving_check.verdict import Verdict
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -87,7 +90,7 @@ def main() -> None:
     def done(step: str, value: object) -> None:
         """Written after every step: what a run cut short has found is kept."""
         record[step] = value
-        print(f"{step}: {time.perf_counter() - started:.0f} s since the start", flush=True)
+        print(f"{time.perf_counter() - started:.0f} s: {step}", flush=True)
         if options.out:
             write_json(options.out, record)
 
@@ -96,18 +99,29 @@ def main() -> None:
         source, artifact, recipe = (Path(temporary) / name for name in ("source", "artifact", "random.yaml"))
         recipe.write_text(RECIPE, encoding="utf-8")
         make_checkpoint(source, options.hidden, options.layers, options.device)
-        quantize(source, recipe, artifact, device=options.device, progress=False)
-        gate = {"m": ms, "device": options.device, "progress": False, "quality_tokens": 1024}
+        done("checkpoint made", True)
+        engine = EngineOptions(options.device, "auto", LoadSettings(ms), Path(temporary), progress=False)
+        server = endpoint_of(EMBEDDED, "baseline", source, engine)
+        try:
+            with ThreadPoolExecutor(1) as beside:
+                starting = beside.submit(server.start)
+                quantize(source, recipe, artifact, device=options.device, progress=False)
+            done("quantized, and its baseline served", True)
+            gate = {"m": ms, "device": options.device, "progress": False, "quality_tokens": 1024}
+            gate["baseline_engine"] = starting.result().base_url
 
-        layout(artifact, force=options.bad, device=options.device, progress=False)
-        done("laid_out", options.bad)
-        before = told(validate(artifact, **gate))
-        done("before", before)
+            layout(artifact, force=options.bad, device=options.device, progress=False)
+            done("laid out", options.bad)
+            before = told(validate(artifact, **gate))
+            done("before", before)
 
-        relaid = layout(artifact, device=options.device, progress=False)
-        done("laid_out_again", {one.shape: f"{one.layout}: {one.reason}" for one in relaid.plan.choices})
-        after = told(validate(artifact, **gate))
-        done("after", after)
+            relaid = layout(artifact, device=options.device, progress=False)
+            picks = {one.shape: f"{one.layout}: {one.reason}" for one in relaid.plan.choices}
+            done("laid out again", picks)
+            after = told(validate(artifact, **gate))
+            done("after", after)
+        finally:
+            server.stop()
     sys.exit(0 if (before["status"], after["status"]) == ("fail", "pass") else 1)
 
 
