@@ -2,8 +2,10 @@
 
     python tests/bench/serving.py --out results/serving.json
 
-Speed does not depend on the weights' values. vLLM's figures were taken earlier on another H200 and are copied
-here, not measured: vLLM 0.26, offline API, the same shapes, prompts and outputs.
+A wave is N requests from beginning to end; in the closed loop each of N clients sends its next request when
+the last is answered, three apiece. Speed does not depend on the weights' values. vLLM's figures were taken
+earlier on another H200 and are copied here, not measured: vLLM 0.26, offline API, the same shapes, prompts and
+outputs.
 """
 
 import argparse
@@ -42,6 +44,7 @@ VLLM = {
 VLLM_SOURCE = "vLLM 0.26, offline API, one H200, random weights; an earlier run, not this one"
 PROFILED_STEPS, SETTLING_STEPS = 20, 60
 """Of decoding alone: after computing so many prompts a GPU is slower for some tenths of a second."""
+CLOSED_LOOP, ROUNDS = "512/128", 3
 WORKLOAD_OF_TPOT, TPOT_BAR = "32/512", 2.5
 """The p99 at the largest N over that at N=1."""
 DECODING, ARRIVALS, ARRIVAL_TOKENS = 64, 5, 4000
@@ -112,11 +115,13 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
                     "p99_tpot_ms": p99_tpot * 1e3,
                 }
             )
+    closed = [closed_loop(engine, n, *WORKLOADS[CLOSED_LOOP]) for n in options.n]
     steps = [decode_step(engine, n) for n in options.n if n in (1, 64, 128)]
     arrivals = [arrivals_while_decoding(engine, chunk) for chunk in options.serving_chunks]
     return {
         "construct_and_warm_up_s": ready,
         "offline": cells,
+        "closed_loop": closed,
         "decode_steps": steps,
         "arrivals": arrivals,
         "compilations": [str(event) for event in engine.stats().compilations],
@@ -156,6 +161,42 @@ def wave(engine: Engine, n: int, input_len: int, output_len: int) -> tuple[float
         raise RuntimeError("tokens are missing")
     per_token = sorted((times[-1] - times[0]) / (output_len - 1) for times in arrivals.values())
     return seconds, per_token[max(0, -(-99 * n // 100) - 1)]
+
+
+def closed_loop(engine: Engine, n: int, input_len: int, output_len: int) -> dict:
+    """Output tokens a second of n clients, and how long they wait for a token while others' prompts come."""
+    waiting = iter(prompts(n * ROUNDS, input_len))
+    itls, last = [], {}
+
+    def send(client: int) -> None:
+        prompt = next(waiting, None)
+        if prompt is not None:
+            engine.add_request(str(client), prompt, greedy(output_len))
+            last.pop(str(client), None)
+
+    def serve() -> None:
+        for client in range(n):
+            send(client)
+        while engine.has_work:
+            outputs, now = engine.step(), time.perf_counter()
+            for output in outputs:
+                if output.request_id in last:
+                    itls.append(now - last[output.request_id])
+                last[output.request_id] = now
+                if output.finish_reason is not None:
+                    send(int(output.request_id))
+
+    seconds = timed(serve)
+    if len(itls) != n * ROUNDS * (output_len - 1):
+        raise RuntimeError("tokens are missing")
+    itls.sort()
+    return {
+        "workload": CLOSED_LOOP,
+        "n": n,
+        "tok_s": n * ROUNDS * output_len / seconds,
+        "median_itl_ms": itls[len(itls) // 2] * 1e3,
+        "p99_itl_ms": itls[-(len(itls) // 100) - 1] * 1e3,
+    }
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -253,6 +294,11 @@ def show(results: dict) -> None:
             ours = f"{cell['tok_s']:>7.0f} {cell['p99_tpot_ms']:>6.2f}"
             vllm = f"{cell['vllm_tok_s']:>7} {cell['ratio']:>6.3f}" if cell["vllm_tok_s"] else ""
             print(f"{cell['workload']:>8} {cell['n']:>4} {ours} {vllm}")
+        for cell in model["closed_loop"]:
+            print(
+                f"{cell['workload']:>8} {cell['n']:>4} {cell['tok_s']:>7.0f} in a closed loop; ITL "
+                f"{cell['median_itl_ms']:.1f} ms, p99 {cell['p99_itl_ms']:.1f}"
+            )
         tpot = {c["n"]: c["p99_tpot_ms"] for c in model["offline"] if c["workload"] == WORKLOAD_OF_TPOT}
         if tpot:
             slower = tpot[max(tpot)] / tpot[min(tpot)]
