@@ -4,8 +4,8 @@
 
 A wave is N requests from beginning to end; in the closed loop each of N clients sends its next request when
 the last is answered, three apiece. Speed does not depend on the weights' values. vLLM's figures were taken
-earlier on another H200 and are copied here, not measured: vLLM 0.26, offline API, the same shapes, prompts and
-outputs.
+earlier on another H200 and are copied here, not measured: vLLM 0.26, offline API, the same shapes, prompts
+and outputs.
 """
 
 import argparse
