@@ -22,6 +22,10 @@ from .int4_waves import MULTIPROCESSORS, UNIT, Split
 ARRIVALS = 1024
 """Counters of the parts of tiles that are done; zero, and left so."""
 FEW_ROWS = 8
+LONG_K = 8192
+TWO_A_MULTIPROCESSOR = int4_waves.Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
+ORDERED_TILES = (int4_waves.BUCKETS[64][0], int4_waves.BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
+"""Where one CTA sums all parts of K of batch-invariant products: up to 64 rows; few tiles; many."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,17 @@ def invariant_parts(n: int, k: int) -> int:
     return 1 if split.whole else split.parts
 
 
+def invariant_tile(m: int, n: int, k: int) -> tuple[int4_waves.Tile, bool]:
+    """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
+    if m <= 32 or (m <= 64 and k > LONG_K) or invariant_parts(n, k) == 1:
+        return int4_waves.plan(m, n, k)[0], False
+    small, alone, many = ORDERED_TILES
+    if m <= small.m:
+        return small, True
+    tiles = triton.cdiv(m, alone.m) * triton.cdiv(n, alone.n)
+    return (alone if tiles <= MULTIPROCESSORS else many), True
+
+
 def matmul(
     x: Tensor,
     words: Tensor,
@@ -129,18 +144,14 @@ def matmul(
         return y
     operands = words, meta, arrivals
     if batch_invariant:
-        tile, _ = int4_waves.plan(m, n, k)
+        tile, ordered = invariant_tile(m, n, k)
         parts = invariant_parts(n, k)
-        rows = max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
+        rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
         for first in range(0, m, rows):
             some = slice(first, first + rows)
-            int4_waves.launch(x[some], *operands, y[some], group_size, fractional, tile, 0, parts)
+            int4_waves.launch(x[some], *operands, y[some], group_size, fractional, tile, 0, parts, ordered)
         return y
     chosen = plan(m, n, k)
-    # What equal shares have been run with on a GPU; whatever else goes in waves.
-    proved = group_size == 128 and not fractional and x.dtype is torch.bfloat16 and n % 2 == 0
-    if not proved:
-        chosen = Waves(*int4_waves.plan(m, n, k))
     if isinstance(chosen, Shares):
         int4_shares.launch(x, *operands, y, group_size, fractional, chosen.tile, chosen.count)
     else:

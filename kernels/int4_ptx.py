@@ -75,6 +75,13 @@ def load4_asm(offset):
 
 
 @gluon.constexpr_function
+def load_asm(offset):
+    return lines(
+        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;", f"ld.shared.b32 $0, [a+{offset}];"
+    )
+
+
+@gluon.constexpr_function
 def load_pair_asm(offset, step):
     return lines(
         ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $2;",

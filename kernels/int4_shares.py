@@ -18,6 +18,7 @@ waits for one that has yet to find room. With as many CTAs as tiles each does on
     producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
     the others      ld.shared.v4: a lane's four words of a tile, unpacked by `int4_unpack.py`
                     wgmma from registers, asynchronous ("swap AB": the weight is the M operand)
+                    a tile's sums to its owner or to y: `int4_sums.py`
 
 No barrier of the group in the loop (`int4_ptx.py`): each warp waits for stages and frees them by itself.
 Programmatic dependent launch as in `int4_waves.py`.
@@ -39,26 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .int4_ptx import (
-    arrive_at,
-    await_count,
-    barriers_asm,
-    clear,
-    count_one,
-    expect_asm,
-    fetch_asm,
-    here,
-    load4_asm,
-    load_pair_asm,
-    send_asm,
-    store_asm,
-    wait_for,
-)
-from .int4_unpack import meta_layout, operand_of, words_layout, x_layout, zero_and_scale
+from .int4_ptx import arrive_at, barriers_asm, expect_asm, load4_asm, load_asm, load_pair_asm, wait_for
+from .int4_sums import UNIT_TILES, finish
+from .int4_unpack import meta_layout, operand_of, scale_of, words_layout, x_layout, zero_and_scale
 
 PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-UNIT_TILES = gl.constexpr(4)
-"""A unit of a share in tiles of 64 columns; it is a whole number of stages."""
 
 
 @gluon.constexpr_function
@@ -86,7 +72,7 @@ def read_words(stage, lane, OFFSET: gl.constexpr):
 @gluon.jit
 def read_scales(
     stage, row, OFFSET: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr,
+    HALF: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """For each group of a tile the zeros and scales of the lane's rows r and r + 8."""
     scales = ()
@@ -95,8 +81,8 @@ def read_scales(
             load_pair_asm(OFFSET + group * STEP, 32), "=r,=r,r", [row + stage],
             dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
-        a1, a2 = zero_and_scale(a, FRACTIONAL, HALF)
-        b1, b2 = zero_and_scale(b, FRACTIONAL, HALF)
+        a1, a2 = zero_and_scale(a, FRACTIONAL, HALF, SCALED)
+        b1, b2 = zero_and_scale(b, FRACTIONAL, HALF, SCALED)
         first = gl.join(gl.join(a1, a1), gl.join(b1, b1))
         second = gl.join(gl.join(a2, a2), gl.join(b2, b2))
         scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
@@ -104,27 +90,51 @@ def read_scales(
 
 
 @gluon.jit
+def read_sum_scales(slot, CHUNK: gl.constexpr, META: gl.constexpr, BN: gl.constexpr, META_BYTES: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """The scales of chunk `CHUNK`, a group of 128 columns, as they multiply its sums: [BN, 1]."""
+    row = gl.arange(0, BN, gl.SliceLayout(1, MMA))
+    meta = gl.inline_asm_elementwise(
+        load_asm(META + CHUNK * BN * 4), "=r,r", [slot * META_BYTES + row * 4],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.expand_dims(scale_of(meta), 1)
+
+
+@gluon.jit
 def read_operand(
     slot, lane, row, CHUNK: gl.constexpr, BN: gl.constexpr, SLICES: gl.constexpr, TILES: gl.constexpr,
-    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr,
-    WORDS: gl.constexpr, META: gl.constexpr, META_BYTES: gl.constexpr,
+    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, SCALED: gl.constexpr,
+    MMA: gl.constexpr, WORDS: gl.constexpr, META: gl.constexpr, META_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Chunk `CHUNK` of a stage, `SLICES` slices of 16 columns, as wgmma's operand [BN, 16 * SLICES]."""
+    """Chunk `CHUNK` of a stage, `SLICES` slices of 16 columns, as wgmma's operand [BN, 16 * SLICES].
+
+    Beside it the scales of its sums, where these are to be multiplied by them.
+    """
     tile: gl.constexpr = CHUNK * SLICES // 4
     step: gl.constexpr = BN * 4
     words_at = slot * (BN * TILES * 32)
     meta_at = slot * META_BYTES
     words = read_words(words_at, lane, WORDS + tile * 2048)
-    scales = read_scales(meta_at, row, META + tile * 64 // GROUP * step, step, GROUP, FRACTIONAL, HALF)
+    scales = read_scales(
+        meta_at, row, META + tile * 64 // GROUP * step, step, GROUP, FRACTIONAL, HALF, SCALED
+    )
     more_words = words
     more_scales = scales
     if SLICES == 8:
         more_words = read_words(words_at, lane, WORDS + (tile + 1) * 2048)
         if GROUP < 128:
             more_scales = read_scales(
-                meta_at, row, META + (tile + 1) * 64 // GROUP * step, step, GROUP, FRACTIONAL, HALF
+                meta_at, row, META + (tile + 1) * 64 // GROUP * step, step, GROUP, FRACTIONAL, HALF, SCALED
             )
-    return operand_of(words, scales, more_words, more_scales, CHUNK, BN, SLICES, GROUP, FRACTIONAL, HALF, MMA)
+    operand = operand_of(
+        words, scales, more_words, more_scales, CHUNK, BN, SLICES, GROUP, FRACTIONAL, HALF, SCALED, MMA
+    )
+    if SCALED:
+        return operand, 1.0
+    else:
+        return operand, read_sum_scales(slot, CHUNK, META, BN, META_BYTES, MMA)
 
 
 @gluon.jit
@@ -178,21 +188,9 @@ def produce(
     k = first
     for slot in gl.static_range(STAGES):
         start_copies(
-            words_desc,
-            meta_desc,
-            x_desc,
-            ring,
-            slot,
-            k,
-            m,
-            n,
-            slot < number,
-            True,
-            False,
-            TILES,
-            GROUP,
-            READY,
-        )
+            words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, True, False,
+            TILES, GROUP, READY,
+        )  # fmt: skip
         n, m, k = after(n, m, k, stages_k, tiles_m)
     gdc_wait()
     n = tile_n
@@ -200,21 +198,9 @@ def produce(
     k = first
     for slot in gl.static_range(STAGES):
         start_copies(
-            words_desc,
-            meta_desc,
-            x_desc,
-            ring,
-            slot,
-            k,
-            m,
-            n,
-            slot < number,
-            False,
-            True,
-            TILES,
-            GROUP,
-            READY,
-        )
+            words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, False, True,
+            TILES, GROUP, READY,
+        )  # fmt: skip
         n, m, k = after(n, m, k, stages_k, tiles_m)
     slot = 0
     phase = 0
@@ -235,7 +221,7 @@ def consume(
     BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, PAIRS: gl.constexpr,
     WORDS: gl.constexpr, META: gl.constexpr, META_BYTES: gl.constexpr, READY: gl.constexpr,
-    FREE: gl.constexpr, MMA: gl.constexpr,
+    FREE: gl.constexpr, SCALED: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """The products of `number` stages from `place` on, tile by tile.
 
@@ -262,9 +248,10 @@ def consume(
         piece_end = gl.minimum(stages_k, piece + left)
         accumulator = gl.zeros([BN, BM], gl.float32, MMA)
         wait_for(READY + slot * 8, phase)
-        weight = read_operand(
-            slot, lane, row, 0, BN, SLICES, TILES, GROUP, FRACTIONAL, HALF, MMA, WORDS, META, META_BYTES
-        )
+        weight, scale = read_operand(
+            slot, lane, row, 0, BN, SLICES, TILES, GROUP, FRACTIONAL, HALF, SCALED, MMA,
+            WORDS, META, META_BYTES,
+        )  # fmt: skip
         before = weight
         for turn in range(piece, piece_end, step):
             for i in gl.static_range(step):
@@ -272,30 +259,38 @@ def consume(
                 wraps = slot + 1 >= STAGES
                 following = gl.where(wraps, slot + 1 - STAGES, slot + 1)
                 for chunk in gl.static_range(chunks):
-                    x_chunk = x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1)
-                    accumulator = warpgroup_mma(weight, x_chunk.permute((1, 0)), accumulator, is_async=True)
-                    # At most this product is in flight: the one before it is done.
-                    accumulator, before = warpgroup_mma_wait(1, deps=[accumulator, before])
+                    x_chunk = (
+                        x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1).permute((1, 0))
+                    )
+                    products = warpgroup_mma(weight, x_chunk, accumulator, use_acc=SCALED, is_async=True)
+                    scale_before = scale
+                    if SCALED:
+                        # At most this product is in flight: the one before it is done.
+                        accumulator, before = warpgroup_mma_wait(1, deps=[products, before])
                     before = weight
                     if chunk == 0:
                         previous = gl.where(slot - 1 < 0, slot - 1 + STAGES, slot - 1)
                         arrive_at(FREE + previous * 8, stage > piece)
                     if chunk + 1 < chunks:
-                        weight = read_operand(
-                            slot, lane, row, chunk + 1, BN, SLICES, TILES, GROUP, FRACTIONAL, HALF, MMA,
-                            WORDS, META, META_BYTES,
+                        weight, scale = read_operand(
+                            slot, lane, row, chunk + 1, BN, SLICES, TILES, GROUP, FRACTIONAL, HALF, SCALED,
+                            MMA, WORDS, META, META_BYTES,
                         )  # fmt: skip
                     else:
                         # Behind the last stage of a piece this unpacks what is not used.
                         phase = gl.where(wraps, phase ^ 1, phase)
                         if stage + 1 < piece_end:
                             wait_for(READY + following * 8, phase)
-                        weight = read_operand(
-                            following, lane, row, 0, BN, SLICES, TILES, GROUP, FRACTIONAL, HALF, MMA,
+                        weight, scale = read_operand(
+                            following, lane, row, 0, BN, SLICES, TILES, GROUP, FRACTIONAL, HALF, SCALED, MMA,
                             WORDS, META, META_BYTES,
                         )  # fmt: skip
+                    if not SCALED:
+                        products, before = warpgroup_mma_wait(0, deps=[products, before])
+                        accumulator += products * scale_before
                 slot = following
-        accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
+        if SCALED:
+            accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
         previous = gl.where(slot - 1 < 0, slot - 1 + STAGES, slot - 1)
         arrive_at(FREE + previous * 8, slot >= 0)
         finish(
@@ -310,80 +305,12 @@ def consume(
         tile_m = gl.where(over, 0, tile_m)
 
 
-@gluon.jit
-def holder_of(unit, share, extra):
-    """The number of the CTA whose share a unit is in: the first `extra` have one more."""
-    longer = extra * (share + 1)
-    if unit < longer:  # noqa: SIM108  (with no more than `extra` units `share` is zero)
-        who = unit // (share + 1)
-    else:
-        who = extra + (unit - longer) // share
-    return who
-
-
-@gluon.jit
-def finish(
-    sums, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, tiles_m, M, N, index, share,
-    extra, BN: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr, TILES: gl.constexpr, PAIRS: gl.constexpr,
-    MMA: gl.constexpr,
-):  # fmt: skip
-    """What becomes of the sums [BN, BM] of stages `piece` to `piece_end` of a tile."""
-    n = gl.arange(0, BN, gl.SliceLayout(1, MMA))[:, None]
-    m = gl.arange(0, BM, gl.SliceLayout(0, MMA))[None, :]
-    # Where a thread's pairs of sums lie in scratch memory: threads side by side.
-    at = (((m >> 3) * 2 + ((n >> 3) & 1)) * (BN * 2) + (n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 2
-    at = at.to(gl.int64) * 4
-    everywhere = n * 0 + m * 0
-    units_k = stages_k // (UNIT_TILES // TILES)
-    first_unit = (tile_n * tiles_m + tile_m) * units_k
-    if piece > 0:
-        gdc_wait()
-        gl.inline_asm_elementwise(
-            send_asm(), "=r,=r,r,r,l,l,r,r",
-            [sums, here(partials + index * (BN * BM)) + at, everywhere + 1],
-            dtype=gl.int32, is_pure=False, pack=2,
-        )  # fmt: skip
-        gl.thread_barrier()
-        count_one(arrivals + holder_of(first_unit, share, extra))
-    else:
-        if piece_end < stages_k:
-            last = holder_of(first_unit + units_k - 1, share, extra)
-            await_count(arrivals + index, last - index)
-            together: gl.constexpr = max(1, min(8, 128 // BM))
-            for first in range(index + 1, last + 1, together):
-                for i in gl.static_range(together):
-                    other = first + i
-                    sums += gl.inline_asm_elementwise(
-                        fetch_asm(), "=r,=r,l,l,r,r",
-                        [here(partials + other * (BN * BM)) + at, (other <= last).to(gl.int32) + everywhere],
-                        dtype=gl.float32, is_pure=False, pack=2,
-                    )  # fmt: skip
-            gl.thread_barrier()
-            clear(arrivals + index)
-        gdc_wait()
-        if PAIRS:
-            # As `store_asm` leaves them: row and column of a block of eight by eight exchanged.
-            target_n = (n & -8) + (m & 6)
-            target_m = (m & -8) + (n & 7)
-            inside = (target_m < M - tile_m * BM) & (target_n < N - tile_n * BN)
-            corner = here(y + ((tile_m * BM).to(gl.int64) * N + tile_n * BN))
-            where = corner + ((target_m * N + target_n) * 2).to(gl.int64)
-            gl.inline_asm_elementwise(
-                store_asm(HALF), "=r,=r,r,r,l,l,r,r", [sums, where, inside.to(gl.int32)],
-                dtype=gl.int32, is_pure=False, pack=2,
-            )  # fmt: skip
-        else:
-            target_n = tile_n * BN + n
-            target_m = tile_m * BM + m
-            inside = (target_m < M) & (target_n < N)
-            gl.store(y + (target_m.to(gl.int64) * N + target_n), sums.to(y.dtype.element_ty), mask=inside)
-
-
 @gluon.jit(do_not_specialize=["M", "N", "stages_k", "tiles_m", "share", "extra"])
 def int4_shares_kernel(
     x_desc, words_desc, meta_desc, y, partials, arrivals, M, N, stages_k, tiles_m, share, extra,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, PAIRS: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
@@ -421,7 +348,7 @@ def int4_shares_kernel(
     gl.warp_specialize([
         (consume, (x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, share, extra,
                    BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, PAIRS,
-                   WORDS, META, META_BYTES, READY, FREE, mma)),
+                   WORDS, META, META_BYTES, READY, FREE, SCALED, mma)),
         (produce, (x_desc, words_desc, meta_desc, ring, place, number, stages_k, tiles_m,
                    STAGES, TILES, GROUP, READY, FREE)),
     ], [1], [24])  # fmt: skip
@@ -444,6 +371,7 @@ class Tile:
 
 
 UNIT = 64 * UNIT_TILES.value
+MAX_SCALED_SUMS = 32
 
 
 def launch(
@@ -483,7 +411,11 @@ def launch(
 def constants(
     tile: Tile, group_size: int, fractional: bool, half: bool, pairs: bool
 ) -> dict[str, int | bool]:
-    """What the kernel is compiled for; `pairs` where a row of y has whole words."""
+    """What the kernel is compiled for; `pairs` where a row of y has whole words.
+
+    With few rows of x, where a chunk is a group, the scale multiplies its sums, fewer than its weights.
+    """
+    scales_sums = tile.m <= MAX_SCALED_SUMS and tile.slices == 8 and group_size == 128 and not fractional
     return {
         "BM": tile.m,
         "BN": tile.n,
@@ -494,4 +426,5 @@ def constants(
         "TILES": tile.tiles,
         "SLICES": tile.slices,
         "PAIRS": pairs,
+        "SCALED": not scales_sums,
     }

@@ -77,7 +77,7 @@ def read_scales(
         row = flat.slice(((tile * 64) // GROUP + group) * BN, BN)
         by_row = row._reinterpret(gl.int32, [BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
         meta = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_spread(BN))))
-        first, second = zero_and_scale(meta, FRACTIONAL, HALF)
+        first, second = zero_and_scale(meta, FRACTIONAL, HALF, True)
         first = gl.expand_dims(gl.expand_dims(first, 2), 3)
         second = gl.expand_dims(gl.expand_dims(second, 2), 3)
         scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
@@ -100,7 +100,9 @@ def read_operand(
         more_words = read_words(words_smem, BN, tile + 1)
         if GROUP < 128:
             more_scales = read_scales(meta_smem, BN, tile + 1, GROUP, FRACTIONAL, HALF)
-    return operand_of(words, scales, more_words, more_scales, CHUNK, BN, SLICES, GROUP, FRACTIONAL, HALF, MMA)
+    return operand_of(
+        words, scales, more_words, more_scales, CHUNK, BN, SLICES, GROUP, FRACTIONAL, HALF, True, MMA
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -158,10 +160,11 @@ def produce(
 
 @gluon.jit
 def multiply(
-    ring, begin, end, BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, MMA: gl.constexpr,
+    ring, begin, end, units, split, BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr,
+    FRACTIONAL: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    SLICES: gl.constexpr, ORDERED: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """The sums [BN, BM] over one part of K.
+    """The sums [BN, BM] over one part of K; with `ORDERED` over all `split` parts, each summed by itself.
 
     A turn of the loop takes an even number of chunks, so that the operand in flight and the one being made
     keep registers of their own; unpacking one chunk runs beside the product of the one before it.
@@ -170,6 +173,7 @@ def multiply(
     chunks: gl.constexpr = TILES * 4 // SLICES
     step: gl.constexpr = 2 if chunks == 1 else 1
     accumulator = gl.zeros([BN, BM], gl.float32, MMA)
+    total = accumulator
     mbarrier.wait(ready.index(0), 0)
     weight = read_operand(
         words_ring.index(0), meta_ring.index(0), BN, 0, SLICES, GROUP, FRACTIONAL, HALF, MMA
@@ -177,34 +181,47 @@ def multiply(
     before = weight
     slot = 0
     phase = 0
-    for first in range(begin, end, step):
-        for i in gl.static_range(step):
-            stage = first + i
-            wraps = slot + 1 == STAGES
-            following = gl.where(wraps, 0, slot + 1)
-            for chunk in gl.static_range(chunks):
-                x_chunk = x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1).permute((1, 0))
-                accumulator = warpgroup_mma(weight, x_chunk, accumulator, is_async=True)
-                # At most this product is in flight: the one before it is done.
-                accumulator, before = warpgroup_mma_wait(1, deps=[accumulator, before])
-                before = weight
-                if chunk == 0:
-                    previous = gl.where(slot == 0, STAGES - 1, slot - 1)
-                    mbarrier.arrive(free.index(previous), count=1, pred=stage > begin)
-                if chunk + 1 < chunks:
-                    weight = read_operand(
-                        words_ring.index(slot), meta_ring.index(slot), BN, chunk + 1, SLICES,
-                        GROUP, FRACTIONAL, HALF, MMA,
-                    )  # fmt: skip
-                else:
-                    phase = gl.where(wraps, phase ^ 1, phase)
-                    mbarrier.wait(ready.index(following), phase, pred=stage + 1 < end)
-                    weight = read_operand(
-                        words_ring.index(following), meta_ring.index(following), BN, 0, SLICES,
-                        GROUP, FRACTIONAL, HALF, MMA,
-                    )  # fmt: skip
-            slot = following
-    accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
+    for part in range(0, split if ORDERED else 1):
+        part_begin = begin
+        part_end = end
+        if ORDERED:
+            part_begin = part * units // split * (4 // TILES)
+            part_end = (part + 1) * units // split * (4 // TILES)
+        for first in range(part_begin, part_end, step):
+            for i in gl.static_range(step):
+                stage = first + i
+                wraps = slot + 1 == STAGES
+                following = gl.where(wraps, 0, slot + 1)
+                for chunk in gl.static_range(chunks):
+                    x_chunk = (
+                        x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1).permute((1, 0))
+                    )
+                    accumulator = warpgroup_mma(weight, x_chunk, accumulator, is_async=True)
+                    # At most this product is in flight: the one before it is done.
+                    accumulator, before = warpgroup_mma_wait(1, deps=[accumulator, before])
+                    before = weight
+                    if chunk == 0:
+                        previous = gl.where(slot == 0, STAGES - 1, slot - 1)
+                        mbarrier.arrive(free.index(previous), count=1, pred=stage > begin)
+                    if chunk + 1 < chunks:
+                        weight = read_operand(
+                            words_ring.index(slot), meta_ring.index(slot), BN, chunk + 1, SLICES,
+                            GROUP, FRACTIONAL, HALF, MMA,
+                        )  # fmt: skip
+                    else:
+                        phase = gl.where(wraps, phase ^ 1, phase)
+                        mbarrier.wait(ready.index(following), phase, pred=stage + 1 < end)
+                        weight = read_operand(
+                            words_ring.index(following), meta_ring.index(following), BN, 0, SLICES,
+                            GROUP, FRACTIONAL, HALF, MMA,
+                        )  # fmt: skip
+                slot = following
+        accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
+        if ORDERED:
+            total += accumulator
+            accumulator = gl.zeros([BN, BM], gl.float32, MMA)
+    if ORDERED:
+        accumulator = total
     return (accumulator,)
 
 
@@ -252,6 +269,7 @@ def int4_waves_kernel(
     SLICES: gl.constexpr,
     TOGETHER: gl.constexpr,
     BULK: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
@@ -282,7 +300,8 @@ def int4_waves_kernel(
         mbarrier.init(free.index(slot), count=1)
     gdc_launch_dependents()
     (sums,) = gl.warp_specialize([
-        (multiply, (ring, begin, end, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, mma)),
+        (multiply, (ring, begin, end, units, split, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES,
+                    ORDERED, mma)),
         (produce, (x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end, STAGES, TILES, GROUP)),
     ], [1], [24])  # fmt: skip
 
@@ -400,13 +419,17 @@ def launch(
     tile: Tile,
     whole: int,
     parts: int,
+    ordered: bool = False,
 ) -> None:
-    """One launch: the first `whole` tiles in one go each, the others in `parts` parts of K."""
+    """One launch: the first `whole` tiles in one go each, the others in `parts` parts of K.
+
+    With `ordered` no tile is split: its CTA sums part after part by itself, to the same bits.
+    """
     m, n = y.shape
     row_tiles, k_tiles, _ = words.shape
     tiles_m = triton.cdiv(m, tile.m)
     tiles = tiles_m * triton.cdiv(n, tile.n)
-    if parts == 1:
+    if parts == 1 or ordered:
         whole = tiles
     scratch = (tiles - whole) * parts * tile.n * tile.m
     partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
@@ -429,14 +452,16 @@ def launch(
         tiles_m,
         whole,
         parts,
-        **constants(tile, group_size, fractional, x.dtype == torch.float16, bulk),
+        **constants(tile, group_size, fractional, x.dtype == torch.float16, bulk, ordered),
         num_warps=tile.n // 16,
         maxnreg=tile.registers,
         launch_pdl=True,
     )
 
 
-def constants(tile: Tile, group_size: int, fractional: bool, half: bool, bulk: bool) -> dict[str, int | bool]:
+def constants(
+    tile: Tile, group_size: int, fractional: bool, half: bool, bulk: bool, ordered: bool = False
+) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
     return {
         "BM": tile.m,
@@ -449,4 +474,5 @@ def constants(tile: Tile, group_size: int, fractional: bool, half: bool, bulk: b
         "SLICES": tile.slices,
         "TOGETHER": 8 if tile.m <= 16 else 4 if tile.m <= 64 else 1,
         "BULK": bulk,
+        "ORDERED": ordered,
     }

@@ -16,10 +16,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WAVES = [tile for tiles in int4_waves.BUCKETS.values() for tile in tiles]
 SHARES = list(int4_hopper.TILES)
+ORDERED = list(int4_hopper.ORDERED_TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
-def hopper_source(tile, group_size: int, fractional: bool, half: bool, odd_rows: bool) -> GluonASTSource:
+def hopper_source(
+    tile, group_size: int, fractional: bool, half: bool, odd_rows: bool, ordered: bool
+) -> GluonASTSource:
     element = "fp16" if half else "bf16"
     meta_rows = max(1, tile.tiles * 64 // group_size)
     x_layout, words_layout, meta_layout = (
@@ -29,7 +32,7 @@ def hopper_source(tile, group_size: int, fractional: bool, half: bool, odd_rows:
     bulk = waves and tile.tiles == 1 and not odd_rows
     if waves:
         kernel = int4_waves.int4_waves_kernel
-        constants = int4_waves.constants(tile, group_size, fractional, half, bulk)
+        constants = int4_waves.constants(tile, group_size, fractional, half, bulk, ordered)
     else:
         kernel = int4_shares.int4_shares_kernel
         constants = int4_shares.constants(tile, group_size, fractional, half, not odd_rows)
@@ -52,10 +55,15 @@ def hopper_source(tile, group_size: int, fractional: bool, half: bool, odd_rows:
 
 @functools.cache
 def compiled(
-    tile, group_size: int = 128, fractional: bool = False, half: bool = False, odd_rows: bool = False
+    tile,
+    group_size: int = 128,
+    fractional: bool = False,
+    half: bool = False,
+    odd_rows: bool = False,
+    ordered: bool = False,
 ):
     options = {"num_warps": tile.n // 16, "maxnreg": tile.registers, "launch_pdl": True}
-    source = hopper_source(tile, group_size, fractional, half, odd_rows)
+    source = hopper_source(tile, group_size, fractional, half, odd_rows, ordered)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -77,9 +85,13 @@ def name_of(tile) -> str:
     return f"{type(tile).__module__[-6:]}{tile.m}x{tile.n}r{tile.resident}"
 
 
-@pytest.mark.parametrize("tile", WAVES + SHARES, ids=name_of)
-def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, tmp_path):
-    kernel = compiled(tile)
+@pytest.mark.parametrize(
+    ("tile", "ordered"),
+    [(tile, False) for tile in WAVES + SHARES] + [(tile, True) for tile in ORDERED],
+    ids=lambda one: one if isinstance(one, bool) else name_of(one),
+)
+def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, ordered, tmp_path):
+    kernel = compiled(tile, ordered=ordered)
     instructions = disassembled(kernel, tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
     assert len(products) >= 4

@@ -16,6 +16,7 @@ PROBLEMS = [
     (200, 416, 32, False, torch.bfloat16),
     (712, 1088, 64, True, torch.bfloat16),
     (1001, 4160, 32, True, torch.bfloat16),
+    (1001, 2176, 128, False, torch.bfloat16),
     (520, 1152, 128, True, torch.float16),
     (520, 1152, 64, False, torch.float16),
     (4096, 12288, 128, False, torch.bfloat16),

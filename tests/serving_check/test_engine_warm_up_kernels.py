@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_waves
+from scalegate.kernels import int4_hopper
 from scalegate.serving_check.engine.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.model_runner import decode_buckets
 from scalegate.serving_check.engine.packed_steps import LARGEST_GRAPH, packed_buckets, packed_warm_up_sizes
@@ -19,16 +19,16 @@ SIZES = [(128, 8192), (8, 256)]
 """Requests that decode together, and prompt tokens in a step."""
 
 
-def compiled_for(m: int, n: int, k: int, equal_shares: bool) -> tuple[object, ...]:
+def compiled_for(m: int, n: int, k: int, batch_invariant: bool) -> tuple[object, ...]:
     """What a launch for m rows of a weight is compiled for, as far as that depends on m."""
-    if not equal_shares:
-        return "waves", int4_waves.plan(m, n, k)[0]
+    if batch_invariant:
+        return "invariant", *int4_hopper.invariant_tile(m, n, k)
     chosen = int4_hopper.plan(m, n, k)
     return type(chosen).__name__.lower(), chosen.tile
 
 
-def launched(ms: list[int], shapes: list[tuple[int, int]], equal_shares: bool) -> set[tuple[object, ...]]:
-    return {compiled_for(m, n, k, equal_shares) for m in ms for n, k in shapes}
+def launched(ms: list[int], shapes: list[tuple[int, int]], batch_invariant: bool) -> set[tuple[object, ...]]:
+    return {compiled_for(m, n, k, batch_invariant) for m in ms for n, k in shapes}
 
 
 def served(requests: int, chunk: int) -> list[int]:
@@ -49,16 +49,16 @@ def met(requests: int, chunk: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("equal_shares", [True, False])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("requests", "chunk"), SIZES)
 @pytest.mark.parametrize("model", SHAPES)
-def test_warm_up_meets_every_kernel_that_serving_launches(model, requests, chunk, equal_shares):
-    wanted = launched(served(requests, chunk), SHAPES[model], equal_shares)
-    assert wanted <= launched(met(requests, chunk), SHAPES[model], equal_shares)
+def test_warm_up_meets_every_kernel_that_serving_launches(model, requests, chunk, batch_invariant):
+    wanted = launched(served(requests, chunk), SHAPES[model], batch_invariant)
+    assert wanted <= launched(met(requests, chunk), SHAPES[model], batch_invariant)
 
 
 def test_the_sizes_above_the_graphs_have_to_be_met():
     """Without them a kernel is missing: what the test above says is not empty."""
     small = [size for size in met(128, 8192) if size <= 256]
-    wanted = launched(served(128, 8192), SHAPES["qwen3-8b"], True)
-    assert not wanted <= launched(small, SHAPES["qwen3-8b"], True)
+    wanted = launched(served(128, 8192), SHAPES["qwen3-8b"], False)
+    assert not wanted <= launched(small, SHAPES["qwen3-8b"], False)
