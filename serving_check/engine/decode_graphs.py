@@ -1,7 +1,7 @@
 """Decode steps on a GPU as CUDA graphs: one for each batch bucket, captured when warm-up meets it.
 
 Not for prefill, and not for choosing who decodes. A step costs one small copy to the device and one launch;
-the greedy tokens are drawn inside, and the next step can take them from there before the host has seen them.
+tokens are drawn inside, and the next step can take them from there before the host has seen them.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from .forward import Forward
 from .graph_memory import GraphMemory
 from .jit_monitor import JitEvent, report
 from .kv_pool import KVPool
+from .sampling_rows import SamplingRows
 from .sequence import Sequence
 from .step_clock import StepClock
-from .transfer import to_device
 
 TOKEN, POSITION, SLOT, LENGTH, ROW = range(5)
 """Columns of a step's scalars."""
@@ -30,8 +30,8 @@ class Decoded:
 
     logits: Tensor
     """[B, V]."""
-    greedy: Tensor | None
-    """int64 [B]; None where nothing was drawn."""
+    drawn: Tensor | None
+    """int64 [B]; None where that is left to the host."""
 
 
 class DecodeGraphs:
@@ -54,6 +54,7 @@ class DecodeGraphs:
         self.slots = torch.zeros(largest, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.sampling = SamplingRows(rows, device)
         # Two of each: a step is staged while the copies of the one before may still be waiting to run.
         self.staging = [
             (
@@ -68,7 +69,7 @@ class DecodeGraphs:
         self.memory = GraphMemory()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.decoded: dict[int, tuple[Tensor, Tensor]] = {}
-        """The logits and greedy tokens of each."""
+        """The logits and drawn tokens of each."""
 
     def decode(self, sequences: list[Sequence]) -> Decoded:
         """Launch one token for each sequence: its last, or where the host has not seen it, the drawn."""
@@ -78,13 +79,8 @@ class DecodeGraphs:
             self._capture(size)
         self._stage(sequences, size)
         self.graphs[size].replay()
-        logits, greedy = self.decoded[size]
-        return Decoded(logits[:count], greedy[:count])
-
-    def drawn(self, sequences: list[Sequence], tokens: Tensor) -> None:
-        """Say what was drawn for sequences that did not take the greedy token of `decode`."""
-        rows = torch.tensor([sequence.row for sequence in sequences])
-        self.last_tokens[to_device(rows, tokens.device)] = tokens
+        logits, drawn = self.decoded[size]
+        return Decoded(logits[:count], drawn[:count])
 
     def _capture(self, size: int) -> None:
         """Capture one bucket, on rows that are all padding, so that nothing is stored."""
@@ -117,6 +113,7 @@ class DecodeGraphs:
         scalars[:count, ROW] = indices
         scalars[count:size] = (0, 0, -1, 0, len(self.last_tokens) - 1)
         self.clock.device_starts()
+        self.sampling.take(sequences)
         self.scalars[:size].copy_(staged_scalars[:size], non_blocking=True)
         # Whole rows, stale past `width`: only a contiguous copy runs without making the host wait.
         self.block_table[:count].copy_(staged_table[:count], non_blocking=True)
@@ -129,9 +126,9 @@ class DecodeGraphs:
         known = scalars[:, TOKEN]
         tokens = torch.where(known >= 0, known, self.last_tokens[rows])
         logits = self.forward(tokens, scalars[:, POSITION].contiguous(), self._step(size), None)
-        greedy = logits.argmax(dim=-1)
-        self.last_tokens[rows] = greedy
-        return logits, greedy
+        drawn = self.sampling.draw(logits, rows, scalars[:, LENGTH])
+        self.last_tokens[rows] = drawn
+        return logits, drawn
 
     def _step(self, size: int) -> DeviceDecodeTokens:
         return DeviceDecodeTokens(

@@ -267,7 +267,7 @@ class Engine:
         if schedule.decode:
             with self.runner.clock.launch():
                 decoded = self.runner.decode(schedule.decode)
-                flights.append(self._draw(schedule.decode, decoded.logits, decoded.greedy))
+                flights.append(self._draw(schedule.decode, decoded.logits, decoded.drawn))
         if schedule.prefill:
             with self.runner.clock.launch():
                 logits = self.runner.prefill(schedule.prefill)
@@ -282,18 +282,14 @@ class Engine:
             self.runner.compile()
             decoded = packed.launch(schedule.decode, schedule.prefill)
             sequences = schedule.decode + _advance(schedule.prefill)
-            return [self._draw(sequences, decoded.logits, decoded.greedy)] if sequences else []
+            return [self._draw(sequences, decoded.logits, decoded.drawn)] if sequences else []
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, greedy: Tensor | None) -> Flight:
+    def _draw(self, sequences: list[Sequence], logits: Tensor, drawn: Tensor | None) -> Flight:
         """Each sequence's next token, unknown on the host until it lands; those it fills up leave."""
-        batch = self._sampling_batch(sequences)
-        if greedy is None or batch.any_sampled:
+        if drawn is None:
             lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
-            drawn = sample(logits, batch, to_device(lengths, logits.device))
-            self.runner.drawn(sequences, drawn)
-        else:
-            drawn = greedy
-        logprobs = token_logprobs(logits, drawn, batch)
+            drawn = sample(logits, self._sampling_batch(sequences), to_device(lengths, logits.device))
+        logprobs = token_logprobs(logits, drawn, sequences)
         for sequence in sequences:
             sequence.num_computed = len(sequence.tokens)
             sequence.tokens.append(UNKNOWN)

@@ -71,11 +71,6 @@ class ModelRunner:
         step = DecodeTokens(self._on_device(slots), block_table, lengths, rows, page_size)
         return Decoded(self._forward(tokens[:, None], positions[:, None], step, None)[:count, 0], None)
 
-    def drawn(self, sequences: list[Sequence], tokens: Tensor) -> None:
-        """Say what was drawn where it was not the greedy token of `decode`."""
-        if self.graphs is not None:
-            self.graphs.drawn(sequences, tokens)
-
     def prefill(self, pieces: list[PrefillPiece]) -> Tensor:
         """The pieces' tokens → logits [those that complete, V] for the next token of each that does."""
         page_size = self.pool.page_size

@@ -86,12 +86,12 @@ class PackedSteps:
             self._capture(size)
         self._stage(decode, pieces, size)
         if size in self.captured:
-            graph, (logits, greedy) = self.captured[size]
+            graph, (logits, drawn) = self.captured[size]
             graph.replay()
         else:
-            logits, greedy = self._run(size, self._contexts(len(decode), pieces))
-        drawn = len(decode) + sum(piece.completes for piece in pieces)
-        return Decoded(logits[:drawn], greedy[:drawn])
+            logits, drawn = self._run(size, self._contexts(len(decode), pieces))
+        wanted = len(decode) + sum(piece.completes for piece in pieces)
+        return Decoded(logits[:wanted], drawn[:wanted])
 
     def warm_up_sizes(self) -> list[int]:
         return packed_warm_up_sizes(self.largest)
@@ -163,6 +163,7 @@ class PackedSteps:
         staged.tiles[: len(tiles)] = torch.from_numpy(tiles)
         staged.tiles[len(tiles) : self._num_tiles(size)] = 0
         self.clock.device_starts()
+        self.graphs.sampling.take([*decode, *(piece.sequence for piece in pieces if piece.completes)])
         self._copy(staged, size, count + len(pieces))
         copied.record()
 
@@ -174,10 +175,10 @@ class PackedSteps:
         device.block_table[:rows].copy_(staged.block_table[:rows], non_blocking=True)
 
     def _run(self, size: int, contexts: PieceContexts | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] and the greedy tokens [R] of what is in the buffers; contexts as in PackedTokens."""
+        """Logits [R, V] and the drawn tokens [R] of what is in the buffers; contexts as in PackedTokens."""
         device, last_tokens = self._device, self.graphs.last_tokens
         tokens, requests = device.tokens[:size], device.requests[:size]
-        known = tokens[:, TOKEN]
+        known, kept, rows = tokens[:, TOKEN], requests[:, KEPT].contiguous(), requests[:, DRAWN]
         step = PackedTokens(
             tokens[:, SLOT].contiguous(),
             DeviceDecodeTokens(
@@ -195,11 +196,11 @@ class PackedSteps:
             torch.where(known >= 0, known, last_tokens[tokens[:, ROW]]),
             tokens[:, POSITION].contiguous(),
             step,
-            requests[:, KEPT].contiguous(),
+            kept,
         )
-        greedy = logits.argmax(dim=-1)
-        last_tokens[requests[:, DRAWN]] = greedy
-        return logits, greedy
+        drawn = self.graphs.sampling.draw(logits, rows, tokens[:, POSITION][kept] + 1)
+        last_tokens[rows] = drawn
+        return logits, drawn
 
     def _slots(self, pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
         page_size = self.pool.page_size

@@ -1,4 +1,4 @@
-"""Drawing one token for each row of logits, every row by its own settings.
+"""Drawing one token for each row of logits, every row by its own settings; on a GPU that is a kernel's work.
 
 A row's token depends on its logits, settings, seed and position, and on nothing else in the batch.
 """
@@ -40,10 +40,6 @@ class SamplingBatch:
     """float32 [len(filtered), 1]; -inf for none."""
     max_top_k: int
     any_top_p: bool
-    with_logprobs: list[int]
-    """Rows that want log-probabilities."""
-    num_top: list[int]
-    """How many of the most likely tokens each of these wants beside the drawn one."""
 
     @classmethod
     def of(cls, sequences: Rows[Sequence], device: torch.device) -> "SamplingBatch":
@@ -54,7 +50,6 @@ class SamplingBatch:
             if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         ]
         chosen = [params[row] for row in filtered]
-        with_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
@@ -72,8 +67,6 @@ class SamplingBatch:
             )[:, None],
             max_top_k=max((p.top_k for p in chosen), default=0),
             any_top_p=any(p.top_p < 1 for p in chosen),
-            with_logprobs=with_logprobs,
-            num_top=[params[row].logprobs or 0 for row in with_logprobs],
         )
 
 
@@ -144,15 +137,17 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
+def token_logprobs(logits: Tensor, tokens: Tensor, sequences: Rows[Sequence]) -> dict[int, TokenLogprobs]:
     """For each row that wants them: log-softmax of the logits as the model gave them, before any setting."""
-    if not batch.with_logprobs:
+    wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
+    if not wanted:
         return {}
-    logprobs = logits[batch.with_logprobs].float().log_softmax(dim=-1)
-    drawn = logprobs.gather(1, tokens[batch.with_logprobs][:, None])[:, 0].tolist()
-    best = logprobs.topk(max(batch.num_top), dim=-1)
+    rows = list(wanted)
+    logprobs = logits[rows].float().log_softmax(dim=-1)
+    drawn = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
+    best = logprobs.topk(max(wanted.values()), dim=-1)
     values, indices = best.values.tolist(), best.indices.tolist()
     return {
         row: TokenLogprobs(drawn[i], tuple(zip(indices[i][:count], values[i][:count], strict=True)))
-        for i, (row, count) in enumerate(zip(batch.with_logprobs, batch.num_top, strict=True))
+        for i, (row, count) in enumerate(wanted.items())
     }

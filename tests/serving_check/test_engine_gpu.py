@@ -99,14 +99,22 @@ def test_requests_aborted_in_flight_leave_nothing_behind(engine: Engine, prompts
 def test_sampled_tokens_do_not_depend_on_the_loop(example_checkpoint: Path, prompts):
     params = [
         SamplingParams(
-            max_tokens=24, temperature=0.8, top_p=0.9 if row % 2 else 1.0, seed=row, ignore_eos=True
+            max_tokens=24,
+            temperature=0.0 if row % 5 == 0 else 0.8,
+            top_p=0.9 if row % 2 else 1.0,
+            top_k=40 if row % 3 == 0 else 0,
+            seed=row,
+            ignore_eos=True,
         )
         for row in range(len(prompts))
     ]
     answers = []
     for overlapped in (False, True):
         config = EngineConfig(**SIZES, compiled=False, overlapped=overlapped)
-        answers.append(Engine(load(example_checkpoint), config, frozenset()).generate(prompts, params))
+        engine = Engine(load(example_checkpoint), config, frozenset())
+        engine.warm_up(progress=False)
+        answers.append(engine.generate(prompts, params))
+        assert engine.stats().compilations == ()
     assert answers[0] == answers[1]
 
 

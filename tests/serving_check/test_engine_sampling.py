@@ -21,11 +21,14 @@ CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
-def batch_of(*params: SamplingParams, seeds: list[int] | None = None) -> SamplingBatch:
-    sequences = [
+def sequences_of(*params: SamplingParams, seeds: list[int] | None = None) -> list[Sequence]:
+    return [
         Sequence(str(row), [0], 1, one, seeds[row] if seeds else row, 9) for row, one in enumerate(params)
     ]
-    return SamplingBatch.of(sequences, CPU)
+
+
+def batch_of(*params: SamplingParams, seeds: list[int] | None = None) -> SamplingBatch:
+    return SamplingBatch.of(sequences_of(*params, seeds=seeds), CPU)
 
 
 def draws(params: SamplingParams, count: int = 4000) -> torch.Tensor:
@@ -114,7 +117,7 @@ def test_logprobs_are_of_the_distribution_before_any_setting():
         SamplingParams(logprobs=0),
     ]
     tokens = torch.tensor([4, 5, 6])
-    found = token_logprobs(logits, tokens, batch_of(*params))
+    found = token_logprobs(logits, tokens, sequences_of(*params))
     expected = logits.log_softmax(-1)
     assert set(found) == {0, 2}
     assert math.isclose(found[0].logprob, expected[0, 4].item(), rel_tol=1e-6)

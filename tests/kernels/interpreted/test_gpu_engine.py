@@ -117,7 +117,8 @@ def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
 
 
 def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):
-    params = [SamplingParams(max_tokens=3, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(3)]
+    asked = ({"temperature": 0.8}, {"temperature": 0.0}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50})
+    params = [SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **one) for one in asked]
     expected = Engine(model, EngineConfig(**SIZES), frozenset()).generate(prompts, params)
     answers = engine_on_kernels(model, **WAYS["overlapped"]).generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]

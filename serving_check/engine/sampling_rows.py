@@ -1,0 +1,44 @@
+"""What requests ask of their tokens, on a GPU by the requests' rows in the pool, where CUDA graphs read it.
+
+Not for the CPU, which draws with torch (`sampler.py`).
+"""
+
+import math
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from ...kernels.sample_tokens import sample_tokens
+from .sequence import Sequence
+from .transfer import to_device
+
+
+class SamplingRows:
+    """For R rows and one of padding: numbers fp32 [R + 1, 3] and integers int64 [R + 1, 2], as the kernel has
+    them; all zeros, and greedy, where no request has been."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.numbers = torch.zeros(rows + 1, 3, dtype=torch.float32, device=device)
+        self.integers = torch.zeros(rows + 1, 2, dtype=torch.int64, device=device)
+        self._owners: list[Sequence | None] = [None] * rows
+
+    def take(self, sequences: Rows[Sequence]) -> None:
+        """Copy the settings of those that have come to their rows since they were last here."""
+        new = [(row, s) for s in sequences if (row := s.row) is not None and self._owners[row] is not s]
+        if not new:
+            return
+        device, numbers, integers = self.numbers.device, [], []
+        for row, sequence in new:
+            self._owners[row] = sequence
+            asked = sequence.params
+            log_min_p = math.log(asked.min_p) if asked.min_p > 0 else -math.inf
+            numbers.append((asked.temperature, asked.top_p, log_min_p))
+            integers.append((sequence.seed, asked.top_k))
+        rows = to_device(torch.tensor([row for row, _ in new]), device)
+        self.numbers[rows] = to_device(torch.tensor(numbers, dtype=torch.float32), device)
+        self.integers[rows] = to_device(torch.tensor(integers, dtype=torch.int64), device)
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """logits [B, V], rows and positions of the tokens to be drawn int64 [B] → tokens int64 [B]."""
+        return sample_tokens(logits, rows.contiguous(), positions.contiguous(), self.numbers, self.integers)

@@ -1,0 +1,82 @@
+"""Drawing tokens with the kernel gives what drawing them with torch gives; see conftest.py."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from scalegate.kernels import sample_tokens as module
+from scalegate.kernels.sample_tokens import sample_tokens
+from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.serving_check.engine.sampler import SamplingBatch, sample
+from scalegate.serving_check.engine.sequence import Sequence
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB = 150
+PARAMS = [
+    SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    for temperature, top_p, top_k, min_p in itertools.product(
+        (0.0, 0.8), (1.0, 0.9, 0.1), (0, 1, 40, 500), (0.0, 0.2)
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 64)
+
+
+def settings_of(sequences: list[Sequence]) -> list[torch.Tensor]:
+    numbers = [
+        (p.temperature, p.top_p, math.log(p.min_p) if p.min_p else -math.inf)
+        for p in (sequence.params for sequence in sequences)
+    ]
+    integers = [(sequence.seed, sequence.params.top_k) for sequence in sequences]
+    return [torch.tensor(numbers), torch.tensor(integers)]
+
+
+def drawn(logits: torch.Tensor, sequences: list[Sequence], positions: torch.Tensor) -> torch.Tensor:
+    """By the kernel, with the settings of each row lying somewhere else."""
+    rows = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(5))
+    settings = [torch.empty_like(one).index_copy(0, rows, one) for one in settings_of(sequences)]
+    inputs = (one.to(DEVICE) for one in (logits, rows, positions, *settings))
+    return sample_tokens(*inputs).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tokens_are_those_that_torch_draws(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(len(PARAMS), VOCAB, generator=generator)).to(dtype)
+    logits[:, 100:110] = -math.inf
+    sequences = [
+        Sequence("", [1], 1, params, seed, 9)
+        for params, seed in zip(
+            PARAMS, torch.randint(0, 2**63 - 1, (len(PARAMS),), generator=generator).tolist(), strict=True
+        )
+    ]
+    positions = torch.randint(0, 1000, (len(PARAMS),), generator=generator)
+    wanted = sample(logits, SamplingBatch.of(sequences, torch.device("cpu")), positions)
+    found = drawn(logits, sequences, positions)
+    # Sums in another order may move a boundary across a draw, once in some hundred thousand.
+    assert torch.equal(found, wanted)
+    greedy = torch.tensor([params.temperature == 0 for params in PARAMS])
+    assert (found != logits.argmax(dim=-1))[~greedy].any(), "every row draws its best token: nothing is shown"
+
+
+def test_of_equal_logits_the_first_is_greedy_and_all_pass_top_k():
+    logits = torch.zeros(40, VOCAB)
+    logits[:, [7, 70, 140]] = 4.0
+    asked = SamplingParams(temperature=1.0, top_k=2)
+    sequences = [Sequence("", [1], 1, SamplingParams(temperature=0.0), 0, 9)]
+    sequences += [Sequence("", [1], 1, asked, seed, 9) for seed in range(39)]
+    found = drawn(logits, sequences, torch.zeros(40, dtype=torch.int64))
+    assert found[0] == 7 and set(found[1:].tolist()) == {7, 70, 140}
+
+
+def test_draws_follow_the_distribution():
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    sequences = [Sequence("", [1], 1, SamplingParams(temperature=1.0), seed, 9) for seed in range(400)]
+    logits = probabilities.log().expand(400, 4).contiguous()
+    counts = drawn(logits, sequences, torch.full((400,), 3)).bincount(minlength=4) / 400
+    # Four standard deviations of a proportion of a half.
+    assert (counts - probabilities).abs().max() < 0.1
