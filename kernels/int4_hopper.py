@@ -1,7 +1,7 @@
 """The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
-    int4_waves.py    up to 8 rows and from 257 on: whole waves of tiles, then the K of the rest split
-    int4_shares.py   between them: all tiles' K in one row, every CTA an equal share
+    int4_shares.py   up to 256 rows: all tiles' K in one row, every CTA an equal share
+    int4_waves.py    from 257 on, and where it was faster: whole waves of tiles, then the K of the rest split
     int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
 Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new
@@ -21,7 +21,6 @@ from .int4_waves import MULTIPROCESSORS, UNIT, Split
 
 ARRIVALS = 1024
 """Counters of the parts of tiles that are done; zero, and left so."""
-FEW_ROWS = 8
 LONG_K = 8192
 TWO_A_MULTIPROCESSOR = int4_waves.Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
 ORDERED_TILES = (int4_waves.BUCKETS[64][0], int4_waves.BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
@@ -44,6 +43,7 @@ class Bucket:
 
 
 BUCKETS = {
+    8: Bucket(Tile(8, 64, 4, 4, 8, 80, 3), Tile(8, 64, 4, 4, 8, 80, 3), 0.6, 0),
     16: Bucket(Tile(16, 64, 4, 4, 8, 80, 3), Tile(16, 64, 4, 4, 8, 80, 3), 0.6, 0),
     32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 8, 8, 128, 2), 0.6, 10),
     64: Bucket(Tile(64, 64, 2, 3, 4, 80, 3), Tile(64, 64, 2, 5, 8, 128, 2), 0.8, 10),
@@ -76,7 +76,7 @@ def plan(m: int, n: int, k: int) -> Shares | Waves:
     waves = Waves(*int4_waves.plan(m, n, k))
     narrow_tiles = triton.cdiv(m, 128) * triton.cdiv(n, 64)
     units = narrow_tiles * triton.cdiv(k, UNIT)
-    if m <= FEW_ROWS or m > 2 * WIDE.m:
+    if m > 2 * WIDE.m:
         return waves
     if m <= max(BUCKETS):
         return cut(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)

@@ -1,6 +1,7 @@
 """INT4 product on Hopper, in Gluon: whole waves of tiles first, then the K of the rest split.
 
-For few rows and for many; between them `int4_shares.py` is faster. `int4_hopper.py` says which serves what.
+For many rows, and for any number in batch-invariant serving; for few `int4_shares.py` is faster.
+`int4_hopper.py` says which serves what.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
@@ -349,8 +350,8 @@ class Tile:
     combine: float = 0.0
 
 
-# By the number of rows of x. A bucket and not a shape: nothing compiles for a new M. Between 9 and 128 rows
-# they serve where a row's bits must not depend on M.
+# By the number of rows of x. A bucket and not a shape: nothing compiles for a new M. Those of few rows serve
+# where a row's bits must not depend on M.
 BUCKETS = {
     8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
     16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
