@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import MODELS, covered, finish, random_model, start_decoding, timed, wave
+from serving import MODELS, covered, finish, greedy, random_model, start_decoding, timed, wave
 
 GROUP_SIZE = 128
 INPUT_LEN, OUTPUT_LEN = 32, 512
@@ -126,7 +126,7 @@ def row(engines: dict[str, Engine], n: int) -> dict[str, Any]:
     """Tokens a second of both at one N, one after the other."""
     speed, p99 = {}, {}
     for name, engine in engines.items():
-        seconds, tpot = wave(engine, n, INPUT_LEN, OUTPUT_LEN)
+        seconds, tpot = wave(engine, n, INPUT_LEN, greedy(OUTPUT_LEN))
         speed[name], p99[name] = n * OUTPUT_LEN / seconds, tpot * 1e3
     ratio = speed["int4"] / speed["bf16"]
     vllm = VLLM_INT4.get(n)
