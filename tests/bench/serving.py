@@ -3,9 +3,9 @@
     python tests/bench/serving.py --out results/serving.json
 
 A wave is N requests from beginning to end; in the closed loop each of N clients sends its next request when
-the last is answered, three apiece. Speed does not depend on the weights' values. vLLM's figures were taken
-earlier on another H200 and are copied here, not measured: vLLM 0.26, offline API, the same shapes, prompts
-and outputs.
+the last is answered, three apiece, in chunks as for serving. Speed does not depend on the weights' values.
+vLLM's figures were taken earlier on another H200 and are copied here, not measured: vLLM 0.26, offline API,
+the same shapes, prompts and outputs.
 """
 
 import argparse
@@ -122,9 +122,10 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
     most = max(options.n)
     sampled = replace(greedy(output_len), **SAMPLED, seed=0)
     sampled_tok_s = most * output_len / wave(engine, most, input_len, sampled)[0]
-    closed = [closed_loop(engine, n, *WORKLOADS[CLOSED_LOOP]) for n in options.n]
     steps = [decode_step(engine, n) for n in options.n if n in (1, 64, 128)]
     arrivals = [arrivals_while_decoding(engine, chunk) for chunk in options.serving_chunks]
+    engine.scheduler.chunk_while_decoding = options.serving_chunks[0]
+    closed = [closed_loop(engine, n, *WORKLOADS[CLOSED_LOOP]) for n in options.n]
     return {
         "construct_and_warm_up_s": ready,
         "offline": cells,

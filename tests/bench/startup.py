@@ -3,7 +3,8 @@
     python -P tests/bench/startup.py                            Qwen3-8B's shape, random weights, on a GPU
     python -P tests/bench/startup.py --checkpoint FOLDER --device cpu
 
-Cold and warm are the caches of compiled code, which the first process finds empty and leaves to the second.
+Cold and warm are the caches of compiled code, which the first process finds empty and leaves to the second;
+both may keep Python's own beside the sources, whatever the environment says.
 The checkpoint itself is read from the page cache both times: what a disk adds is the disk's.
 """
 
@@ -50,10 +51,10 @@ def main() -> None:
 
 def timed_start(checkpoint: Path, device: str, caches: dict[str, str]) -> dict[str, float]:
     command = [sys.executable, "-P", __file__, "--child", "--checkpoint", str(checkpoint), "--device", device]
+    environment = {**os.environ, **caches}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     started = time.perf_counter()
-    output = subprocess.run(
-        command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     return {**json.loads(output.splitlines()[-1]), "process_and_exit": time.perf_counter() - started}
 
 
