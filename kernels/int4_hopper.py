@@ -1,7 +1,7 @@
 """The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
-    int4_shares.py   up to 256 rows: all tiles' K in one row, every CTA an equal share
-    int4_waves.py    from 257 on, and where it was faster: whole waves of tiles, then the K of the rest split
+    int4_shares.py   up to 256 rows, or 512 of few tiles: all tiles' K in one row, every CTA an equal share
+    int4_waves.py    more rows, and where it was faster: whole waves of tiles, then the K of the rest split
     int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
 Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new
@@ -9,6 +9,7 @@ M; what chose them is measured, in `tests/bench/results/int4_kernel_log.md`. In 
 order of summation depends on the shape of the weight alone, and the first kernel serves every M.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -73,24 +74,34 @@ class Waves:
 
 def plan(m: int, n: int, k: int) -> Shares | Waves:
     """The kernel, the tile and the cut for y [m, n] over k."""
+    if m <= max(BUCKETS):
+        return cut(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
     waves = Waves(*int4_waves.plan(m, n, k))
     narrow_tiles = triton.cdiv(m, 128) * triton.cdiv(n, 64)
     units = narrow_tiles * triton.cdiv(k, UNIT)
-    if m > 2 * WIDE.m:
-        return waves
-    if m <= max(BUCKETS):
-        return cut(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
-    if m <= WIDE.m:
-        if narrow_tiles > MULTIPROCESSORS:
+    if m <= 128:
+        if narrow_tiles > MULTIPROCESSORS or k > 16384:
             return shared(WIDE, m, n, k, MULTIPROCESSORS)
         if narrow_tiles >= 0.7 * MULTIPROCESSORS:
             return waves
-        return shared(NARROW, m, n, k, MULTIPROCESSORS * (1 if units <= 15 * MULTIPROCESSORS else 2))
-    if narrow_tiles > MULTIPROCESSORS or units > 16 * MULTIPROCESSORS:
-        return waves
-    if narrow_tiles >= 0.8 * MULTIPROCESSORS:
-        return Shares(ALONE, narrow_tiles)
-    return shared(NARROW, m, n, k, MULTIPROCESSORS)
+        if units > 15 * MULTIPROCESSORS:
+            return shared(NARROW, m, n, k, 2 * MULTIPROCESSORS)
+        alone = shared(ALONE, m, n, k, MULTIPROCESSORS)
+        return alone if alone.count % narrow_tiles == 0 else shared(NARROW, m, n, k, MULTIPROCESSORS)
+    tall_tiles = triton.cdiv(m, 256) * triton.cdiv(n, 64)
+    if m <= 256:
+        if narrow_tiles > MULTIPROCESSORS:
+            filled = tall_tiles / MULTIPROCESSORS
+            badly = filled > 1 and math.ceil(filled) >= 1.25 * filled
+            return shared(WIDE, m, n, k, MULTIPROCESSORS) if badly else waves
+        if k > 8192:
+            return shared(WIDE, m, n, k, MULTIPROCESSORS)
+        if narrow_tiles >= 0.8 * MULTIPROCESSORS:
+            return Shares(ALONE, narrow_tiles)
+        return shared(NARROW, m, n, k, MULTIPROCESSORS)
+    if m <= 512 and tall_tiles <= 0.65 * MULTIPROCESSORS:
+        return shared(WIDE, m, n, k, MULTIPROCESSORS)
+    return waves
 
 
 def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
@@ -105,9 +116,15 @@ def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
 
 
 def shared(tile: Tile, m: int, n: int, k: int, count: int) -> Shares:
-    """Equal shares for `count` CTAs, or for fewer where there are fewer units."""
-    units = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * triton.cdiv(k, UNIT)
-    return Shares(tile, min(count, units))
+    """Equal shares for `count` CTAs, or for fewer where there are fewer units.
+
+    Where a few CTAs less cut every tile into the same parts, and x is not small, they walk along K together
+    and find it in L2: down of Llama-3-70B at M=64 takes 64 us with 256 and 71 with 264.
+    """
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    count = min(count, tiles * triton.cdiv(k, UNIT))
+    alike = count // tiles * tiles
+    return Shares(tile, alike if tile.m >= 64 and alike >= 0.95 * count else count)
 
 
 def invariant_parts(n: int, k: int) -> int:

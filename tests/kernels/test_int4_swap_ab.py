@@ -110,7 +110,7 @@ def test_the_cut_depends_on_the_bucket_of_m_alone_within_it():
 
 
 def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
-    for m in (9, 16, 32, 64, 100, 128, 200, 256):
+    for m in (1, 9, 16, 32, 64, 100, 128, 200, 256, 300, 512):
         for n, k in SHAPES_SERVED:
             chosen = int4_hopper.plan(m, n, k)
             if isinstance(chosen, int4_hopper.Waves):
