@@ -2,11 +2,12 @@
 
     int4_shares.py   up to 256 rows, or 512 of few tiles: all tiles' K in one row, every CTA an equal share
     int4_waves.py    more rows, and where it was faster: whole waves of tiles, then the K of the rest split
+    int4_sums.py     what the first does with the sums of a tile that others have a part of
     int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
 Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new
-M; what chose them is measured, in `tests/bench/results/int4_kernel_log.md`. In batch-invariant serving the
-order of summation depends on the shape of the weight alone, and the first kernel serves every M.
+M; what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invariant serving the order of
+summation depends on the shape of the weight alone, and `int4_waves.py` serves every M.
 """
 
 import math
@@ -111,8 +112,10 @@ def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
     if tiles >= fill * triton.cdiv(tiles, slots) * slots:
         return Shares(bucket.whole, tiles)
     tiles = triton.cdiv(m, bucket.shared.m) * triton.cdiv(n, bucket.shared.n)
-    few = tiles * triton.cdiv(k, UNIT) <= bucket.few * MULTIPROCESSORS
-    return shared(bucket.shared, m, n, k, MULTIPROCESSORS * (1 if few else bucket.shared.resident))
+    units = tiles * triton.cdiv(k, UNIT)
+    if units <= bucket.few * MULTIPROCESSORS:
+        return Shares(bucket.shared, min(MULTIPROCESSORS, units))
+    return shared(bucket.shared, m, n, k, MULTIPROCESSORS * bucket.shared.resident)
 
 
 def shared(tile: Tile, m: int, n: int, k: int, count: int) -> Shares:
