@@ -1,5 +1,7 @@
 """A linear layer whose weight is packed for one layout; stands where `torch.nn.Linear` stood."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +74,12 @@ class QuantizedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, layout={self._packed.layout}"
         )
         return parts if self.input_format is None else f"{parts}, input=NVFP4"
+
+
+def packed_layers(model: nn.Module) -> dict[str, int]:
+    """How many packed linears a model has of each layout and shape, as `swap_ab 4096x4096`."""
+    packed = (module.packed for module in model.modules() if isinstance(module, QuantizedLinear))
+    return dict(Counter(f"{one.layout} {one.shape[0]}x{one.shape[1]}" for one in packed))
 
 
 def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..layouts.errors import UserError
-from ..layouts.linear import QuantizedLinear
+from ..layouts.linear import QuantizedLinear, packed_layers
 from ..serving_check.checks.loads import Loaded
 from ..serving_check.engine.stored_kv import OverStoredKV
 from ..serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
@@ -144,6 +144,7 @@ def _describe(loaded: LoadedModel) -> Loaded:
         linear_shapes=shapes,
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         layouts=loaded.layouts,
+        packed=packed_layers(loaded.model),
     )
 
 

@@ -16,6 +16,7 @@ from ..layouts.choose import choose
 from ..layouts.errors import UserError
 from ..layouts.plan import LayoutPlan
 from ..serving_check.checks.diagnosis import Diagnosis, diagnose
+from ..serving_check.checks.loads import Loaded
 from ..serving_check.environment import describe_environment
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, judge, serve_and_measure
 from ..serving_check.settings import Bounds, LoadSettings
@@ -173,8 +174,8 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     served = _serve(run, text)
     used = figures.loaded.layouts if run.engine == EMBEDDED else {}
     checks = judge(
-        figures.loaded,
-        figures.baseline_loaded,
+        _as_served(figures.loaded, run.engine),
+        _as_served(figures.baseline_loaded, run.baseline_engine),
         figures.comparison,
         served,
         BaselineScorer(run.baseline, run.in_process),
@@ -204,6 +205,11 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         duration_seconds=round(time.monotonic() - started, 1),
     )
+
+
+def _as_served(loaded: Loaded, engine: str) -> Loaded:
+    """Only our own servers, on this machine, load as this process does."""
+    return loaded if engine == EMBEDDED else replace(loaded, packed=None)
 
 
 def _kv_format(engine: str, checkpoint: Checkpoint, asked: str) -> str | None:

@@ -15,7 +15,7 @@ from .checks.diagnosis import Diagnosis
 from .checks.failures import check_failures
 from .checks.kv_capacity import check_kv_capacity, kv_cache_tokens, require_capacity
 from .checks.latency import check_latency
-from .checks.loads import Loaded, check_loads
+from .checks.loads import Loaded, PackedLayers, check_loads, packed_layers
 from .checks.quality import check_quality
 from .checks.reached import check_reached, most_running
 from .checks.throughput import check_throughput
@@ -52,6 +52,8 @@ class Served:
     """Requests that the artifact's server runs together at most, where it says."""
     compiled: tuple[Compilations | None, Compilations | None] = (None, None)
     """By the artifact's server since its warm-up: before the first request, and after the last."""
+    packed: tuple[PackedLayers, PackedLayers] = (None, None)
+    """By the artifact's server, and by the baseline's."""
 
     @property
     def curve(self) -> list[CurvePoint]:
@@ -73,16 +75,19 @@ def serve_and_measure(
 
     text: token ids that prompts are cut from
     """
-    said = artifact.metrics()
+    said, baseline_said = artifact.metrics(), baseline.metrics()
     capacity = kv_cache_tokens(said)
     require_capacity("the artifact's server", capacity, load)
-    require_capacity("the baseline's server", kv_cache_tokens(baseline.metrics()), load)
+    require_capacity("the baseline's server", kv_cache_tokens(baseline_said), load)
     prompts = canary_prompts(text)
     canary = continuations(artifact, prompts, CANARY_LENGTH, tokenize)
     baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenize)
     measured, decisions = measure(artifact, baseline, load, floor, text, run, progress)
     compiled = compilations(said), compilations(artifact.metrics())
-    return Served(canary, baseline_canary, measured, decisions, capacity, most_running(said), compiled)
+    packed = packed_layers(said), packed_layers(baseline_said)
+    return Served(
+        canary, baseline_canary, measured, decisions, capacity, most_running(said), compiled, packed
+    )
 
 
 def measure(
@@ -187,7 +192,7 @@ def judge(
     curve = served.curve
     diagnoses = {point.m: diagnose(point.m) for point in curve if point.status == "fail"}
     return [
-        check_loads(loaded, baseline_loaded),
+        check_loads(loaded, baseline_loaded, *served.packed),
         check_canary(served.canary, served.baseline_canary, score, bounds),
         check_quality(comparison, bounds),
         check_failures(served.measured),

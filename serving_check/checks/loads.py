@@ -1,4 +1,4 @@
-"""Whether what was loaded is what the config declares and what the baseline is a baseline of.
+"""Whether what was loaded is what the config declares and what the baseline is a baseline of, and is served.
 
 A checkpoint whose tensors contradict its config is refused before any check, with the loader's own message.
 """
@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..endpoints.prometheus_text import labels_of
 from ..verdict import CheckResult
 
 NAME = "loads"
+PACKED_LAYERS = "scalegate:packed_layers"
 SHOWN = 3
 
 
@@ -22,11 +24,36 @@ class Loaded:
     vocab_size: int
     layouts: Mapping[str, str] = field(default_factory=dict)
     """The layout of every quantized layer, by module name."""
+    packed: Mapping[str, int] | None = None
+    """How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where what serves is
+    no loader of ours."""
 
 
-def check_loads(artifact: Loaded, baseline: Loaded) -> CheckResult:
-    """Same layers, shapes and vocabulary as the baseline; anything else is another model."""
+PackedLayers = Mapping[str, int] | None
+"""As in `Loaded`, of a server; None where it does not say."""
+
+
+def packed_layers(samples: Mapping[str, float]) -> PackedLayers:
+    """What a server's `/metrics` say of its layers."""
+    said = {name: value for name, value in samples.items() if name.partition("{")[0] == PACKED_LAYERS}
+    if not said:
+        return None
+    labels = {name: labels_of(name) for name in said}
+    return {f"{labels[name]['layout']} {labels[name]['shape']}": int(n) for name, n in said.items() if n}
+
+
+def check_loads(
+    artifact: Loaded, baseline: Loaded, served: PackedLayers = None, baseline_served: PackedLayers = None
+) -> CheckResult:
+    """Same layers, shapes and vocabulary as the baseline: anything else is another model. Served in the
+    layouts that were loaded here: otherwise the verdict would be on others."""
     problems = []
+    for side, loaded, there in (("artifact", artifact, served), ("baseline", baseline, baseline_served)):
+        if loaded.packed is not None and there is not None and dict(there) != dict(loaded.packed):
+            problems.append(
+                f"the {side}'s server packed its layers as {_listed(there)}, the check in this process as "
+                f"{_listed(loaded.packed)}: the verdict would be on layouts that nobody serves"
+            )
     if artifact.vocab_size != baseline.vocab_size:
         problems.append(
             f"vocabulary of {artifact.vocab_size} tokens, the baseline's has {baseline.vocab_size}"
@@ -49,6 +76,10 @@ def check_loads(artifact: Loaded, baseline: Loaded) -> CheckResult:
         or "config and tensors agree, and every layer the config declares is quantized",
         figures={"linear_layers": len(artifact.linear_shapes), "quantized_layers": len(artifact.layouts)},
     )
+
+
+def _listed(packed: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} in {name}" for name, count in sorted(packed.items())) or "none"
 
 
 def _reshaped(artifact: Loaded, baseline: Loaded) -> set[str]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales
+from ...layouts.linear import packed_layers
 from .attention import attention_layers, context_length, unsupported
 from .compiled_layers import restore_layers
 from .jit_monitor import JitMonitor
@@ -78,6 +79,7 @@ class Engine:
         model.eval()
         restore_layers(model)
         layers = attention_layers(model)
+        packed = packed_layers(model)
         if model.device.type == "cuda" and config.compiled:
             join_siblings(model, lambda: attention_layers(model))
         kv_format = KV_FORMATS[config.kv_cache_dtype]
@@ -103,7 +105,7 @@ class Engine:
         )
         buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
         self.capacity = EngineCapacity(
-            config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_cache_dtype
+            config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_cache_dtype, packed
         )
         chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
         self.runner = ModelRunner(model, layers, self.pool, buckets, chunk, config.compiled)

@@ -103,7 +103,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class EngineCapacity:
-    """What an engine can hold, fixed when it is built."""
+    """What an engine holds and can hold, fixed when it is built."""
 
     max_num_seqs: int
     """The most requests that decode together."""
@@ -111,6 +111,8 @@ class EngineCapacity:
     page_size: int
     """Tokens a page holds."""
     kv_cache_dtype: str = "unquantized"
+    packed_layers: dict[str, int] = field(default_factory=dict)
+    """Packed linears of the model by layout and shape, as `swap_ab 4096x4096`."""
 
     @property
     def kv_cache_tokens(self) -> int:

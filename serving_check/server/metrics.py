@@ -172,6 +172,15 @@ class Metrics:
         )
         info.add_metric(list(pool.values()), 1)
         yield info
+        packed = GaugeMetricFamily(
+            "scalegate:packed_layers",
+            "Quantized linear layers, by the layout their weights are packed in and their shape.",
+            labels=["model_name", "layout", "shape"],
+        )
+        packed.add_metric([self.model_name, "", ""], 0)
+        for name, count in self.capacity.packed_layers.items():
+            packed.add_metric([self.model_name, *name.split()], count)
+        yield packed
 
     def _compiled(self) -> Metric:
         """Without a monitor no sample at all: a reader can tell that from a count of zero."""

@@ -1,6 +1,8 @@
 """`pipeline validate` with real servers: a pass, a fail that names the layer, what it writes and refuses."""
 
+import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -96,6 +98,21 @@ def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, a
     result, _ = failed
     assert "FAIL  throughput" in result.output
     assert Verdict.read(artifact / "serving_check.json").status == "fail"
+
+
+def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp_path: Path, monkeypatch):
+    module = importlib.import_module("scalegate.pipeline.validate")
+    as_asked = module.endpoint_of
+
+    def packs_otherwise(engine, side, folder, options, layout=None, *rest):
+        return as_asked(engine, side, folder, options, "dequantize" if side == "artifact" else layout, *rest)
+
+    monkeypatch.setattr(module, "endpoint_of", packs_otherwise)
+    copy = shutil.copytree(artifact, tmp_path / "artifact")
+    verdict = validate(copy, m=(1,), floor=0.001, **SMALL)
+    loads = next(check for check in verdict.checks if check.name == "loads")
+    assert (verdict.status, loads.status) == ("fail", "fail")
+    assert "in dequantize 256x256" in loads.reason and "in cpu_int4" in loads.reason
 
 
 def test_an_artifact_whose_bytes_changed_is_refused(artifact: Path, passed: Verdict, tmp_path: Path):

@@ -167,6 +167,19 @@ def test_loading_another_model_fails():
     assert check_loads(loaded, Loaded(shapes, 4096)).status == "fail"
 
 
+def test_serving_other_layouts_than_were_loaded_fails_on_either_side():
+    packed = {"tiles 768x256": 4}
+    loaded, plain = Loaded({}, 8192, packed=packed), Loaded({}, 8192, packed={})
+    assert check_loads(loaded, plain, packed, {}).status == "pass"
+    assert check_loads(loaded, plain, None, None).status == "pass", "an engine that does not say"
+    elsewhere = replace(loaded, packed=None)
+    assert check_loads(elsewhere, plain, {"rows 768x256": 4}, {}).status == "pass", "not loaded here"
+    result = check_loads(loaded, plain, {"rows 768x256": 4}, {})
+    assert result.status == "fail" and "4 in rows 768x256" in result.reason and "4 in tiles" in result.reason
+    assert check_loads(loaded, plain, {}, {}).status == "fail"
+    assert "baseline's server" in check_loads(loaded, plain, packed, {"rows 768x256": 4}).reason
+
+
 def texts(*continuations: tuple[int, ...]) -> list[Continuation]:
     return [Continuation((1, 2), tokens, "text " * len(tokens)) for tokens in continuations]
 
