@@ -84,6 +84,16 @@ class LayoutPlan:
             return self.device == device_name(device)
         return self.device.rpartition(THREADS)[0] == _cpu_model()
 
+    def covers(self, problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> bool:
+        """Whether it timed each of these layers, by module name, in its layout, dtype and kind of device."""
+        timed = {choice.shape: choice.measured_layouts for choice in self.choices}
+        return all(
+            name in problems
+            and self.fits(problems[name].device)
+            and layout in timed.get(shape_key(problems[name]), ())
+            for name, layout in layouts.items()
+        )
+
     def matches(self, device: torch.device, versions: Mapping[str, str] | None = None) -> bool:
         """Whether the plan was made on this kind of device with these versions (None: the installed ones)."""
         versions = kernel_versions() if versions is None else versions

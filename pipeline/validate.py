@@ -266,23 +266,12 @@ def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]
     def explain(m: int) -> Diagnosis:
         if not used:
             return Diagnosis("No layer ran in one of Scalegate's layouts, so none of them is to blame.")
-        if not plans or not _covers(plans[0], used):
-            to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
+        to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
+        if not plans or not plans[0].covers(to_serve, used):
             plans[:] = [choose(to_serve, ms=run.load.ms, progress=run.progress)]
         return diagnose(plans[0], used, m, run.bounds.throughput_floor)
 
     return explain
-
-
-def _covers(plan: LayoutPlan, used: Mapping[str, str]) -> bool:
-    """Whether the plan timed every layer in the layout it was served in."""
-    timed = {
-        (module, measurement.layout)
-        for choice in plan.choices
-        for measurement in choice.measurements
-        for module in choice.modules
-    }
-    return all(item in timed for item in used.items())
 
 
 def _write_into_artifact(verdict: Verdict, folder: Path, manifest: Artifact) -> None:

@@ -296,6 +296,18 @@ def test_a_plan_matches_only_the_device_and_versions_it_was_made_with():
     assert not LayoutPlan("NVIDIA H200", kernel_versions()).matches(CPU)
 
 
+def test_a_plan_covers_what_it_timed_in_that_layout_dtype_and_device():
+    layers = {"up": problem(), "down": problem(128, 64)}
+    plan = choose(layers, ms=(1,), progress=False)
+    layouts = {name: plan.layout_for(one) for name, one in layers.items()}
+    assert plan.covers(layers, layouts) and plan.covers(layers, {})
+    assert not plan.covers(layers, {**layouts, "up": "swap_ab"})
+    assert not plan.covers({"up": layers["up"]}, layouts), "a layer that is no problem here"
+    assert not plan.covers({**layers, "up": problem(dtype=torch.float32)}, layouts)
+    elsewhere = LayoutPlan("another device x2", plan.versions, plan.choices)
+    assert not elsewhere.covers(layers, layouts)
+
+
 def test_unmeasured_layers_get_the_first_layout_that_serves_them_exactly():
     assert default_layout(problem(dtype=torch.bfloat16)) == "cpu_int4"
     assert default_layout(problem(dtype=torch.float32)) == "dequantize"
