@@ -11,7 +11,7 @@ from typing import Any
 from ..layouts.errors import UserError
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .conventions.all_conventions import convention_of
 from .conventions.convention import StoredWeight
 

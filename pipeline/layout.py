@@ -15,7 +15,7 @@ from ..layouts.errors import UserError
 from ..layouts.layout import Problem
 from ..layouts.plan import LayoutPlan, ShapeChoice, shape_key
 from .artifact import MANIFEST_NAME, Artifact
-from .checkpoint import open_checkpoint
+from .checkpoints.checkpoint import open_checkpoint
 from .device import resolve_device, resolve_dtype
 from .load import problems
 

@@ -14,11 +14,11 @@ from ..layouts.errors import UserError
 from ..layouts.layout import Problem
 from ..layouts.plan import LayoutPlan
 from .artifact import MANIFEST_NAME, Artifact
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .conventions.all_conventions import convention_of
 from .conventions.convention import Convention, StoredWeight
-from .skeleton import build_skeleton, default_dtype
-from .weight_loader import LayoutPicker, WeightLoader, listed
+from .loading.skeleton import build_skeleton, default_dtype
+from .loading.weight_loader import LayoutPicker, WeightLoader, listed
 
 
 @dataclass

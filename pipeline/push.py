@@ -9,10 +9,10 @@ from pathlib import Path
 from ..layouts.errors import UserError
 from ..serving_check.verdict import Verdict
 from .artifact import VERDICT_NAME, Artifact, sha256_of
-from .bundle import collect_bundle
-from .card import write_card
-from .folder_target import plan_folder, publish_to_folder
-from .push_result import PushResult
+from .publishing.bundle import collect_bundle
+from .publishing.card import write_card
+from .publishing.folder_target import plan_folder, publish_to_folder
+from .publishing.push_result import PushResult
 
 FOLDER_PREFIX = "folder:"
 
@@ -41,7 +41,7 @@ def push(
         files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, directory.name, to))
         return plan_folder(files, directory) if dry_run else publish_to_folder(files, directory, progress)
 
-    from .hub.publish import HubTarget, plan_hub, publish_to_hub
+    from .publishing.hub.publish import HubTarget, plan_hub, publish_to_hub
 
     target = HubTarget(to, private, create_pr, revision)
     files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, to, to))
@@ -59,7 +59,7 @@ def check_target(
     if directory is not None:
         plan_folder([], directory)
         return
-    from .hub.publish import HubTarget, plan_hub
+    from .publishing.hub.publish import HubTarget, plan_hub
 
     plan_hub([], HubTarget(to, private, create_pr, revision), artifact)
 

@@ -19,17 +19,16 @@ from tqdm import tqdm
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
 from .artifact import Artifact, FileRecord, record_files, sha256_of
-from .base_metadata import read_base_metadata
-from .baseline import remember_source
-from .checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
+from .checkpoints.baseline import remember_source
+from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
 from .conventions.all_conventions import EXPORTS
 from .conventions.convention import ExportConvention
-from .quantization_plan import QuantizationPlan, Step, make_plan
-from .recipe import Recipe, load_recipe
-from .shard_writer import ShardWriter, header_room
-from .skeleton import default_dtype
-from .step_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
-from .work_record import (
+from .loading.skeleton import default_dtype
+from .quantizing.base_metadata import read_base_metadata
+from .quantizing.quantization_plan import QuantizationPlan, Step, make_plan
+from .quantizing.shard_writer import ShardWriter, header_room
+from .quantizing.step_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
+from .quantizing.work_record import (
     FinishedShard,
     WorkRecord,
     clear_folder,
@@ -38,6 +37,7 @@ from .work_record import (
     open_record,
     parameters_digest,
 )
+from .recipe import Recipe, load_recipe
 
 DEFAULT_EXPORT = "compressed-tensors"
 MAX_SHARD_BYTES = 2 << 30
@@ -285,7 +285,7 @@ def _write_rest(
 
 
 def _write_index(folder: Path, names: list[str]) -> None:
-    from .safetensors_file import read_header
+    from .checkpoints.safetensors_file import read_header
 
     headers = {name: read_header(folder / name) for name in names}
     total = sum(info.nbytes for header in headers.values() for info in header.tensors.values())

@@ -14,8 +14,8 @@ from ..serving_check.settings import Bounds, LoadSettings
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .layout import layout as lay_out
+from .publishing.push_result import PushResult
 from .push import check_target, push
-from .push_result import PushResult
 from .quantize import DEFAULT_EXPORT, quantize
 from .recipe import Recipe, load_recipe
 from .validate import QUALITY_TOKENS, validate

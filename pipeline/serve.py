@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
     from ..serving_check.engine.engine import Engine
-    from .checkpoint import Checkpoint
+    from .checkpoints.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
     folder = Path(artifact).expanduser()
     if folder.is_dir() and revision is None:
         return folder
-    from .checkpoint import open_checkpoint
+    from .checkpoints.checkpoint import open_checkpoint
 
     return open_checkpoint(str(artifact), revision).folder
 
@@ -97,9 +97,9 @@ def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
 def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
     """Load the model and put the engine around it; runs in the engine's process."""
     from ..serving_check.engine.engine import Engine
-    from .checkpoint import open_checkpoint
+    from .checkpoints.checkpoint import open_checkpoint
+    from .checkpoints.kv_cache import FP8, kv_cache_of
     from .device import resolve_device, resolve_dtype
-    from .kv_cache import FP8, kv_cache_of
     from .load import load_model
 
     kv_cache = kv_cache_of(open_checkpoint(options.folder), options.kv_cache_dtype)
@@ -117,7 +117,7 @@ def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
 
 def describe(folder: Path) -> ModelDescription:
     """What the API process has to know of the model: its tokenizer and its maker's sampling defaults."""
-    from .checkpoint import open_checkpoint
+    from .checkpoints.checkpoint import open_checkpoint
     from .load import load_tokenizer
 
     checkpoint = open_checkpoint(str(folder))
@@ -142,7 +142,7 @@ def eos_token_ids(
 
 def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
     """What the checkpoint's maker recommends, from `generation_config.json`."""
-    from .checkpoint import read_json_object
+    from .checkpoints.checkpoint import read_json_object
 
     path = checkpoint.folder / "generation_config.json"
     return SamplingDefaults.from_generation_config(read_json_object(path) if path.is_file() else {})

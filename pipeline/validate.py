@@ -22,15 +22,15 @@ from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, judge, se
 from ..serving_check.settings import Bounds, LoadSettings
 from ..serving_check.verdict import Verdict, overall_status
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
-from .baseline import open_baseline
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoints.baseline import open_baseline
+from .checkpoints.checkpoint import Checkpoint, open_checkpoint
+from .checkpoints.kv_cache import AUTO, kv_cache_of
 from .device import DTYPES, resolve_device
-from .engines import EMBEDDED, EngineOptions, endpoint_of, is_url
-from .in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
-from .kv_cache import AUTO, kv_cache_of
 from .load import problems
 from .report.write import write_report
-from .subject import describe_subject
+from .validating.engines import EMBEDDED, EngineOptions, endpoint_of, is_url
+from .validating.in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
+from .validating.subject import describe_subject
 
 REPORT_FOLDER = "serving_check"
 QUALITY_TOKENS = 8192

@@ -46,7 +46,7 @@ def command(
         pipeline layout ORG/Qwen3-8B-AWQ --json
     """
     from ..layout import layout
-    from ..layout_table import layout_table
+    from ..report.layout_table import layout_table
 
     result = layout(artifact, ms=m, force=force, device=device, dtype=dtype, fresh=fresh, revision=revision)
     if as_json:

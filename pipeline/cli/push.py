@@ -4,7 +4,7 @@ import json
 
 import click
 
-from ..push_result import PushResult
+from ..publishing.push_result import PushResult
 
 
 @click.command("push")

@@ -7,7 +7,7 @@ from . import compressed_tensors, fp8_blocks, modelopt, plain, torchao
 from .convention import CONVENTIONS, EXPORTS, Convention
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 __all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
 

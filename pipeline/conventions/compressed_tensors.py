@@ -21,7 +21,7 @@ from .stored import FLOAT_DTYPES, positive_scalar, require_tensor, scalar_shape
 from .targets import LINEAR, as_patterns, first_match, matches
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "compressed-tensors"
 INT4_FORMAT = "pack-quantized"

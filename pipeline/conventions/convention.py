@@ -17,7 +17,7 @@ from ...layouts.nvfp4 import NVFP4Input
 from ...layouts.registry import Registry
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

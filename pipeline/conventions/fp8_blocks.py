@@ -14,7 +14,7 @@ from .convention import CONVENTIONS, StoredWeight
 from .stored import require_tensor
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "fp8"
 READS = "block-scaled FP8 sources (weight_scale_inv)"

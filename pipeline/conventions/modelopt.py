@@ -16,7 +16,7 @@ from .stored import positive_scalar, require_tensor, scalar_shape
 from .targets import matches_wildcard
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"

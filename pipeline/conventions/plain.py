@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .convention import CONVENTIONS, StoredWeight
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 
 READS = "unquantized bf16, fp16 and fp32"

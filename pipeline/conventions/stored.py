@@ -12,7 +12,7 @@ from torch import Tensor
 from ...layouts.errors import UserError
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, TensorInfo
+    from ..checkpoints.checkpoint import Checkpoint, TensorInfo
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

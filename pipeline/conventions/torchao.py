@@ -31,7 +31,7 @@ from .torchao_bytes import (
 )
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "torchao"
 READS = "torchao NVFP4Tensor, Int4TilePackedTo4dTensor and Int4Tensor"

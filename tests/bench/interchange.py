@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from scalegate.layouts.files import write_json
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
-from scalegate.pipeline.checkpoint import Checkpoint, open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.load import load_model
 from scalegate.pipeline.quantize import quantize

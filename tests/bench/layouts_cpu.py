@@ -24,7 +24,7 @@ from scalegate.layouts.linear import QuantizedLinear
 from scalegate.layouts.measure import measure, random_weight
 from scalegate.layouts.plan import ShapeChoice, device_name, kernel_versions, shape_key
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parent / "results" / "layouts_cpu.json"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe

@@ -9,8 +9,8 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline import download
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints import download
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CONFIG = {"model_type": "qwen3", "hidden_size": 8}
@@ -45,7 +45,7 @@ def test_every_tensor_reads_as_safetensors_reads_it(example_checkpoint: Path) ->
 def test_rows_and_chunks_are_parts_of_the_tensor(
     example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scalegate.pipeline.safetensors_file.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("scalegate.pipeline.checkpoints.safetensors_file.CHUNK_BYTES", 1000)
     info = open_checkpoint(example_checkpoint).tensors["model.embed_tokens.weight"]
     whole = info.read()
     assert torch.equal(info.read_rows(5, 9), whole[5:9])

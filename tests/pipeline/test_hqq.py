@@ -3,7 +3,7 @@
 import pytest
 import torch
 from scalegate.layouts.int4 import Int4Weight, unpack_nibbles
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantizers import hqq
 from scalegate.pipeline.quantizers.hqq import quantize_int4
 from scalegate.pipeline.quantizers.torchao_hqq import quantize_int4_fractional

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline.checkpoint import open_checkpoint
-from scalegate.pipeline.engines import EMBEDDED, VLLM, EngineOptions, endpoint_of
-from scalegate.pipeline.in_process import LoadOptions, read_held_out, take_figures
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.validating.engines import EMBEDDED, VLLM, EngineOptions, endpoint_of
+from scalegate.pipeline.validating.in_process import LoadOptions, read_held_out, take_figures
 from scalegate.serving_check.settings import LoadSettings
 
 

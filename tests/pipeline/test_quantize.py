@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.int4 import Int4Weight
 from scalegate.pipeline.artifact import Artifact
-from scalegate.pipeline.baseline import open_baseline
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.baseline import open_baseline
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.quantize import quantize

@@ -12,8 +12,8 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline import quantize as module
 from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.quantizing.work_record import RECORD_NAME
 from scalegate.pipeline.recipe import Recipe
-from scalegate.pipeline.work_record import RECORD_NAME
 
 RECIPE = Recipe("test", group_size=128)
 SHARD_BYTES = 300_000

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.load import load_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
 from scalegate.pipeline.conventions.compressed_tensors import _pack_along_n, _unpack_along_n
 from scalegate.pipeline.conventions.targets import as_patterns, matches

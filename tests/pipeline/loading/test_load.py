@@ -11,7 +11,7 @@ from scalegate.layouts.errors import UserError
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.linear import QuantizedLinear
 from scalegate.layouts.plan import LayoutPlan, ShapeChoice, shape_key
-from scalegate.pipeline.checkpoint import open_checkpoint
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.load import load_model, problems
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -82,7 +82,7 @@ def test_problems_name_every_packed_linear_without_reading_data(quantized_pair, 
     def refuse(*arguments: object) -> None:
         raise OSError("data was read")
 
-    monkeypatch.setattr("scalegate.pipeline.safetensors_file.TensorInfo.read", refuse)
+    monkeypatch.setattr("scalegate.pipeline.checkpoints.safetensors_file.TensorInfo.read", refuse)
     found = problems(checkpoint)
     assert set(found) == set(loaded.layouts)
     fused = found["model.layers.0.mlp.experts.11.gate_up_proj"]
@@ -187,7 +187,7 @@ def test_a_missing_weight_is_named_before_any_data_is_read(random_checkpoint, mo
     def refuse(*arguments: object) -> None:
         raise OSError("data was read")
 
-    monkeypatch.setattr("scalegate.pipeline.safetensors_file.TensorInfo.read", refuse)
+    monkeypatch.setattr("scalegate.pipeline.checkpoints.safetensors_file.TensorInfo.read", refuse)
     with pytest.raises(
         UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing from the checkpoint"
     ):

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import yaml
 from passed_artifact import curve_point, give_verdict, make_artifact, passing_verdict
-from scalegate.pipeline import card, engines, quantize
+from scalegate.pipeline import quantize
 from scalegate.pipeline.artifact import Artifact, record_files
-from scalegate.pipeline.base_metadata import read_base_metadata
-from scalegate.pipeline.card import write_card
+from scalegate.pipeline.publishing import card
+from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.push import require_passing_verdict
+from scalegate.pipeline.quantizing.base_metadata import read_base_metadata
 from scalegate.pipeline.recipe import load_recipe
+from scalegate.pipeline.validating import engines
 from scalegate.serving_check.settings import Bounds, LoadSettings
 
 NAME = "org/base-INT4"

@@ -6,7 +6,7 @@ import signal
 import pytest
 from passed_artifact import SHARDS, make_artifact
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline import folder_target
+from scalegate.pipeline.publishing import folder_target
 from scalegate.pipeline.push import push
 
 

@@ -1,0 +1,204 @@
+"""Opening a checkpoint, a folder or a Hub id: its config and where its tensors lie, checked before any work.
+
+Not for what the tensors mean; that is `conventions/`.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...layouts.errors import UserError
+from ..artifact import OWN_RECORDS
+from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+FOREIGN_WEIGHT_FOLDERS = {"onnx", "original", "metal"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A validated checkpoint folder; tensors are read only when asked for."""
+
+    folder: Path
+    source: str
+    """The Hub id, or the folder's path as it was given."""
+    revision: str | None
+    """The Hub commit; None for a folder."""
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    """In file order, shard after shard."""
+    headers: dict[Path, SafetensorsHeader]
+
+    @property
+    def public_name(self) -> str:
+        """The Hub id, or the folder's own name: what records that are published call it."""
+        return self.source if self.revision is not None else self.folder.resolve().name
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        return self.config.get("quantization_config")
+
+    @property
+    def model_type(self) -> str:
+        return self.config["model_type"]
+
+    @property
+    def shards(self) -> list[Path]:
+        return list(self.headers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on the CPU, in memory of its own; nothing else is read or kept."""
+        return self.tensors[name].read()
+
+    def metadata(self, file: Path) -> dict[str, str]:
+        """The `__metadata__` of one shard's header."""
+        return self.headers[file].metadata
+
+    def other_files(self) -> list[Path]:
+        """What travels with the weights (tokenizer, chat template, licence, ...), config.json not included.
+
+        Weights in any format, their indexes, hidden files and records of Scalegate's own are left out.
+        """
+        return [
+            path
+            for path in sorted(self.folder.rglob("*"))
+            if path.is_file() and _travels(path.relative_to(self.folder))
+        ]
+
+
+def _travels(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts)
+    index = path.name.endswith((".safetensors.index.json", ".bin.index.json"))
+    ours = path.as_posix() in OWN_RECORDS or path.parts[0] == "serving_check"
+    foreign = path.parts[0] in FOREIGN_WEIGHT_FOLDERS
+    is_config = path.as_posix() == CONFIG_NAME
+    weights = path.suffix in WEIGHT_SUFFIXES
+    partial = path.suffix == ".partial"
+    return not (hidden or index or ours or foreign or is_config or weights or partial)
+
+
+def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """Open the folder `model`, or download the Hub repository of that id, and check that it is whole."""
+    model = str(model)
+    folder = Path(model).expanduser()
+    commit = None
+    if folder.is_dir():
+        if revision is not None:
+            raise UserError(f"{model} is a folder; --revision applies to Hub ids only")
+    elif folder.exists():
+        raise UserError(f"{model} is a file; give the folder that holds config.json and the weights")
+    elif _looks_like_a_path(model):
+        raise UserError(f"there is no folder {model}; give a checkpoint folder or a Hub id (ORG/NAME)")
+    else:
+        from .download import download_checkpoint
+
+        folder, commit = download_checkpoint(model, revision)
+    config = read_config(folder)
+    headers = {shard: read_header(shard) for shard in _find_shards(folder)}
+    return Checkpoint(folder, model, commit, config, _all_tensors(folder, headers), headers)
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith((".", "~", os.sep)) or model.count("/") > 1 or model.endswith("/")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`folder`'s config.json, with an architecture transformers knows. Raises UserError otherwise."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        if not any(folder.iterdir()):
+            raise UserError(f"{folder} is empty; give a folder that holds config.json and the weights")
+        raise UserError(f"{folder} has no {CONFIG_NAME}; give the folder of a whole checkpoint")
+    config = read_json_object(path)
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise UserError(f"unknown architecture: {path} has no `model_type`")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        import transformers
+
+        raise UserError(
+            f"unknown architecture {model_type!r} in {path}: transformers {transformers.__version__} has no "
+            "such model type. A newer transformers may; models that bring their own code are not run."
+        )
+    return config
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _find_shards(folder: Path) -> list[Path]:
+    if (folder / INDEX_NAME).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise UserError(
+                f"{folder / INDEX_NAME} lists {absent[0]}"
+                + (f" and {len(absent) - 1} more shards" if len(absent) > 1 else "")
+                + f", absent from {folder}; download or copy the checkpoint again"
+            )
+        return [folder / name for name in names]
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+        if others:
+            raise UserError(
+                f"{folder} has no safetensors weights, only {others[0]}; "
+                "convert them first: load with transformers and `save_pretrained`"
+            )
+        raise UserError(f"{folder} has no weights: no *.safetensors file in it")
+    return shards
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_NAME
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} has no `weight_map`; download or copy the checkpoint again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise UserError(f"{path} maps {name!r} to {shard!r}, which is not a file of this folder")
+    return weight_map
+
+
+def _all_tensors(folder: Path, headers: dict[Path, SafetensorsHeader]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for shard, header in headers.items():
+        for info in sorted(header.tensors.values(), key=lambda info: info.offset):
+            if info.name in tensors:
+                raise UserError(f"tensor {info.name!r} is in both {tensors[info.name].file} and {shard}")
+            tensors[info.name] = info
+    if not tensors:
+        raise UserError(f"the safetensors files in {folder} hold no tensors")
+    if (folder / INDEX_NAME).is_file():
+        for name, shard_name in _weight_map(folder).items():
+            info_or_none = tensors.get(name)
+            if info_or_none is None or info_or_none.file != folder / shard_name:
+                raise UserError(
+                    f"{folder / INDEX_NAME} says tensor {name!r} is in {shard_name}, but it is not there; "
+                    "index and shards come from different downloads"
+                )
+    return tensors

@@ -1,0 +1,119 @@
+"""Reading the rows of a checkpoint's float weights: BF16, FP16, FP32, and FP8 with its scales multiplied in.
+
+Not for INT4 or NVFP4 sources: what is already quantized is not quantized again.
+"""
+
+import torch
+from torch import Tensor
+
+from ...layouts.errors import UserError
+from .checkpoint import Checkpoint
+from .safetensors_file import TensorInfo
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Both are multipliers: DeepSeek's and Qwen's name for blocks, everybody's for tensors and channels."""
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub")
+
+
+def is_float(info: TensorInfo) -> bool:
+    return info.dtype in FLOATS or info.dtype in FLOAT8
+
+
+def scale_of(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
+    """The tensor that scales the FP8 tensor `name`; None for any other dtype."""
+    if checkpoint.tensors[name].dtype not in FLOAT8:
+        return None
+    for suffix in SCALE_SUFFIXES:
+        if name + suffix in checkpoint.tensors:
+            return checkpoint.tensors[name + suffix]
+    raise UserError(
+        f"{checkpoint.source}: {name} is FP8 and has neither {name}_scale_inv nor {name}_scale; "
+        "download or copy the checkpoint again"
+    )
+
+
+def is_scale(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether `name` only scales an FP8 weight or its input: it goes when the weight stops being FP8."""
+    for suffix in SCALE_SUFFIXES:
+        weight = checkpoint.tensors.get(name.removesuffix(suffix))
+        if name.endswith(suffix) and weight is not None and weight.dtype in FLOAT8:
+            return True
+    for suffix in ACTIVATION_SCALES:
+        weight = checkpoint.tensors.get(name.removesuffix(suffix) + ".weight")
+        if name.endswith(suffix) and weight is not None and weight.dtype in FLOAT8:
+            return True
+    return False
+
+
+def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
+    """UserError where `name` is not a float tensor, or is FP8 with no scale or one of a strange shape."""
+    info = checkpoint.tensors[name]
+    if not is_float(info):
+        dtype = str(info.dtype).removeprefix("torch.")
+        method = (checkpoint.quantization_config or {}).get("quant_method")
+        already = f" (config.json declares quant_method {method!r})" if method else ""
+        raise UserError(
+            f"{checkpoint.source}: {name} has dtype {dtype}{already}; a linear layer's weight has to be "
+            "BF16, FP16, FP32 or FP8. Give the unquantized checkpoint."
+        )
+    scale = scale_of(checkpoint, name)
+    if scale is not None:
+        _scale_blocks(checkpoint, info, scale)
+
+
+def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
+    """Rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 where it is FP8."""
+    info = checkpoint.tensors[name]
+    first = start if expert is None else expert * info.shape[1] + start
+    flat = _as_matrix(info)
+    rows = flat.read_rows(first, first + stop - start)
+    scale = scale_of(checkpoint, name)
+    return (
+        rows if scale is None else rows.float() * _spread_scale(checkpoint, info, scale, start, stop, expert)
+    )
+
+
+def _as_matrix(info: TensorInfo) -> TensorInfo:
+    rows = 1
+    for length in info.shape[:-1]:
+        rows *= length
+    return TensorInfo(info.name, info.dtype, (rows, info.shape[-1]), info.file, info.offset, info.nbytes)
+
+
+def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -> tuple[int, int]:
+    """How many rows and columns of the last two dimensions share one number of `scale`."""
+    n, k = info.shape[-2], info.shape[-1]
+    count = 1
+    for length in scale.shape:
+        count *= length
+    if count == 1:
+        return n, k
+    if scale.shape in ((n,), (n, 1), (*info.shape[:-1], 1)):
+        return 1, k
+    config = checkpoint.quantization_config or {}
+    block = config.get("weight_block_size") or [128, 128]
+    expected = (*info.shape[:-2], -(-n // block[0]), -(-k // block[1]))
+    if scale.shape != expected:
+        raise UserError(
+            f"{checkpoint.source}: {scale.name} has shape {list(scale.shape)}; for {info.name} "
+            f"{list(info.shape)} it has to be one number, one a row, or {list(expected)} (blocks of {block})"
+        )
+    return block[0], block[1]
+
+
+def _spread_scale(
+    checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo, start: int, stop: int, expert: int | None
+) -> Tensor:
+    """The factors of rows `start:stop`, broadcastable over them."""
+    block_n, block_k = _scale_blocks(checkpoint, info, scale)
+    n, k = info.shape[-2], info.shape[-1]
+    factors = scale.read().float()
+    if factors.numel() == 1:
+        return factors.view(1, 1)
+    factors = factors.view(-1, -(-n // block_n), -(-k // block_k))[expert or 0]
+    row_blocks = torch.arange(start, stop) // block_n
+    return (
+        factors[row_blocks].repeat_interleave(block_k, dim=1)[:, :k] if block_k < k else factors[row_blocks]
+    )

@@ -1,0 +1,87 @@
+"""What a checkpoint says of its KV cache: the format it was calibrated for, and its scales for 8-bit floats.
+
+Not for storing keys and values; that is `layouts/kv_format.py`. Read as vLLM reads it: `kv_cache_scheme` of
+compressed-tensors, `kv_cache_quant_algo` of ModelOpt, and `k_scale` and `v_scale` tensors, multipliers all.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.errors import UserError
+from ...layouts.kv_format import KV_FORMATS, KVScales
+from ..conventions.modelopt import SIDECAR
+from .checkpoint import Checkpoint, read_json_object
+
+AUTO, UNQUANTIZED, FP8 = "auto", "unquantized", "fp8"
+
+SCALE = re.compile(
+    r"\.(?P<layer>\d+)\.[^.]+\.(?:(?P<of>[kv])_scale|(?P<of_proj>[kv])_proj\.(?:[kv]|output)_scale)$"
+)
+"""`…layers.3.self_attn.k_scale`; ModelOpt's `…k_proj.k_scale`; of old, `…k_proj.output_scale`."""
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """How to store keys and values: a name in `KV_FORMATS`, and by layer the scales it takes."""
+
+    kv_format: str
+    scales: Mapping[int, KVScales] = field(default_factory=dict)
+
+
+def kv_cache_of(checkpoint: Checkpoint, asked: str = AUTO) -> KVCache:
+    """The KV cache to serve `checkpoint` with: the format `asked` for, or for `auto` the one it declares."""
+    kv_format = _declared(checkpoint) if asked == AUTO else asked
+    return KVCache(kv_format, _scales(checkpoint) if kv_format == FP8 else {})
+
+
+def _declared(checkpoint: Checkpoint) -> str:
+    config = dict(checkpoint.quantization_config or {})
+    sidecar = checkpoint.folder / SIDECAR
+    if sidecar.is_file():
+        config = {**(read_json_object(sidecar).get("quantization") or {}), **config}
+    scheme: Mapping[str, Any] | None = config.get("kv_cache_scheme")
+    algorithm = config.get("kv_cache_quant_algo")
+    if scheme is None and algorithm is None:
+        return UNQUANTIZED
+    if algorithm == "FP8" or (scheme is not None and _is_fp8(scheme)):
+        return FP8
+    raise UserError(
+        f"{checkpoint.source} declares a KV cache of {algorithm or dict(scheme or {})}, which the embedded "
+        f"engine has not. Choose one with --kv-cache-dtype: {', '.join(KV_FORMATS)}"
+    )
+
+
+def _is_fp8(scheme: Mapping[str, Any]) -> bool:
+    return scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
+
+
+def _scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
+    found: dict[int, dict[str, Tensor]] = {}
+    for name in checkpoint.tensors:
+        match = SCALE.search(name)
+        if match is not None:
+            of = match["of"] or match["of_proj"]
+            found.setdefault(int(match["layer"]), {})[of] = _scale(checkpoint, name)
+    for layer, scales in found.items():
+        if len(scales) < 2:
+            raise UserError(f"{checkpoint.source}: layer {layer} has a KV scale for {min(scales)} only")
+    return {layer: KVScales(scales["k"], scales["v"]) for layer, scales in found.items()}
+
+
+def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
+    """fp32 [1], or [H_kv]."""
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    scale = checkpoint.read(name).to(torch.float32).reshape(-1)
+    if len(scale) not in (1, heads):
+        raise UserError(
+            f"{checkpoint.source}: {name} has {len(scale)} scales; give one, or one for each of {heads} heads"
+        )
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise UserError(f"{checkpoint.source}: {name} holds a scale that is not above 0")
+    return scale

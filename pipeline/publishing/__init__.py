@@ -1,0 +1,1 @@
+"""What a release consists of, its card, and where it goes."""

@@ -1,0 +1,233 @@
+"""The model card of a release, filled only from its verdict, its manifest and the base model's own metadata.
+
+Nothing here measures anything, and what nobody measured or declared is left out, or said to be missing.
+"""
+
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from ...serving_check.settings import Bounds, LoadSettings
+from ...serving_check.verdict import CurvePoint, Verdict
+from ..artifact import Artifact
+from ..recipe import load_recipe, shipped_recipes
+from .bundle import report_files
+from .card_engines import engines
+
+TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
+HUB = "https://huggingface.co"
+DEFAULT_EXPORT = "compressed-tensors"
+DEFAULT_ENGINE = "embedded"
+ENGINE_NAMES = {DEFAULT_ENGINE: "Scalegate's own engine", "vllm": "vLLM"}
+LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
+UNKNOWN = "not known"
+
+
+def write_card(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: str) -> str:
+    """The card of the artifact in `folder`, published under `name` by `pipeline push --to TO`."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(_fields(folder, artifact, verdict, name, to))
+    return _single_blank_lines(text)
+
+
+def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: str) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    on_hub = artifact.source_revision is not None
+    base = artifact.source if on_hub else Path(artifact.source).name
+    return {
+        "front_matter": front_matter(artifact, method),
+        "name": name.split("/")[-1],
+        "base": base,
+        "base_url": f"{HUB}/{artifact.source}" if on_hub else None,
+        "base_revision": artifact.source_revision,
+        "quantization": _quantization(artifact, method),
+        "bits_per_weight": artifact.quantization.get("bits_per_weight"),
+        "relative_error": artifact.quantization.get("relative_error"),
+        "size": _bytes(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
+        "baseline": _baseline(verdict),
+        "licence": _licence(artifact.base_metadata),
+        "licence_files": licence_files(artifact),
+        "engines": engines(name, method),
+        "engine_measured": _engine(verdict),
+        "load": verdict.load,
+        "curve": [_curve_row(point) for point in verdict.curve],
+        "plots": [{"title": _title(path), "path": path} for path in plot_files(folder)],
+        "changed_bounds": _changed_bounds(verdict.bounds),
+        "checks": [
+            [_cell(text) for text in (check.name, check.measured, check.bound, check.status)]
+            for check in verdict.checks
+        ],
+        "quality_tokens": f"{verdict.quality_tokens:,}",
+        "recipe": yaml.safe_dump(artifact.recipe, sort_keys=False, allow_unicode=True).rstrip(),
+        "recipe_file": None if _is_shipped(artifact.recipe) else f"{artifact.recipe.get('name')}.yaml",
+        "layouts": ", ".join(f"{count} {layout}" for layout, count in verdict.artifact.layouts.items()),
+        "device": verdict.environment.device,
+        "platform": verdict.environment.platform,
+        "cpu_count": verdict.environment.cpu_count,
+        "dtype": verdict.environment.dtype,
+        "versions": _versions(verdict.environment.versions),
+        "quantize_versions": _versions(artifact.versions),
+        "reproduce": _reproduce(artifact, verdict, base, to),
+        "bytes_digest": verdict.artifact.bytes_digest,
+    }
+
+
+def front_matter(artifact: Artifact, method: str | None) -> str:
+    """The card's metadata, with the base's licence, languages, task and tags carried over as they are."""
+    base = dict(artifact.base_metadata)
+    declared: dict[str, Any] = {}
+    if artifact.source_revision is not None:
+        declared["base_model"] = artifact.source
+    declared["base_model_relation"] = "quantized"
+    declared["library_name"] = base.pop("library_name", "transformers")
+    link = base.get("license_link")
+    if link is not None and "://" not in link and link not in artifact.files:
+        # A path inside the base's repository, which is not among our files.
+        if artifact.source_revision is not None:
+            base["license_link"] = f"{HUB}/{artifact.source}/blob/{artifact.source_revision}/{link}"
+        else:
+            del base["license_link"]
+    tags = base.pop("tags", [])
+    tags = tags if isinstance(tags, list) else [tags]
+    own_tags = ["scalegate", "int4", *([method] if method else [])]
+    declared |= base
+    declared["tags"] = list(dict.fromkeys([*tags, *own_tags]))
+    return f"---\n{yaml.safe_dump(declared, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def licence_files(artifact: Artifact) -> list[str]:
+    return sorted(name for name in artifact.files if name.lower().startswith(LICENCE_PREFIXES))
+
+
+def plot_files(folder: Path) -> list[str]:
+    """The plots of the gate's report by path inside `folder`."""
+    return [name for name in report_files(folder) if name.endswith(".png")]
+
+
+def _licence(metadata: dict[str, Any]) -> str | None:
+    licence = metadata.get("license")
+    if licence is None:
+        return None
+    text = ", ".join(licence) if isinstance(licence, list) else str(licence)
+    return metadata.get("license_name", text) if text == "other" else text
+
+
+def _baseline(verdict: Verdict) -> str:
+    revision = verdict.baseline.revision
+    name = verdict.baseline.name if revision is not None else Path(verdict.baseline.name).name
+    unquantized = "unquantized " if verdict.baseline.quantization == "none" else ""
+    return f"the {unquantized}`{name}`"
+
+
+def _engine(verdict: Verdict) -> str:
+    ours, theirs = (
+        ENGINE_NAMES.get(engine, "another server")
+        for engine in (verdict.environment.engine, verdict.environment.baseline_engine)
+    )
+    return ours if ours == theirs else f"{ours}, the baseline's on {theirs}"
+
+
+def _curve_row(point: CurvePoint) -> list[str]:
+    interval = (
+        f"{point.ratio_low:.2f} to {point.ratio_high:.2f}"
+        if point.ratio_low is not None and point.ratio_high is not None
+        else UNKNOWN
+    )
+    return [
+        str(point.m),
+        f"{point.artifact.output_throughput:,.0f}",
+        f"{point.baseline.output_throughput:,.0f}",
+        _number(point.ratio, 2),
+        interval,
+        _number(point.artifact.tpot_p50_ms, 1),
+        _number(point.baseline.tpot_p50_ms, 1),
+        _number(point.artifact.ttft_p50_ms, 0),
+        _number(point.baseline.ttft_p50_ms, 0),
+    ]
+
+
+def _changed_bounds(bounds: Bounds) -> list[str]:
+    defaults = Bounds()
+    return [
+        f"{field.name.replace('_', ' ')}: {getattr(bounds, field.name):g} "
+        f"(the default is {getattr(defaults, field.name):g})"
+        for field in fields(Bounds)
+        if getattr(bounds, field.name) != getattr(defaults, field.name)
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or UNKNOWN
+
+
+def _quantization(artifact: Artifact, method: str | None) -> str:
+    """`INT4 in groups of 128, asymmetric, stored as compressed-tensors`."""
+    what = str(artifact.recipe["format"]).upper()
+    sizes = {module["group_size"] for module in artifact.quantization.get("modules", {}).values()}
+    groups = " and ".join(str(size) for size in sorted(sizes)) or artifact.recipe.get("group_size")
+    symmetry = "symmetric" if artifact.recipe.get("symmetric") else "with zero points"
+    return f"{what} in groups of {groups}, {symmetry}" + (f", stored as {method}" if method else "")
+
+
+def _is_shipped(recipe: dict[str, Any]) -> bool:
+    name = recipe.get("name")
+    return name in shipped_recipes() and load_recipe(str(name)).to_json() == recipe
+
+
+def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
+    """The one command, with every setting that is not the default, and no folder of this machine in it."""
+    recipe = artifact.recipe
+    words = ["pipeline", "release", base]
+    if artifact.source_revision is not None:
+        words += ["--revision", artifact.source_revision]
+    words += ["--recipe", str(recipe.get("name")) if _is_shipped(recipe) else f"{recipe.get('name')}.yaml"]
+    export = artifact.quantization.get("export", DEFAULT_EXPORT)
+    words += [] if export == DEFAULT_EXPORT else ["--export", export]
+    load, usual = verdict.load, LoadSettings()
+    words += [] if load.ms == usual.ms else ["--m", ",".join(map(str, load.ms))]
+    words += [] if load.input_len == usual.input_len else ["--input-len", str(load.input_len)]
+    words += [] if load.output_len == usual.output_len else ["--output-len", str(load.output_len)]
+    floor = verdict.bounds.throughput_floor
+    words += (
+        [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
+    )
+    engine = verdict.environment.engine
+    words += [] if engine == DEFAULT_ENGINE or "://" in engine else ["--engine", engine]
+    target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
+    return shlex.join([*words, "--to", target])
+
+
+def _title(path: str) -> str:
+    return f"{Path(path).stem.replace('_', ' ')} against M"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _single_blank_lines(text: str) -> str:
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.strip() or (lines and lines[-1].strip()):
+            lines.append(line.rstrip())
+    return "\n".join(lines).rstrip() + "\n"

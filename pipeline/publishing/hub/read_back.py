@@ -1,0 +1,52 @@
+"""Checking a commit against the release it should hold: every file's size and digest, and stored bytes.
+
+The digests are what the Hub's index says, the bytes what its storage gives back; both must agree with ours.
+"""
+
+from huggingface_hub import HfApi
+from tqdm import tqdm
+
+from ....layouts.errors import UserError
+from ..bundle import BundleFile
+from .repository import list_files, read_bytes
+
+WINDOW = 64 * 1024
+"""Bytes read back from the beginning, the middle and the end of each file; smaller files are read whole."""
+
+
+def differences(
+    api: HfApi, repo_id: str, commit: str, files: list[BundleFile], progress: bool = True
+) -> list[str]:
+    """One line for each file that is not at `commit` as it is here; empty where all are."""
+    remote = list_files(api, repo_id, commit)
+    problems = []
+    for file in tqdm(files, desc="read back", unit="file", disable=None if progress else True):
+        if file.path not in remote:
+            problems.append(f"{file.path}: not there")
+        elif remote[file.path].size != file.size:
+            problems.append(f"{file.path}: {remote[file.path].size} bytes, {file.size} sent")
+        elif not remote[file.path].is_same_as(file):
+            problems.append(f"{file.path}: another digest than the file that was sent")
+        else:
+            for start, length in windows(file.size):
+                if read_bytes(api, repo_id, commit, file.path, start, length) != file.read(start, length):
+                    problems.append(f"{file.path}: stored bytes {start}..{start + length} differ")
+                    break
+    return problems
+
+
+def windows(size: int) -> list[tuple[int, int]]:
+    """(start, length) of what is read back from a file of `size` bytes."""
+    if size <= 3 * WINDOW:
+        return [(0, size)] if size else []
+    return [(0, WINDOW), (size // 2, WINDOW), (size - WINDOW, WINDOW)]
+
+
+def require_same(api: HfApi, repo_id: str, commit: str, files: list[BundleFile], progress: bool) -> None:
+    problems = differences(api, repo_id, commit, files, progress)
+    if problems:
+        raise UserError(
+            f"{repo_id} does not give back what was sent, at commit {commit}:\n  "
+            + "\n  ".join(problems[:10])
+            + "\nIts visibility was not changed. Push again; if that does not help, push to a new repository"
+        )

@@ -1,0 +1,217 @@
+"""Which tensors of a checkpoint are the weights of linear layers, single experts and fused ones included.
+
+Decided on the transformers model built from the config, not by guessing from names. No data is read.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Interleave, MergeModulelist, Transpose
+
+from ...layouts.errors import UserError
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.float_source import is_scale
+from ..loading.skeleton import build_skeleton
+from ..loading.weight_map import Assignment, map_weights
+
+WEIGHT = ".weight"
+ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
+NOT_THE_DECODER = re.compile(r"(^|\.)\w*(vision|visual|audio|image|multi_modal|projector|connector)\w*(\.|$)")
+
+LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", "router", "unknown"
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """One linear layer's weight [N, K] inside a tensor of the checkpoint.
+
+    module:     its name in the artifact
+    tensor:     the checkpoint tensor it is read from
+    role:       LINEAR, LM_HEAD, EMBEDDING, ROUTER, or UNKNOWN for fused experts in an order not known here
+    expert:     which slice of a fused [E, ...] tensor it is; None for a tensor of its own
+    rows:       which rows of that slice, first and one past the last
+    transposed: the slice lies as [K, N]
+    """
+
+    module: str
+    tensor: str
+    role: str
+    n: int
+    k: int
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The checkpoint's tensors, sorted into linear weights and everything else."""
+
+    linears: dict[str, list[LinearWeight]]
+    """By checkpoint tensor; a fused tensor has one for each expert and projection."""
+    others: dict[str, str]
+    """Tensors that hold no linear weight, and what they are."""
+    tied_lm_head: LinearWeight | None
+    """The output projection where it has no tensor of its own but shares the embeddings'."""
+
+
+def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
+    """Sort the checkpoint's tensors. UserError where they do not fit the architecture in its config."""
+    model = build_skeleton(checkpoint, torch.bfloat16)
+    names = [name for name in checkpoint.tensors if not is_scale(checkpoint, name)]
+    mapped = map_weights(model, names)
+    if mapped.unexpected:
+        raise UserError(
+            f"{checkpoint.source}: the checkpoint has {mapped.unexpected[0]}, and "
+            f"{type(model).__name__} has no place for it; the config does not describe these files"
+        )
+    _refuse_missing(checkpoint, model, mapped.assignments)
+    linears: dict[str, list[LinearWeight]] = {}
+    others: dict[str, str] = {}
+    head = model.get_output_embeddings()
+    for assignment in mapped.assignments:
+        for name in assignment.names:
+            found = _linear_weights(checkpoint, model, assignment, name, head)
+            if isinstance(found, str):
+                others[name] = found
+            else:
+                linears[name] = found
+    for name in names:
+        if name not in linears and name not in others:
+            others[name] = "not used by the model"
+    return ModelWeights(linears, others, _tied_head(checkpoint, model, linears))
+
+
+def _linear_weights(
+    checkpoint: Checkpoint, model: PreTrainedModel, assignment: Assignment, name: str, head: nn.Module | None
+) -> list[LinearWeight] | str:
+    """The linear weights in one tensor, or what else it is."""
+    owner_name, _, leaf = assignment.target.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    shape = checkpoint.tensors[name].shape
+    target = owner._parameters.get(leaf)
+    if target is None:
+        return "buffer"
+    if target.dim() == 3 and "expert" in type(owner).__name__.lower():
+        if leaf.endswith("_bias"):
+            return "bias"
+        if len(shape) == 2 and name.endswith(WEIGHT):
+            return [LinearWeight(name.removesuffix(WEIGHT), name, LINEAR, *shape)]
+        return _fused_experts(checkpoint, model, assignment, name, owner)
+    if len(shape) != 2 or not name.endswith(WEIGHT):
+        return "bias" if leaf.endswith("bias") else "norm, bias or other small tensor"
+    if assignment.converter is None and shape != tuple(target.shape):
+        raise UserError(
+            f"{checkpoint.source}: {name} has shape {list(shape)}; config.json makes it {list(target.shape)}"
+        )
+    module = name.removesuffix(WEIGHT)
+    if NOT_THE_DECODER.search(owner_name):
+        return "outside the text decoder"
+    if isinstance(owner, nn.Embedding):
+        return [LinearWeight(module, name, EMBEDDING, *shape)]
+    if owner is head:
+        return [LinearWeight(module, name, LM_HEAD, *shape)]
+    if "router" in type(owner).__name__.lower() or ROUTER_PARTS.search(owner_name):
+        return [LinearWeight(module, name, ROUTER, *shape)]
+    if isinstance(owner, nn.Linear):
+        return [LinearWeight(module, name, LINEAR, *shape)]
+    return f"{type(owner).__name__} weight, not a Linear"
+
+
+def _fused_experts(
+    checkpoint: Checkpoint, model: PreTrainedModel, assignment: Assignment, name: str, owner: nn.Module
+) -> list[LinearWeight]:
+    """One linear for each expert and projection of a fused 3-D tensor.
+
+    They take the names under which transformers reads single experts of this architecture
+    (`experts.0.gate_proj`); where it knows none, the fused parameter's own (`experts.0.gate_up_proj`).
+    """
+    owner_name, _, leaf = assignment.target.rpartition(".")
+    experts, first, second = checkpoint.tensors[name].shape
+    operations = list(assignment.converter.operations) if assignment.converter else []
+    transposed = _is_transposed(checkpoint, assignment, owner)
+    known = len(checkpoint.tensors[name].shape) == 3 and leaf in EXPERT_PARAMETERS
+    if not known or any(not isinstance(operation, Transpose) for operation in operations):
+        return [LinearWeight(name, name, UNKNOWN, first, second)]
+    n, k = (second, first) if transposed else (first, second)
+    prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{owner_name}."
+    single = _single_expert_names(model, assignment.target) or [leaf]
+    if n % len(single):
+        raise UserError(f"{checkpoint.source}: {name} has {n} rows, which {len(single)} projections share")
+    size = n // len(single)
+    return [
+        LinearWeight(
+            f"{prefix}{expert}.{projection}", name, LINEAR, size, k,
+            expert=expert, rows=(index * size, (index + 1) * size), transposed=transposed,
+        )
+        for expert in range(experts)
+        for index, projection in enumerate(single)
+    ]  # fmt: skip
+
+
+def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Module) -> bool:
+    """Whether the checkpoint's slices are [K, N]: as in the model, or turned by a Transpose on the way."""
+    transposed = getattr(owner, "is_transposed", None)
+    if transposed is None:
+        gate_up, down = owner._parameters.get("gate_up_proj"), owner._parameters.get("down_proj")
+        if gate_up is None or down is None:
+            transposed = False
+        else:
+            transposed = gate_up.shape[2] == 2 * down.shape[1] and gate_up.shape[1] == down.shape[2]
+    operations = assignment.converter.operations if assignment.converter else []
+    turns = sum(isinstance(operation, Transpose) for operation in operations)
+    return bool(transposed) ^ bool(turns % 2)
+
+
+def _single_expert_names(model: PreTrainedModel, target: str) -> list[str]:
+    """The projections that transformers merges into this expert parameter, in their order; none for none."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for rule in get_model_conversion_mapping(model):
+        operations = getattr(rule, "operations", [])
+        merges = any(isinstance(operation, MergeModulelist) for operation in operations)
+        interleaves = any(isinstance(operation, Interleave | Transpose) for operation in operations)
+        if merges and not interleaves and any(target.endswith(t) for t in rule.target_patterns):
+            names = [re.search(r"\*\.(\w+)\.weight\$?$", pattern) for pattern in rule.source_patterns]
+            if all(names):
+                return [name[1] for name in names if name]
+    return []
+
+
+def _tied_head(
+    checkpoint: Checkpoint, model: PreTrainedModel, linears: dict[str, list[LinearWeight]]
+) -> LinearWeight | None:
+    if any(weight.role == LM_HEAD for weights in linears.values() for weight in weights):
+        return None
+    embeddings = model.get_input_embeddings()
+    name = next((n for n, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    owner = next((n for n, module in model.named_modules() if module is embeddings), "")
+    for tensor, weights in linears.items():
+        for weight in weights:
+            if name and weight.role == EMBEDDING and _same_module(weight.module, owner):
+                return LinearWeight(name, tensor, LM_HEAD, weight.n, weight.k)
+    return None
+
+
+def _same_module(stored: str, in_model: str) -> bool:
+    return stored.rpartition(".")[2] == in_model.rpartition(".")[2]
+
+
+def _refuse_missing(
+    checkpoint: Checkpoint, model: PreTrainedModel, assignments: Sequence[Assignment]
+) -> None:
+    filled = {assignment.target for assignment in assignments}
+    several = {t for a in assignments if a.converter for t in a.converter.target_patterns}
+    tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
+    for name, _ in model.named_parameters():
+        if name in filled or name in tied or any(pattern in name for pattern in several):
+            continue
+        raise UserError(
+            f"{checkpoint.source}: {name} is missing from the checkpoint, and {type(model).__name__} "
+            "needs it; config.json and the weights do not belong together"
+        )

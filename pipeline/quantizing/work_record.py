@@ -1,0 +1,144 @@
+"""The record of a quantize job in its output folder: what it was asked for and which shards are finished.
+
+It makes an interrupted job resumable and another job's folder untouchable. `scalegate.json` replaces it.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...layouts.errors import UserError
+from ...layouts.files import PARTIAL_SUFFIX, write_json
+from ..artifact import MANIFEST_NAME, SOURCE_NAME, VERDICT_NAME, Artifact, FileRecord, sha256_of
+
+RECORD_NAME = ".scalegate-quantize.json"
+START_OVER = "add --overwrite to start over, or give another folder"
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A shard that is whole on disk, and what was measured while it was made."""
+
+    file: FileRecord
+    modules: dict[str, dict[str, Any]]
+
+
+@dataclass
+class WorkRecord:
+    """The content of the record; `parameters` is everything that decides the artifact's bytes."""
+
+    folder: Path
+    parameters: dict[str, Any]
+    shards: dict[str, FinishedShard]
+
+    def finish(self, name: str, shard: FinishedShard) -> None:
+        self.shards[name] = shard
+        self.write()
+
+    def write(self) -> None:
+        shards = {name: asdict(shard) for name, shard in self.shards.items()}
+        write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "shards": shards})
+
+    def remove(self) -> None:
+        (self.folder / RECORD_NAME).unlink(missing_ok=True)
+
+    def drop_damaged(self) -> list[str]:
+        """Forget the shards that are no longer what was recorded, and name them."""
+        damaged = [
+            name for name, shard in self.shards.items() if not _is_whole(self.folder / name, shard.file)
+        ]
+        for name in damaged:
+            del self.shards[name]
+        return damaged
+
+
+def _is_whole(path: Path, record: FileRecord) -> bool:
+    return path.is_file() and path.stat().st_size == record.size and sha256_of(path) == record.sha256
+
+
+def parameters_digest(parameters: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold `folder` for one job; a killed process lets go by itself."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another quantize is at work in {folder}; wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def finished_artifact(folder: Path, parameters: dict[str, Any]) -> Artifact | None:
+    """The artifact in `folder`, if these parameters made it and its bytes still match; None without one."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return None
+    artifact = Artifact.read(folder)
+    if artifact.quantization.get("parameters_sha256") != parameters_digest(parameters):
+        recorded = {"recipe": artifact.recipe, "versions": artifact.versions}
+        _refuse_other_job(folder, recorded, {name: parameters[name] for name in recorded})
+    changed = artifact.changed_files(folder)
+    if changed:
+        raise UserError(f"the artifact in {folder} is damaged ({changed[0]}); {START_OVER}")
+    return artifact
+
+
+def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
+    """The record of the job interrupted in `folder`, or a new one. UserError where it is another job's."""
+    path = folder / RECORD_NAME
+    if not path.is_file():
+        foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(PARTIAL_SUFFIX))
+        if foreign:
+            raise UserError(
+                f"{folder} is not empty (it has {foreign[0]}) and `pipeline quantize` did not begin it; "
+                "give a new or empty folder"
+            )
+        record = WorkRecord(folder, parameters, {})
+        record.write()
+        return record
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        shards = {
+            name: FinishedShard(FileRecord(**shard["file"]), shard["modules"])
+            for name, shard in value["shards"].items()
+        }
+        recorded = value["parameters"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not readable as a work record; {START_OVER}") from error
+    if recorded != parameters:
+        _refuse_other_job(folder, recorded, parameters)
+    return WorkRecord(folder, parameters, shards)
+
+
+def _refuse_other_job(folder: Path, recorded: dict[str, Any], parameters: dict[str, Any]) -> None:
+    differing = [name for name in parameters if recorded.get(name) != parameters[name]]
+    what = " and ".join(differing) or "source or export"
+    raise UserError(f"{folder} was made with another {what}; {START_OVER}")
+
+
+def clear_folder(folder: Path, copied: Iterable[str]) -> None:
+    """Remove what a job wrote into `folder`, `copied` names included. UserError where it is not a job's."""
+    ours = (folder / RECORD_NAME).is_file() or (folder / MANIFEST_NAME).is_file()
+    if not ours and any(folder.iterdir()):
+        raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")
+    names: set[str] = {RECORD_NAME, SOURCE_NAME, MANIFEST_NAME, VERDICT_NAME, "README.md", *copied}
+    if (folder / MANIFEST_NAME).is_file():
+        names |= set(Artifact.read(folder).files)
+    names |= {path.name for path in folder.glob("model*.safetensors*")}
+    names |= {path.relative_to(folder).as_posix() for path in folder.rglob(f"*{PARTIAL_SUFFIX}")}
+    # The manifest first: without it, nothing here passes for finished.
+    for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "serving_check", ignore_errors=True)

@@ -1,0 +1,65 @@
+"""The layout plan as a table for a terminal: shape × M × layout, microseconds and ratio.
+
+Not for deciding anything: the plan already has.
+"""
+
+from ...layouts.choose import LOSS_BOUND
+from ...layouts.explain import explain_slow_layout
+from ...layouts.plan import LayoutPlan, Measurement, ShapeChoice
+
+PICKED, BEST = ">", "*"
+NAME_WIDTH = 22
+CELL_WIDTH = 14
+
+
+def layout_table(plan: LayoutPlan) -> str:
+    """The whole plan, one block for each shape, and a word on every shape that is slow."""
+    lines = [
+        f"Layouts on {plan.device}: microseconds a product, and speed as a multiple of the unquantized one",
+        f"({PICKED} picked, {BEST} quickest at that M)",
+    ]
+    for choice in plan.choices:
+        lines += ["", *_block(choice)]
+    slow = explain_slow_layout(plan, 1 - LOSS_BOUND)
+    if slow:
+        lines += ["", "Slower than the unquantized product:"]
+        lines += [f"  {one.sentence(1 - LOSS_BOUND)}" for one in slow]
+    return "\n".join(lines)
+
+
+def _block(choice: ShapeChoice) -> list[str]:
+    ms = sorted({one.m for one in choice.measurements})
+    kinds = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in choice.modules))
+    lines = [
+        f"{choice.shape}  ({len(choice.modules)} layers: {kinds})",
+        " " * NAME_WIDTH + "".join(f"M={m}".rjust(CELL_WIDTH) for m in ms),
+    ]
+    baseline = {one.m: one.baseline_microseconds for one in choice.measurements}
+    if ms:
+        cells = [f"{_microseconds(baseline[m])}   1.00× " for m in ms]
+        lines.append(_row(" ", "unquantized", cells))
+    best = {m: min(_at(choice, m), key=lambda one: one.microseconds) for m in ms}
+    for layout in choice.measured_layouts:
+        curve = choice.curve(layout)
+        cells = [_cell(curve[m], best[m] is curve[m]) if m in curve else "" for m in ms]
+        lines.append(_row(PICKED if layout == choice.layout else " ", layout, cells))
+    lines += [f"    {layout}: not measured, {reason}" for layout, reason in choice.refusals.items()]
+    lines.append(f"  {choice.layout}: {choice.reason}")
+    return lines
+
+
+def _at(choice: ShapeChoice, m: int) -> list[Measurement]:
+    return [one for one in choice.measurements if one.m == m]
+
+
+def _row(mark: str, name: str, cells: list[str]) -> str:
+    return f"{mark} {name}".ljust(NAME_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells)
+
+
+def _cell(measurement: Measurement, is_best: bool) -> str:
+    mark = BEST if is_best else " "
+    return f"{_microseconds(measurement.microseconds)} {measurement.ratio:6.2f}×{mark}"
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"

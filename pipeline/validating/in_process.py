@@ -1,0 +1,154 @@
+"""The figures that need no server: what was loaded, and how close the artifact predicts to the baseline.
+
+Both models are in memory only while this runs; the servers come after.
+"""
+
+import gc
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ...layouts.errors import UserError
+from ...layouts.linear import QuantizedLinear, packed_layers
+from ...serving_check.checks.loads import Loaded
+from ...serving_check.engine.stored_kv import OverStoredKV
+from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.kv_cache import UNQUANTIZED, kv_cache_of
+from ..load import LoadedModel, load_model, load_tokenizer
+
+HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
+WINDOW = 512
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """The text that quality is measured on and that prompts are cut from."""
+
+    tokenizer: Any
+    windows: list[torch.Tensor]
+    sha256: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        return torch.cat(self.windows).tolist()
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@dataclass(frozen=True)
+class InProcessFigures:
+    loaded: Loaded
+    baseline_loaded: Loaded
+    comparison: Comparison
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How both are loaded; `layout` and `kv_cache_dtype` are for the artifact alone."""
+
+    device: str
+    dtype: torch.dtype | None
+    layout: str | None
+    kv_cache_dtype: str
+    progress: bool
+
+
+def read_held_out(path: Path | None, artifact: Checkpoint, baseline: Checkpoint, tokens: int) -> HeldOutText:
+    """At most `tokens` tokens of `path`, or of the text that ships with Scalegate."""
+    path = path or HELD_OUT
+    tokenizer = load_tokenizer(artifact) or load_tokenizer(baseline)
+    if tokenizer is None:
+        raise UserError(
+            f"neither {artifact.source} nor {baseline.source} has a tokenizer; add tokenizer.json"
+        )
+    try:
+        content = path.read_bytes()
+        windows = token_windows(tokenizer, read_texts(path), WINDOW, tokens)
+    except OSError as error:
+        raise UserError(f"cannot read the held-out text {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not held-out text; give plain UTF-8 text, "
+            'or a .jsonl file with one {"text": ...} a line'
+        ) from error
+    if not windows:
+        raise UserError(f"the held-out text {path} is empty; give a file with --text")
+    return HeldOutText(tokenizer, windows, hashlib.sha256(content).hexdigest())
+
+
+def take_figures(
+    artifact: Checkpoint, baseline: Checkpoint, text: HeldOutText, options: LoadOptions
+) -> InProcessFigures:
+    """Load both, look at their layers, and compare their predictions."""
+    ours = _load(artifact, options, options.layout)
+    theirs = _load(baseline, options, None)
+    loaded, baseline_loaded = _describe(ours), _describe(theirs)
+    if loaded.vocab_size != baseline_loaded.vocab_size:
+        raise UserError(
+            f"{artifact.source} has a vocabulary of {loaded.vocab_size} tokens and {baseline.source} of "
+            f"{baseline_loaded.vocab_size}: not the checkpoint it was made from; give that with --baseline"
+        )
+    total = sum(window.numel() for window in text.windows)
+    with tqdm(total=total, desc="quality", unit="tok", disable=None if options.progress else True) as bar:
+        comparison = compare(_as_served(ours, options), theirs.model, text.windows, bar.update)
+    dtype = str(ours.model.dtype).removeprefix("torch.")
+    del ours, theirs
+    _release_memory()
+    return InProcessFigures(loaded, baseline_loaded, comparison, dtype)
+
+
+class BaselineScorer:
+    """How likely text is to the baseline, which is loaded again for it: the servers have gone by then."""
+
+    def __init__(self, baseline: Checkpoint, options: LoadOptions):
+        self._model = _load(baseline, options, None).model
+
+    def __call__(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
+        return continuation_nats(self._model, prompt, continuation)
+
+
+def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> LoadedModel:
+    return load_model(
+        checkpoint.folder,
+        device=options.device,
+        dtype=options.dtype,
+        layout=layout,
+        progress=options.progress,
+    )
+
+
+def _as_served(loaded: LoadedModel, options: LoadOptions) -> nn.Module:
+    """The model with its keys and values as they are stored while it serves."""
+    kv_cache = kv_cache_of(loaded.checkpoint, options.kv_cache_dtype)
+    if kv_cache.kv_format == UNQUANTIZED:
+        return loaded.model
+    return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, WINDOW)
+
+
+def _describe(loaded: LoadedModel) -> Loaded:
+    shapes = {
+        name: (module.out_features, module.in_features)
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, nn.Linear | QuantizedLinear)
+    }
+    return Loaded(
+        linear_shapes=shapes,
+        vocab_size=int(loaded.model.config.get_text_config().vocab_size),
+        layouts=loaded.layouts,
+        packed=packed_layers(loaded.model),
+    )
+
+
+def _release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

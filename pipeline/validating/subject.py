@@ -1,0 +1,39 @@
+"""Naming what a verdict is about: the checkpoint, its exact bytes and how its layers ran."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from ...serving_check.verdict import Subject
+from ..artifact import Artifact, record_files
+from ..checkpoints.checkpoint import Checkpoint
+from ..conventions.all_conventions import convention_of
+
+
+def describe_subject(
+    checkpoint: Checkpoint, manifest: Artifact | None, layouts: Mapping[str, str]
+) -> Subject:
+    """Digests are computed from the files themselves, but for an artifact whose manifest was just checked."""
+    files = manifest.files if manifest else record_files(checkpoint.folder)
+    described = manifest or Artifact(checkpoint.public_name, checkpoint.revision, {}, {}, files)
+    return Subject(
+        name=checkpoint.public_name,
+        revision=checkpoint.revision,
+        bytes_digest=described.bytes_digest(),
+        layout_plan_sha256=described.layout_plan_sha256(),
+        quantization=describe_quantization(checkpoint),
+        layouts=dict(Counter(layouts.values())),
+    )
+
+
+def describe_quantization(checkpoint: Checkpoint) -> str:
+    """`compressed-tensors, Int4Weight g128`; `none` for a plain checkpoint."""
+    convention = convention_of(checkpoint)
+    formats = {
+        f"{weight.weight_format.__name__} g{weight.group_size}"
+        + (" with NVFP4 inputs" if weight.read_input else "")
+        for weight in convention.modules(checkpoint).values()
+        if weight.is_quantized
+    }
+    if checkpoint.quantization_config is None:
+        return "none"
+    return ", ".join([convention.name, *sorted(formats)])
