@@ -43,16 +43,19 @@ FUSION = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
 
 
 class CompiledLayers:
-    """While open, the one forward pass that it is open for compiles every layer it meets."""
+    """While open, the one forward pass that it is open for compiles every layer it meets: for the first
+    tuning all that can be compiled, for a later one all that were for the first."""
 
     def __init__(self, model: nn.Module, chain: Chain = UNCHAINED, tuning: Tuning = TUNINGS[0]):
         self.chain = chain
         self.tuning = tuning
         self.carry = Carry()
         layers = [*model_layers(model), *chain.first_openings()]
+        if tuning is not TUNINGS[0]:
+            layers = [layer for layer in layers if isinstance(layer.forward, _CompiledForward)]
         self._traced = [_TracedLayer(self, layer) for layer in layers]
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._failed: set[str] = set()
+        self._failed: set[Hashable] = set()
 
     def __enter__(self) -> Self:
         for traced in self._traced:
@@ -69,10 +72,13 @@ class CompiledLayers:
             else:
                 traced.layer.forward = compiled
 
-    def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> Callable[..., Any]:
-        """The layer's forward, compiled for arguments like these; shared by layers that are alike."""
+    def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> "_CompiledForward | None":
+        """The layer's forward, compiled for arguments like these; shared by layers that are alike. None where
+        one like it has failed."""
         following = self.chain.next_opening(layer)
         kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))
+        if kind in self._failed:
+            return None
         if kind not in self._compiled:
             self._compiled[kind] = torch.compile(
                 _own_code(cast(types.FunctionType, _run)),
@@ -81,14 +87,13 @@ class CompiledLayers:
                 options={"guard_filter_fn": _no_guards, **FUSION, **self.tuning.options},
             )
         name = self.chain.openings.get(layer)
-        return _CompiledForward(self._compiled[kind], layer, name, following, self.carry)
+        return _CompiledForward(kind, self._compiled[kind], layer, name, following, self.carry)
 
-    def warn(self, layer: nn.Module, error: Exception) -> None:
-        name = type(layer).__name__
-        if name not in self._failed:
-            self._failed.add(name)
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"{name} is served uncompiled, and slower for it: {reason}", stacklevel=2)
+    def failed(self, forward: "_CompiledForward", error: Exception) -> None:
+        self._failed.add(forward.kind)
+        reason = str(error).strip().splitlines()[0]
+        name = type(forward.layer).__name__
+        warnings.warn(f"{name} is served uncompiled, and slower for it: {reason}", stacklevel=2)
 
 
 class _CompiledForward:
@@ -96,12 +101,14 @@ class _CompiledForward:
 
     def __init__(
         self,
+        kind: Hashable,
         run: Callable[..., Any],
         layer: nn.Module,
         opening: str | None,
         following: nn.Module | None,
         carry: Carry,
     ):
+        self.kind = kind
         self.run = run
         self.layer = layer
         self.opening = opening
@@ -152,7 +159,7 @@ class _TracedLayer:
         self.compiled_layers = compiled_layers
         self.layer = layer
         self.plain = layer.forward
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: _CompiledForward | None = None
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,16 +169,19 @@ class _TracedLayer:
             self.compiled = None
             return self.plain(*args, **kwargs)
         self.layer.forward = self.plain
+        forward = self.compiled_layers.compiled(self.layer, args, kwargs)
+        traced_tokens = self.compiled_layers.tuning.traced_tokens
         try:
-            self.compiled = self.compiled_layers.compiled(self.layer, args, kwargs)
-            traced_tokens = self.compiled_layers.tuning.traced_tokens
+            if forward is None:
+                return self.plain(*args, **kwargs)
             _mark_token_dims((args, kwargs), traced_tokens)
-            output = self.compiled(*args, **kwargs)
+            output = forward(*args, **kwargs)
             _mark_token_dims((output, self.compiled_layers.carry.opened), traced_tokens)
+            self.compiled = forward
             return output
         except torch._dynamo.exc.TorchDynamoException as error:
-            self.compiled_layers.warn(self.layer, error)
-            self.compiled = None
+            if forward is not None:
+                self.compiled_layers.failed(forward, error)
             return self.plain(*args, **kwargs)
         finally:
             self.layer.forward = self

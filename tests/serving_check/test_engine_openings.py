@@ -108,6 +108,28 @@ def test_steps_of_many_tokens_have_code_of_their_own(monkeypatch: pytest.MonkeyP
     assert torch.equal(run(21), wanted[21]) and not options_of_calls
 
 
+def test_what_cannot_be_compiled_is_tried_once_for_all_that_are_like_it(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def failing(function, **_):
+        def call(*args):
+            calls.append(args)
+            raise torch._dynamo.exc.Unsupported("not today")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", failing)
+    model, run = make("qwen3")
+    wanted = run()
+    chain = open_ahead(model_layers(model), run)
+    with pytest.warns(UserWarning, match="is served uncompiled, and slower for it: not today") as warned:
+        for tuning in TUNINGS:
+            with CompiledLayers(model, chain, tuning):
+                assert torch.equal(run(), wanted)
+    assert len(calls) == len(warned) == 3, "rotary embedding, first norm, layer"
+    assert torch.equal(run(), wanted)
+
+
 def test_a_layer_that_begins_with_attention_is_not_opened():
     model, run = make("olmo2")
     chain = open_ahead(model_layers(model), run)
