@@ -25,19 +25,17 @@ from scalegate.layouts.measure import random_weight
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.request import EngineConfig
 from torch import nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import MODELS, covered, finish, greedy, random_model, start_decoding, timed, wave
+from serving import MODELS, PROFILED_STEPS, covered, greedy, profiled_steps, random_model, wave
 
 GROUP_SIZE = 128
 INPUT_LEN, OUTPUT_LEN = 32, 512
 BARS = {1: 1.45, 8: 1.45, 16: 1.45, 32: 1.35, 64: 1.15, 128: 1.0}
 VLLM_INT4 = {1: 297, 8: 2284, 16: 4223, 32: 7051, 64: 9917, 128: 15812}
 """vLLM 0.26, offline API, the better of Marlin and Machete; an earlier run, not this one."""
-PROFILED_STEPS, KERNELS_KEPT = 20, 16
+KERNELS_KEPT = 16
 CHECKED_MS = (1, 16, 37, 128)
 MAX_ERROR = 4e-3
 """Relative L2 of a product against the dequantized weight's in fp32, as for the kernels."""
@@ -145,23 +143,12 @@ def row(engines: dict[str, Engine], n: int) -> dict[str, Any]:
 def decode_split(engine: Engine, n: int) -> dict[str, Any]:
     """A decode step's time, and what its kernels take of it, each by itself: they may overlap."""
 
-    def steps() -> None:
-        for _ in range(PROFILED_STEPS):
-            engine.step()
-
-    start_decoding(engine, n, 256, 4 * PROFILED_STEPS)
-    wall = timed(steps) / PROFILED_STEPS
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        timed(steps)
-    finish(engine)
-    spans, kernels = [], defaultdict(lambda: [0, 0.0])
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            start, end = event.time_range.start, event.time_range.end
-            spans.append((start, end))
-            kernels[event.name][0] += 1
-            kernels[event.name][1] += end - start
-    busy = covered(spans) * 1e-3 / PROFILED_STEPS
+    wall, ran = profiled_steps(engine, n)
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, start, end in ran:
+        kernels[name][0] += 1
+        kernels[name][1] += end - start
+    busy = covered([(start, end) for _, start, end in ran]) * 1e-3 / PROFILED_STEPS
     longest = sorted(kernels.items(), key=lambda one: -one[1][1])[:KERNELS_KEPT]
     return {
         "n": n,
