@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from .all_layouts import LAYOUTS
 from .layout import PackedWeight
@@ -96,7 +97,7 @@ def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:
 
 
 # Scratch among the tensors may be written, but is as it was when the product is done.
-@torch.library.custom_op("scalegate::packed_matmul", mutates_args=())
+@custom_op("scalegate::packed_matmul", mutates_args=())
 def _packed_matmul(
     x: Tensor,
     tensors: list[Tensor],

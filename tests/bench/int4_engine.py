@@ -28,7 +28,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import MODELS, PROFILED_STEPS, covered, greedy, profiled_steps, random_model, wave
+from random_qwen3 import random_model
+from serving import PROFILED_STEPS, covered, greedy, profiled_steps, wave
 
 GROUP_SIZE = 128
 INPUT_LEN, OUTPUT_LEN = 32, 512
@@ -43,8 +44,8 @@ MAX_ERROR = 4e-3
 
 def main() -> None:
     options = arguments()
-    engines = {"bf16": warm_engine(random_model(MODELS["qwen3-8b"]))}
-    engines["int4"] = warm_engine(quantized(random_model(MODELS["qwen3-8b"]), options.layout))
+    engines = {"bf16": warm_engine(random_model("qwen3-8b"))}
+    engines["int4"] = warm_engine(quantized(random_model("qwen3-8b"), options.layout))
     for engine in engines.values():
         engine.jit_monitor.arm()
     rows = [row(engines, n) for n in options.n]

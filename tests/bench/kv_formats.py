@@ -9,26 +9,19 @@ the other, on one model. Speed does not depend on the weights' values.
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
-SHARED = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
-MODELS = {
-    "qwen3-4b": Qwen3Config(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **SHARED),
-    "qwen3-8b": Qwen3Config(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, **SHARED),
-}
+sys.path.insert(0, str(Path(__file__).parent))
+from random_qwen3 import random_model, random_prompts
+
+MODELS = ["qwen3-4b", "qwen3-8b"]
 BASELINE = "unquantized"
 INPUT, OUTPUT = 3968, 128
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
@@ -49,7 +42,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    models = {name: measure(MODELS[name], options) for name in options.models}
+    models = {name: measure(name, options) for name in options.models}
     results = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -62,19 +55,13 @@ def main() -> None:
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(config: Qwen3Config, options: argparse.Namespace) -> dict:
-    model = random_model(config)
+def measure(model_name: str, options: argparse.Namespace) -> dict:
+    model = random_model(model_name)
     formats: dict[str, dict] = {}
     for name in options.formats:
         formats[name] = serve(model, name, options)
-        show(config, name, formats)
+        show(model_name, name, formats)
     return formats
-
-
-def random_model(config: Qwen3Config) -> PreTrainedModel:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def serve(model: PreTrainedModel, kv_cache_dtype: str, options: argparse.Namespace) -> dict:
@@ -106,8 +93,7 @@ def serve(model: PreTrainedModel, kv_cache_dtype: str, options: argparse.Namespa
 
 def run(engine: Engine, n: int) -> dict:
     """N requests from beginning to end, and of their decoding together a stretch of steps by itself."""
-    generator = torch.Generator().manual_seed(n)
-    prompts = torch.randint(0, SHARED["vocab_size"], (n, INPUT), generator=generator).tolist()
+    prompts = random_prompts(n, INPUT, MODELS[0])
     torch.cuda.synchronize()
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -135,11 +121,11 @@ def run(engine: Engine, n: int) -> dict:
     }
 
 
-def show(config: Qwen3Config, name: str, formats: dict[str, dict]) -> None:
+def show(model_name: str, name: str, formats: dict[str, dict]) -> None:
     """One format's cells, with their ratios to the baseline where that was measured."""
     baseline = {cell["n"]: cell for cell in formats.get(BASELINE, {"cells": []})["cells"]}
     compiled = ", ".join(formats[name]["compilations"]) or "nothing"
-    print(f"hidden {config.hidden_size}, {name}; compiled after warm-up: {compiled}")
+    print(f"{model_name}, {name}; compiled after warm-up: {compiled}")
     print("   N    tok/s  ratio  prompts s  ratio  decode tok/s  ratio")
     for cell in formats[name]["cells"]:
         other = baseline.get(cell["n"], cell)

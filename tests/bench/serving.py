@@ -11,6 +11,7 @@ the same shapes, prompts and outputs.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,20 +22,13 @@ from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.request import CUDA_CHUNK_WHILE_DECODING, EngineConfig, SamplingParams
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-SHARED = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
-MODELS = {
-    "qwen3-4b": Qwen3Config(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **SHARED),
-    "qwen3-8b": Qwen3Config(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, **SHARED),
-}
+sys.path.insert(0, str(Path(__file__).parent))
+from random_qwen3 import random_model, random_prompts
+
+MODELS = ["qwen3-4b", "qwen3-8b"]
+VOCABULARY_OF = "qwen3-8b"
+"""And of the 4B."""
 WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
 VLLM = {
     ("qwen3-8b", "32/512"): {1: 199, 8: 1508, 16: 3047, 32: 5708, 64: 10199, 128: 16215},
@@ -57,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--offline-chunk", type=int, default=8192, help="prompt tokens in a step, offline")
@@ -79,15 +73,15 @@ def main() -> None:
         "torch": torch.__version__,
         "vllm_source": VLLM_SOURCE,
         "offline_chunk": options.offline_chunk,
-        "models": {name: measure(MODELS[name], name, options) for name in options.models},
+        "models": {name: measure(name, options) for name in options.models},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     show(results)
 
 
-def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict:
-    model = random_model(config)
+def measure(name: str, options: argparse.Namespace) -> dict:
+    model = random_model(name)
     started = time.perf_counter()
     engine = Engine(
         model,
@@ -137,15 +131,8 @@ def measure(config: Qwen3Config, name: str, options: argparse.Namespace) -> dict
     }
 
 
-def random_model(config: Qwen3Config) -> PreTrainedModel:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 def prompts(n: int, length: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(n)
-    return torch.randint(0, SHARED["vocab_size"], (n, length), generator=generator).tolist()
+    return random_prompts(n, length, VOCABULARY_OF)
 
 
 def greedy(tokens: int) -> SamplingParams:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 STARTED = time.perf_counter()
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 BARS = {"cold": 60.0, "warm": 20.0}
@@ -76,24 +77,10 @@ def first_token(checkpoint: Path, device: str) -> dict[str, float]:
 
 def random_checkpoint(folder: Path) -> Path:
     """Random weights of Qwen3-8B's shape; the tokenizer is the bundled checkpoint's, and says nothing."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+    from random_qwen3 import random_model
+    from transformers import AutoTokenizer
 
-    config = Qwen3Config(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    random_model("qwen3-8b").save_pretrained(folder)
     bundled = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
     AutoTokenizer.from_pretrained(bundled).save_pretrained(folder)
     return folder

@@ -28,20 +28,9 @@ from scalegate.serving_check.load import LoadResult, LoadSpec, run_load
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 
-SHARED = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 8192}
-SHAPES = {
-    "tiny": {**SHARED, **TINY},
-    "qwen3-4b": {**SHARED, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "qwen3-8b": {**SHARED, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-}
+sys.path.insert(0, str(Path(__file__).parent))
+from random_qwen3 import SHAPES, random_model, random_prompts
+
 WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
 
 
@@ -90,12 +79,8 @@ def timed_engine(
     """The engine, once it has been timed offline."""
     import torch
     from scalegate.serving_check.engine.engine import Engine
-    from transformers import AutoModelForCausalLM, Qwen3Config
 
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = Qwen3Config(**SHAPES[shape])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = random_model(shape, device)
     most = max(n for _, _, n in cells)
     longest = max(input_len + output_len for input_len, output_len, _ in cells)
     sizes = EngineConfig(
@@ -108,7 +93,7 @@ def timed_engine(
     engine.warm_up()
     timed = []
     for input_len, output_len, n in cells:
-        prompts = torch.randint(0, config.vocab_size, (n, input_len)).tolist()
+        prompts = random_prompts(n, input_len, shape)
         asked = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
         seconds = []
         for _ in range(repeats + 1):

@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="qwen3-4b", help="a name in serving.py")
+    parser.add_argument("--model", default="qwen3-4b", help="a name in random_qwen3.py")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -73,6 +73,7 @@ def in_a_process(model: str, way: str) -> dict[str, float]:
 def step_milliseconds(model_name: str, way: dict) -> dict[str, float]:
     """Decode steps at contexts of some 300 tokens, by the number of requests."""
     import serving
+    from random_qwen3 import random_model
     from scalegate.serving_check.engine import compiled_layers, forward
     from scalegate.serving_check.engine.engine import Engine
     from scalegate.serving_check.engine.request import EngineConfig
@@ -80,7 +81,7 @@ def step_milliseconds(model_name: str, way: dict) -> dict[str, float]:
     tunings = (replace(compiled_layers.TUNINGS[0], **way), *compiled_layers.TUNINGS[1:])
     compiled_layers.TUNINGS = forward.TUNINGS = tunings
     sizes = EngineConfig(max_num_seqs=max(BATCHES), max_model_len=1024, kv_cache_tokens=100_000)
-    engine = Engine(serving.random_model(serving.MODELS[model_name]), sizes, frozenset())
+    engine = Engine(random_model(model_name), sizes, frozenset())
     engine.warm_up(progress=False)
     found = {}
     for n in BATCHES:
