@@ -3,6 +3,7 @@
     int4_shares.py   up to 256 rows, or 512 of few tiles: all tiles' K in one row, every CTA an equal share
     int4_waves.py    more rows, and where it was faster: whole waves of tiles, then the K of the rest split
     int4_sums.py     what the first does with the sums of a tile that others have a part of
+    int4_copies.py   how both bring bytes into shared memory
     int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
 Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new

@@ -33,13 +33,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .int4_copies import copy_activations, copy_weights, stage_bytes
 from .int4_ptx import arrive_at, barriers_asm, expect_asm, load4_asm, load_asm, load_pair_asm, wait_for
 from .int4_sums import UNIT_TILES, finish
 from .int4_unpack import meta_layout, operand_of, scale_of, words_layout, x_layout, zero_and_scale
@@ -147,20 +147,16 @@ def start_copies(
     words_ring, meta_ring, x_ring, barriers = ring
     bar = barriers.index(slot)
     if WEIGHTS:
-        words_bytes: gl.constexpr = words_ring.shape[1] * TILES * 2048
-        meta_bytes: gl.constexpr = meta_ring.shape[1] * meta_ring.shape[2] * 4
-        count: gl.constexpr = words_bytes + meta_bytes + x_ring.shape[1] * TILES * 128
+        count: gl.constexpr = stage_bytes(words_ring.shape, meta_ring.shape, x_ring.shape, TILES)
         gl.inline_asm_elementwise(
             expect_asm(READY, count), "=r,r,r", [slot * 8 + k * 0, k * 0 + pred],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-        words_from = [tile_n * words_ring.shape[1], k * (TILES * 8), 0]
-        tma.async_copy_global_to_shared(words_desc, words_from, bar, words_ring.index(slot), pred=pred)
-        meta_from = [(k * (TILES * 64)) // GROUP, tile_n * meta_ring.shape[2]]
-        tma.async_copy_global_to_shared(meta_desc, meta_from, bar, meta_ring.index(slot), pred=pred)
+        copy_weights(
+            words_desc, meta_desc, words_ring, meta_ring, slot, bar, k, tile_n, pred, TILES, GROUP
+        )  # fmt: skip
     if ACTIVATIONS:
-        x_from = [tile_m * x_ring.shape[1], k * (TILES * 64)]
-        tma.async_copy_global_to_shared(x_desc, x_from, bar, x_ring.index(slot), pred=pred)
+        copy_activations(x_desc, x_ring, slot, bar, k, tile_m, pred, TILES)
 
 
 @gluon.jit

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .int4_copies import copy_activations, copy_weights, stage_bytes
 from .int4_unpack import meta_layout, operand_of, words_layout, x_layout, zero_and_scale
 
 
@@ -115,16 +116,13 @@ def start_copies(
     words_ring, meta_ring, x_ring, ready, _free = ring
     bar = ready.index(slot)
     if WEIGHTS:
-        words_bytes: gl.constexpr = words_ring.shape[1] * TILES * 2048
-        meta_bytes: gl.constexpr = meta_ring.shape[1] * meta_ring.shape[2] * 4
-        mbarrier.expect(bar, words_bytes + meta_bytes + x_ring.shape[1] * TILES * 128, pred=pred)
-        words_from = [tile_n * words_ring.shape[1], stage * (TILES * 8), 0]
-        tma.async_copy_global_to_shared(words_desc, words_from, bar, words_ring.index(slot), pred=pred)
-        meta_from = [(stage * (TILES * 64)) // GROUP, tile_n * meta_ring.shape[2]]
-        tma.async_copy_global_to_shared(meta_desc, meta_from, bar, meta_ring.index(slot), pred=pred)
+        count: gl.constexpr = stage_bytes(words_ring.shape, meta_ring.shape, x_ring.shape, TILES)
+        mbarrier.expect(bar, count, pred=pred)
+        copy_weights(
+            words_desc, meta_desc, words_ring, meta_ring, slot, bar, stage, tile_n, pred, TILES, GROUP
+        )  # fmt: skip
     if ACTIVATIONS:
-        x_from = [tile_m * x_ring.shape[1], stage * (TILES * 64)]
-        tma.async_copy_global_to_shared(x_desc, x_from, bar, x_ring.index(slot), pred=pred)
+        copy_activations(x_desc, x_ring, slot, bar, stage, tile_m, pred, TILES)
 
 
 @gluon.jit
