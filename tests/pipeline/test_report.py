@@ -68,15 +68,15 @@ def test_a_queue_beside_an_empty_kv_cache_is_seen_at_a_glance(verdict: Verdict, 
         point.artifact,
         running_mean=22.0,
         waiting_max=60,
-        kv_usage_max=0.03,
+        kv_usage_max=0.04,
         step_ms=7.41,
         host_ms=3.21,
         device_idle_share=0.043,
     )
     shown = replace(verdict, curve=(replace(point, artifact=capped),))
     row = next(line for line in verdict_table(shown).splitlines() if "22.0 / 82.0" in line)
-    assert " ".join(row.split()) == "82 22.0 / 82.0 60 / 0 3 / 3 0 / 0 7.4 / ? 3.21 / ? 4.3 / ?"
+    assert " ".join(row.split()) == "82 22.0 / 82.0 60 / 0 4 / 3 0 / 0 7.4 / ? 3.21 / ? 4.3 / ?"
     write_report(shown, tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("What the servers did meanwhile") :])
-    assert cells[:10] == ["82", "artifact", "22.0", "?", "60", "3.0", "0", "7.41", "3.21", "4.3"]
+    assert cells[:10] == ["82", "artifact", "22.0", "?", "60", "4.0", "0", "7.41", "3.21", "4.3"]
