@@ -3,6 +3,7 @@
 The order of the work is here; what is measured and decided is `serving_check/`.
 """
 
+import functools
 import shlex
 import shutil
 import tempfile
@@ -261,15 +262,18 @@ def _require_context(checkpoint: Checkpoint, load: LoadSettings) -> None:
 def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]:
     """Explains a slow M from the artifact's plan, or from one measured now where that does not cover it."""
     recorded = run.manifest.layout_plan if run.manifest else None
-    plans = [LayoutPlan.from_json(recorded)] if recorded else []
+
+    @functools.cache
+    def plan() -> LayoutPlan:
+        to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
+        if recorded and (found := LayoutPlan.from_json(recorded)).covers(to_serve, used):
+            return found
+        return choose(to_serve, ms=run.load.ms, progress=run.progress)
 
     def explain(m: int) -> Diagnosis:
         if not used:
             return Diagnosis("No layer ran in one of Scalegate's layouts, so none of them is to blame.")
-        to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
-        if not plans or not plans[0].covers(to_serve, used):
-            plans[:] = [choose(to_serve, ms=run.load.ms, progress=run.progress)]
-        return diagnose(plans[0], used, m, run.bounds.throughput_floor)
+        return diagnose(plan(), used, m, run.bounds.throughput_floor)
 
     return explain
 
