@@ -1,7 +1,8 @@
 """INT4 product on Hopper, in Gluon: all tiles' K in one row, every CTA an equal share of it.
 
 For up to 256 rows of x, and 512 of few tiles, where `int4_waves.py` loses time at the ends of its waves;
-`int4_hopper.py` says which serves what. Not for batch-invariant serving: where a tile is cut depends on how many there are.
+`int4_hopper.py` says which serves what. Not for batch-invariant serving: where a tile is cut depends on how
+many there are.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
