@@ -159,32 +159,6 @@ def int4_swap_ab_kernel(
     tl.store(y + offset, accumulator.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N", "K", "first_tile", "k_blocks", "groups", "rows"])
-def int4_dequantize_kernel(
-    words, meta, weight, N, K, first_tile, k_blocks, groups, rows,
-    GROUP: tl.constexpr, FRACTIONAL: tl.constexpr,
-):  # fmt: skip
-    """Tiles from `first_tile` on to weight [rows, K], row 0 being that tile's; grid (K tiles, row tiles)."""
-    tile = tl.program_id(1)
-    block = tl.program_id(0)
-    values = unpack_tile(
-        words,
-        meta,
-        first_tile + tile,
-        block,
-        k_blocks,
-        groups,
-        rows,
-        GROUP,
-        FRACTIONAL,
-        weight.dtype.element_ty,
-    )
-    row = tile * 64 + tl.arange(0, 64)
-    column = block * 64 + tl.arange(0, 64)
-    inside = (first_tile * 64 + row < N)[:, None] & (column < K)[None, :]
-    tl.store(weight + row[:, None].to(tl.int64) * K + column[None, :], values, mask=inside)
-
-
 # Tile of M by the number of rows of x: a bucket, so that nothing compiles for a new M.
 BUCKETS = (16, 32, 64)
 
@@ -200,15 +174,3 @@ def matmul(x: Tensor, words: Tensor, meta: Tensor, n: int, group_size: int, frac
         BM=block_m, GROUP=min(group_size, MAX_GROUP), FRACTIONAL=fractional, num_warps=4,
     )  # fmt: skip
     return y
-
-
-def dequantize(
-    words: Tensor, meta: Tensor, out: Tensor, first_row: int, group_size: int, fractional: bool
-) -> None:
-    """Write rows `first_row`.. of the weight to out [rows, K]; `first_row` is a multiple of 64."""
-    rows, k = out.shape
-    grid = (words.shape[1], triton.cdiv(rows, TILE))
-    int4_dequantize_kernel[grid](
-        words, meta, out, first_row + rows, k, first_row // TILE, words.shape[1], *meta.shape,
-        GROUP=min(group_size, MAX_GROUP), FRACTIONAL=fractional, num_warps=4,
-    )  # fmt: skip

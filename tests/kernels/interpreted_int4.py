@@ -5,7 +5,7 @@ alone in bf16, to a unit in the last place.
 """
 
 import torch
-from scalegate.kernels import int4_swap_ab
+from scalegate.kernels import int4_dequantize, int4_swap_ab
 
 SHAPES = [
     (64, 128, 128, False),
@@ -26,28 +26,32 @@ def compare(n: int, k: int, group_size: int, fractional: bool) -> None:
         meta = int4_swap_ab.pack_meta(scale, zero, group_size, dtype)
         group = min(group_size, int4_swap_ab.MAX_GROUP)
         weight = int4_swap_ab.reference_weight(words, meta, group, fractional, dtype)[:n, :k]
-        out = torch.full((n, k), float("nan"), dtype=dtype)
-        int4_swap_ab.dequantize(words, meta, out, 0, group, fractional)
-        error = (out.float() - weight.float()).norm() / weight.float().norm()
-        if not error <= bound:
+        padded = len(words) * int4_swap_ab.TILE
+        out = torch.full((padded, k), float("nan"), dtype=dtype)
+        int4_dequantize.dequantize(words, meta, out, 0, group, fractional)
+        error = (out[:n].float() - weight.float()).norm() / weight.float().norm()
+        if not error <= bound or out[n:].any():
             raise SystemExit(f"dequantize {n}x{k} g{group_size} {dtype}: {error:.2e}")
-        lower = torch.full((n - 64, k), float("nan"), dtype=dtype)
+        lower = torch.full((padded - 64, k), float("nan"), dtype=dtype)
         if len(lower):
-            int4_swap_ab.dequantize(words, meta, lower, 64, group, fractional)
+            int4_dequantize.dequantize(words, meta, lower, 64, group, fractional)
             if not torch.equal(lower, out[64:]):
                 raise SystemExit(f"dequantize from row 64 of {n}x{k}")
         if dtype is torch.float16:
             for m in (1, 19):
                 x = torch.randn(m, k).to(dtype)
-                y = int4_swap_ab.matmul(x, words, meta, n, group, fractional)
-                expected = int4_swap_ab.reference_matmul(x, words, meta, n, group, fractional)
-                error = (y.float() - expected.float()).norm() / expected.float().norm()
-                if not error < 5e-4:
-                    raise SystemExit(f"matmul M={m} {n}x{k} g{group_size}: {error:.2e}")
+                expected = int4_swap_ab.reference_matmul(x, words, meta, n, group, fractional).float()
+                for product in (int4_swap_ab.matmul, int4_dequantize.matmul):
+                    y = product(x, words, meta, n, group, fractional)
+                    error = (y.float() - expected).norm() / expected.norm()
+                    if not error < 5e-4:
+                        raise SystemExit(f"{product} M={m} {n}x{k} g{group_size}: {error:.2e}")
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    int4_dequantize.PIECE_BYTES = 64 * 416 * 2  # several pieces, the last of them short
+    int4_dequantize.PIECE_ROWS = 64
     for shape in SHAPES:
         compare(*shape)
     print(f"compared {len(SHAPES)} shapes")

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import triton
-from scalegate.kernels import int4_hopper, int4_shares, int4_swap_ab, int4_unpack, int4_waves
+from scalegate.kernels import (
+    int4_dequantize,
+    int4_hopper,
+    int4_shares,
+    int4_swap_ab,
+    int4_unpack,
+    int4_waves,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -148,3 +155,22 @@ def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_p
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
     if product:
         assert any(product in text for text in disassembled(built, tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize(("group_size", "fractional", "element"), [(128, False, "bf16"), (32, True, "fp16")])
+def test_a_piece_of_the_weight_is_written_in_whole_vectors(
+    capability, group_size, fractional, element, tmp_path
+):
+    kernel = int4_dequantize.int4_dequantize_kernel
+    constants = {"BLOCKS": int4_dequantize.BLOCKS, "GROUP": group_size, "FRACTIONAL": fractional}
+    pointers = {"words": "*i32", "meta": "*i32", "weight": f"*{element}"}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
+    places = {name: (kernel.arg_names.index(name),) for name in signature}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(kernel, signature, {places[n]: v for n, v in constants.items()}, aligned)
+    options = {"num_warps": int4_dequantize.WARPS}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    stores = re.findall(r"st\.global\S*", built.asm["ptx"])
+    assert stores and all("v4.b32" in store for store in stores)
+    assert not [text for text in disassembled(built, tmp_path) if re.search(r"\b(I2F|LDL|STL)", text)]

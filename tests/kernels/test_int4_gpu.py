@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scalegate.kernels import int4_dequantize
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
@@ -57,6 +58,39 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
             answers.append(layout.matmul(x, packed))
         assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm(), m
         assert all(torch.equal(answers[0], again) for again in answers[1:]), m
+
+
+@pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), PROBLEMS)
+def test_the_product_of_many_rows_is_right_and_its_bits_are_the_same_again(
+    n, k, group_size, fractional, dtype
+):
+    """In one piece of the weight, and in several of which the last is short."""
+    weight = random_weight(n, k, group_size, fractional)
+    packed = SWAP_AB_PORTABLE.pack(weight, dtype)
+    reference = exact(weight)
+    m = 301
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    expected = x.double() @ reference.T
+    operands = packed.tensors["words"], packed.tensors["meta"], n, packed.meta["group_size"], fractional
+    with pytest.MonkeyPatch.context() as patch:
+        for piece_bytes in (int4_dequantize.PIECE_BYTES, 2 * 256 * k):
+            patch.setattr(int4_dequantize, "PIECE_BYTES", piece_bytes)
+            answers = []
+            for _ in range(3):
+                torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+                answers.append(int4_dequantize.matmul(x, *operands))
+            assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm()
+            assert all(torch.equal(answers[0], again) for again in answers[1:])
+
+
+def test_the_fused_kernels_and_cublas_agree_where_one_takes_over_from_the_other():
+    weight = random_weight(1024, 1024, 128, False)
+    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
+        return
+    packed = SWAP_AB.pack(weight, torch.bfloat16)
+    x = torch.randn(int4_dequantize.MIN_ROWS, 1024, device="cuda", dtype=torch.bfloat16)
+    fused, whole = SWAP_AB.matmul(x[:-1], packed).double(), SWAP_AB.matmul(x, packed).double()
+    assert (fused - whole[:-1]).norm() <= MAX_ERROR * whole.norm()
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 12288), (6144, 4096), (712, 1088)])
