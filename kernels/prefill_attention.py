@@ -242,7 +242,9 @@ def prefill_attention(
     wide = q.element_size() == 4 or dim > 128
     # Twice the rows for as much of keys and values, where there are programs enough and registers for two.
     large = count > LARGE and not wide and key_pages.element_size() == 2
-    tokens = max(1, (128 if large else 64) // group)
+    # Half, where 64 rows of float32 and their keys and values would not fit into shared memory.
+    rows = 128 if large else 32 if q.element_size() * dim > 512 else 64
+    tokens = max(1, rows // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
         q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),

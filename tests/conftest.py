@@ -11,14 +11,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", metavar="I/N", help="every Nth test, from the Ith on")
+
+
+@pytest.hookimpl(trylast=True)  # a share of what `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out where there is no GPU; `pytest -m gpu` on a machine with one runs them."""
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    share, shares = map(int, config.getoption("share").split("/"))
+    has_gpu = torch.cuda.is_available()
+    able = [item for item in items if has_gpu or not item.get_closest_marker("gpu")]
+    kept = able[share - 1 :: shares]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BENCH = Path(__file__).parent
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--import-mode=importlib"]
 PYTEST += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
 SHOWN_LINES = 12
 GREEDY = "greedy"
@@ -38,13 +38,26 @@ class Part:
     """Whether it must run alone."""
 
     @property
+    def subject(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
     def is_bench(self) -> bool:
         return self.arguments[0] != "-m"
 
 
-def tests(name: str, *paths: str, marked: bool = True) -> Part:
-    chosen = ["-m", "gpu"] if marked else []
-    return Part(name, [*PYTEST, *chosen, *(str(ROOT / "tests" / path) for path in paths)], 200, times=False)
+def tests(name: str, chosen: list[str], shares: int) -> list[Part]:
+    """Tests dealt to so many processes, since most of their time is compiling on one core."""
+    return [
+        Part(f"{name}:{share}", [*PYTEST, *chosen, "--share", f"{share}/{shares}"], 200, times=False)
+        for share in range(1, shares + 1)
+    ]
+
+
+def marked_gpu() -> list[str]:
+    """Files with such tests. The others' imports may need what a GPU machine lacks."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return ["-m", "gpu", *(str(file) for file in files if "mark.gpu" in file.read_text(encoding="utf-8"))]
 
 
 def bench(name: str, limit: int, script: str, *options: str, times: bool = True) -> Part:
@@ -53,9 +66,8 @@ def bench(name: str, limit: int, script: str, *options: str, times: bool = True)
 
 IN_MEMORY = ["--folder", "/dev/shm"]
 PARTS = [
-    tests("tests", "serving_check", "pipeline"),
-    tests("tests-int4", "kernels", "layouts"),
-    tests("tests-kernels", "kernels/interpreted", marked=False),
+    *tests("tests", marked_gpu(), 8),
+    *tests("tests-kernels", [str(ROOT / "tests" / "kernels" / "interpreted")], 2),
     bench(
         "soak", 300, "soak.py", str(ROOT / "examples" / "qwen3-pycode-5m"),
         "--device", "cuda", "--rate", "120", "--kv-cache-tokens", "30000", times=False,
@@ -83,12 +95,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS])
+    parser.add_argument("--only", nargs="+", choices=list(dict.fromkeys(part.subject for part in PARTS)))
     parser.add_argument("--checkpoint", type=Path, help="for the greedy part")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    parts = [part for part in PARTS if options.only is None or part.subject in options.only]
     ends = time.monotonic() + options.seconds
     outcomes: dict[str, str] = {}
     together = [part for part in parts if not part.times]
@@ -96,15 +108,16 @@ def main() -> None:
         for part, outcome in run(group, options, ends):
             outcomes[part.name] = outcome
             last = log_of(part, options.out).read_text(encoding="utf-8", errors="replace").splitlines()
-            print(f"\n== {part.name}: {outcome}", *last[-SHOWN_LINES:], sep="\n", flush=True)
+            shown = SHOWN_LINES if part.is_bench or not outcome.startswith("ok") else 1
+            print(f"\n== {part.name}: {outcome}", *last[-shown:], sep="\n", flush=True)
     print()
     for part in parts:
-        print(f"{part.name:<14} {outcomes.get(part.name, 'not begun')}")
+        print(f"{part.name:<16} {outcomes.get(part.name, 'not begun')}")
     sys.exit(any(not outcomes.get(part.name, "").startswith("ok") for part in parts))
 
 
 def log_of(part: Part, out: Path) -> Path:
-    return out / f"{part.name}.log"
+    return out / f"{part.name.replace(':', '-')}.log"
 
 
 def run(group: list[Part], options: argparse.Namespace, ends: float) -> list[tuple[Part, str]]:

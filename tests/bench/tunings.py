@@ -25,6 +25,7 @@ WAYS: dict[str, dict] = {
     "traced with 11 tokens": {"traced_tokens": 11},
     "traced with 3 tokens": {"traced_tokens": 3},
     "one kernel for queries, one for keys": {"options": {"combo_kernels": False}},
+    "programmatic dependents": {"options": {"triton.enable_pdl": True}},
     "all candidates": {"options": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
 }
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -7,25 +7,37 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
 SCALE_POINTERS = {0: None, 1: "*fp32", 2: "*fp32"}
 
 
 @pytest.mark.parametrize(
-    "pages, scales, window, large",
+    "pages, scales, window, rows",
     [
-        ("*bf16", 0, False, True),
-        ("*bf16", 0, True, True),
-        ("*bf16", 0, False, False),
-        ("*fp32", 0, False, False),
-        ("*fp8e4nv", 1, False, False),
-        ("*fp16", 1, False, True),
-        ("*fp16", 2, False, True),
-        ("*i8", 2, False, False),
+        ("*bf16", 0, False, 128),
+        ("*bf16", 0, True, 128),
+        ("*bf16", 0, False, 64),
+        ("*fp32", 0, False, 64),
+        ("*fp8e4nv", 1, False, 64),
+        ("*fp16", 1, False, 128),
+        ("*fp16", 2, False, 128),
+        ("*i8", 2, False, 64),
     ],
 )
-def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool, large: bool):
+def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool, rows: int):
+    kernel = compiled(pages, rows, scales=scales, window=window)
+    assert "wgmma" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("pages, rows", [("*bf16", 64), ("*fp32", 32)])
+def test_the_widest_heads_fit_into_shared_memory(pages: str, rows: int):
+    assert compiled(pages, rows, head_dim=256).metadata.shared <= SHARED_MEMORY
+
+
+def compiled(pages: str, rows: int, *, scales: int = 0, window: bool = False, head_dim: int = 128):
     activations = "*bf16" if scales else pages
-    wide = pages == "*fp32"
+    wide = pages == "*fp32" or head_dim > 128
     types = {
         **dict.fromkeys(["q_ptr", "out_ptr"], activations),
         **dict.fromkeys(["key_ptr", "value_ptr"], pages),
@@ -35,10 +47,11 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool, larg
         **dict.fromkeys(["scale_log2", "softcap"], "fp32"),
         **dict.fromkeys(["window", "table_stride"], "i32"),
     }
-    constants = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "DIM": 128, "GROUP": 4, "PAGE": 64}
-    constants |= {"TOKENS": 32 if large else 16, "BLOCK": 32 if wide else 64, "SCALES": scales}
+    group = 4
+    constants = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "DIM": head_dim, "GROUP": group}
+    constants |= {"PAGE": 64, "TOKENS": rows // group, "BLOCK": 32 if wide else 64, "SCALES": scales}
     constants |= {"SOFTCAP": False, "WINDOW": window, "SINKS": False}
-    constants |= {"PRECISION": "tf32x3" if wide else "tf32"}
+    constants |= {"PRECISION": "tf32x3" if pages == "*fp32" else "tf32"}
     constants |= {name: None for name, kind in types.items() if kind is None}
     names = _attend_tiles.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
@@ -48,6 +61,6 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, window: bool, larg
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name][0] == "*"},
     )
+    large = rows == 128
     options = {"num_warps": 8 if large else 4, "num_stages": 2, "maxnreg": 128 if large else None}
-    kernel = triton.compile(source, target=HOPPER, options=options)
-    assert "wgmma" in kernel.asm["ptx"]
+    return triton.compile(source, target=HOPPER, options=options)
