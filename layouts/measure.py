@@ -77,14 +77,22 @@ def measure(
     for name, one in usable.items():
         modules[name] = [QuantizedLinear(_copy(one), None) for _ in copies]
     del dense
+
+    def refuse(name: str, error: Exception) -> None:
+        found.refusals[name] = _failed(error)
+        del modules[name]
+
     for m in ms:
         calls = {name: _rotating(rotated, x[:m]) for name, rotated in modules.items()}
         with torch.inference_mode():
-            microseconds = interleaved_microseconds(calls, len(copies), problem.device, budget)
-        for name in usable:
-            figures = microseconds[name], microseconds[BASELINE]
-            found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))
+            times = interleaved_microseconds(calls, len(copies), problem.device, budget, refuse)
+        for name in modules:
+            if name != BASELINE:
+                figures = times[name], times[BASELINE]
+                found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))
         on_measured(m)
+    # A layout that served some Ms and failed at one does not serve.
+    found.measurements = [one for one in found.measurements if one.layout not in found.refusals]
     return found
 
 
@@ -151,10 +159,14 @@ def _pack_and_check(
             if not error <= MAX_ERROR:
                 return None, f"wrong answer here: relative error {error:.3g} at M={m}"
     except Exception as raised:
-        # Other people's kernels fail in their own ways; the choice goes on without them, and says so.
-        message = str(raised).splitlines() or [""]
-        return None, f"failed here: {type(raised).__name__}: {message[0][:200]}"
+        return None, _failed(raised)
     return packed, None
+
+
+def _failed(error: Exception) -> str:
+    """Other people's kernels fail in their own ways; the choice goes on without them, and says so."""
+    message = str(error).splitlines() or [""]
+    return f"failed here: {type(error).__name__}: {message[0][:200]}"
 
 
 def _rotating(modules: Sequence[nn.Module], x: Tensor) -> Call:

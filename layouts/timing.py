@@ -33,18 +33,31 @@ class TimingBudget:
 
 
 def interleaved_microseconds(
-    calls: Mapping[str, Call], copies: int, device: torch.device, budget: TimingBudget
+    calls: Mapping[str, Call],
+    copies: int,
+    device: torch.device,
+    budget: TimingBudget,
+    on_failure: Callable[[str, Exception], object] | None = None,
 ) -> dict[str, float]:
     """Microseconds of one call of each contestant, all sampled in turn in the same run.
 
     The first contestant is the one the others are compared with. Every other round runs backwards, so that
     none always comes after the same neighbour.
+
+    on_failure: told of a contestant, but the first, that raises before it is timed; the others go on without
     """
     make = _GraphContestant if device.type == "cuda" else _CpuContestant
-    contestants = {name: make(call, copies, budget) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
     reference = next(iter(calls))
-    names = list(calls)
+    contestants: dict[str, _GraphContestant | _CpuContestant] = {}
+    for name, call in calls.items():
+        try:
+            contestants[name] = make(call, copies, budget)
+        except Exception as error:
+            if name == reference or on_failure is None:
+                raise
+            on_failure(name, error)
+    names = list(contestants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
     started = time.perf_counter()
     for turn in range(budget.samples):
         if turn >= HOPELESS_SAMPLES:

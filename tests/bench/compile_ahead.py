@@ -1,16 +1,17 @@
-"""Has what compiles for each shape and M compiled before anything is timed, in many processes at once.
+"""Has what compiles for each shape or M compiled before anything is timed, in many processes at once.
 
-Some layouts' kernels are generated at the first call, tens of them for one shape and M; their packages keep
-the machine code on disk, where the process that measures finds it. What a package tunes by timing, it still
-tunes in that process, alone on the GPU. What is not ready in the seconds allowed is told by name.
+Some layouts' kernels are generated at the first call, tens of them; their packages keep the machine code on
+disk, where the process that measures finds it. What a package tunes by timing is called once here, and tuned
+in that process, alone on the GPU. What is not ready in the seconds allowed is told by name.
 """
 
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,30 @@ def call_once(job: Job) -> float:
 
     started = time.perf_counter()
     device = torch.device("cuda")
+    tune_with(called_once)
     weight = random_int4(job.n, job.k, job.group_size, job.fractional, device)
     packed = LAYOUTS[job.layout].pack(weight, torch.bfloat16)
     x = torch.randn(job.m, job.k, device=device, dtype=torch.bfloat16)
     LAYOUTS[job.layout].matmul(x, packed)
     torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def tune_with(benchmark: Callable[..., list[float]]) -> None:
+    """Have Triton's autotuners time what they choose from by this, as by `triton.testing.do_bench`."""
+    import triton
+
+    triton.runtime.driver.active.get_benchmarker = lambda: benchmark
+
+
+def tune_for(milliseconds: float) -> None:
+    """Have them time each of their kernels for about so long; Triton's own is 125 ms."""
+    import triton
+
+    tune_with(partial(triton.testing.do_bench, warmup=milliseconds / 5, rep=milliseconds))
+
+
+def called_once(call: Callable[[], object], quantiles: Sequence[float]) -> list[float]:
+    """Takes no time, so that all are called and none is found better."""
+    call()
+    return [0.0] * len(quantiles)

@@ -51,6 +51,8 @@ class Altered:
     repeats: int = 1
     factor: float = 1.0
     breaks: bool = False
+    breaks_again_at: int | None = None
+    """An M at which every call but the first fails."""
     kernel: str = "an altered kernel"
     calls: list[int] = field(default_factory=list)
 
@@ -63,7 +65,7 @@ class Altered:
 
     def matmul(self, x, packed):
         self.calls.append(x.shape[0])
-        if self.breaks:
+        if self.breaks or (x.shape[0] == self.breaks_again_at and self.calls.count(x.shape[0]) > 1):
             raise RuntimeError("no kernel image is available for execution on the device")
         for _ in range(self.repeats):
             y = LAYOUTS[self.inner].matmul(x, packed)
@@ -153,6 +155,14 @@ def test_a_layout_that_is_wrong_on_this_device_is_refused_with_the_reason(with_l
     found = measure(problem(), (1, 4), [layout.name, "dequantize"], QUICK)
     assert found.refusals[layout.name].startswith(reason)
     assert {one.layout for one in found.measurements} == {"dequantize"}
+
+
+def test_a_layout_that_fails_only_when_it_is_timed_is_refused_and_the_others_are_timed(with_layout):
+    """As a kernel that cannot be captured; its answers, and its timing at the first M, were fine."""
+    with_layout(Altered("dequantize", "fails", breaks_again_at=4))
+    found = measure(problem(), (1, 4), ["fails", "dequantize"], QUICK)
+    assert found.refusals["fails"].startswith("failed here: RuntimeError: no kernel image")
+    assert [(one.layout, one.m) for one in found.measurements] == [("dequantize", 1), ("dequantize", 4)]
 
 
 @pytest.mark.parametrize("stuck_in", ["pack", "matmul"])
