@@ -3,7 +3,8 @@
 In bf16 two correct computations round differently, so that tokens part where two are nearly as likely. Each
 parting is listed with the distance of the two tokens in the logits there: as `generate()` computed them (bf16
 has steps of 2^-4 between 8 and 16), and as the same weights in float32 do, there also relative to the logits.
-After the first parting a prompt says nothing more.
+After the first parting a prompt says nothing more. What bf16 alone does is shown by `generate()` against
+itself, with all prompts in one padded batch.
 
     python -P tests/bench/greedy.py CHECKPOINT --device cuda
 """
@@ -42,17 +43,22 @@ def main() -> None:
     tokens = tokenizer("".join(json.loads(line)["text"] for line in lines))["input_ids"]
     prompts = [tokens[131 * row : 131 * row + 1 + 7 * row] for row in range(options.prompts)]
     model = load(options, torch.bfloat16)
-    generated = [generate(model, prompt, options.tokens) for prompt in prompts]
+    generated = [generate(model, [prompt], options.tokens) for prompt in prompts]
+    generated = [(tokens[0], logits[0]) for tokens, logits in generated]
+    batched, _ = generate(model, prompts, options.tokens)
     engine = Engine(model, EngineConfig(max_model_len=1024, kv_cache_tokens=65536), frozenset())
     engine.warm_up(progress=False)
     greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
     answers = [list(answer.token_ids) for answer in engine.generate(prompts, greedy)]
     exact = load(options, torch.float32)
-    partings = [
-        parting(exact, row, prompts[row], generated[row][0], generated[row][1], answer)
-        for row, answer in enumerate(answers)
-        if answer != generated[row][0]
-    ]
+    partings, batched_partings = (
+        [
+            parting(exact, row, prompts[row], *generated[row], answer)
+            for row, answer in enumerate(others)
+            if answer != generated[row][0]
+        ]
+        for others in (answers, batched)
+    )
     results = {
         "checkpoint": options.checkpoint.name,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
@@ -62,6 +68,7 @@ def main() -> None:
         "new_tokens": options.tokens,
         "near_tie": NEAR_TIE,
         "partings": partings,
+        "partings_of_generate_batched": batched_partings,
         "compilations": [str(event) for event in engine.stats().compilations],
     }
     if options.out is not None:
@@ -73,13 +80,17 @@ def load(options: argparse.Namespace, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype).to(options.device).eval()
 
 
-def generate(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Tokens, and the logits [count, V] that they were the greatest of."""
-    inputs = torch.tensor([prompt], device=model.device)
+def generate(
+    model: PreTrainedModel, prompts: list[list[int]], count: int
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens for each of the prompts, and the logits [prompts, count, V] that they were the greatest of."""
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    # Given, as it would be guessed from where the padding token stands in the prompt.
+    masks = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     output = model.generate(
-        inputs,
-        # Given, as it would be guessed from where the padding token stands in the prompt.
-        attention_mask=torch.ones_like(inputs),
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(masks, device=model.device),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
@@ -87,7 +98,7 @@ def generate(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[lis
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits).float().cpu()
+    return output.sequences[:, longest:].tolist(), torch.stack(output.logits, 1).float().cpu()
 
 
 @torch.inference_mode()
@@ -108,7 +119,7 @@ def parting(
         "prompt": row,
         "position": at,
         "generate": theirs,
-        "engine": ours,
+        "other": ours,
         "gap_bf16": float(logits[at, theirs] - logits[at, ours]),
         "gap_float32": gap,
         "gap_relative": gap / float(exact_logits.abs().max()),
@@ -116,22 +127,29 @@ def parting(
 
 
 def show(results: dict) -> None:
-    partings = results["partings"]
+    print(
+        f"{results['checkpoint']} on {results['device']}: {results['prompts']} prompts, "
+        f"{results['new_tokens']} tokens each"
+    )
+    show_partings("the engine", results["partings"])
+    show_partings("generate() in one batch", results["partings_of_generate_batched"])
+    print(f"compiled after warm-up: {', '.join(results['compilations']) or 'nothing'}")
+
+
+def show_partings(who: str, partings: list[dict]) -> None:
     far, far_relative = (
         sum(one[gap] >= NEAR_TIE for one in partings) for gap in ("gap_float32", "gap_relative")
     )
     print(
-        f"{results['checkpoint']} on {results['device']}: {results['prompts']} prompts, "
-        f"{results['new_tokens']} tokens each; {len(partings)} part from generate(), {far} of them further "
-        f"than {NEAR_TIE} from a tie in float32, {far_relative} relative to the logits"
+        f"{who}: {len(partings)} part from generate(), {far} of them further than {NEAR_TIE} from a tie "
+        f"in float32, {far_relative} relative to the logits"
     )
     for one in partings:
         print(
-            f"prompt {one['prompt']:>3} at {one['position']:>3}: {one['generate']:>6} or {one['engine']:>6}, "
+            f"prompt {one['prompt']:>3} at {one['position']:>3}: {one['generate']:>6} or {one['other']:>6}, "
             f"apart {one['gap_bf16']:.4f} in bf16, {one['gap_float32']:.4f} in float32, "
             f"{one['gap_relative']:.4f} of the greatest logit"
         )
-    print(f"compiled after warm-up: {', '.join(results['compilations']) or 'nothing'}")
 
 
 if __name__ == "__main__":
