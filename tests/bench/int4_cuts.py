@@ -1,6 +1,6 @@
 """Times every cut of the INT4 products that `kernels/int4_hopper.py` could choose beside the one it chooses.
 
-    python tests/bench/int4_cuts.py --model qwen3-8b --m 16,64,512 --out cuts.json
+    python -P tests/bench/int4_cuts.py --model qwen3-8b --m 16,64,512 --out cuts.json
 
 For whoever changes its rules: all tiles of a bucket of M, each as one CTA a tile, one a multiprocessor, as
 many as fit, and whole parts of every tile. Every answer is compared with fp32 before it is timed and again
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 import triton
-from linear import MODELS, ROTATED_BYTES, copies_of, exact_weight, multiply_dense, random_int4
 from scalegate.kernels import int4_hopper, int4_shares
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import SWAP_AB
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from linear import MODELS, ROTATED_BYTES, copies_of, exact_weight, multiply_dense, random_int4
 
 BASELINE, CHOSEN = "unquantized", "chosen"
 MAX_ERROR = 4e-3

@@ -1,6 +1,6 @@
 """Times every registered layout that serves a problem beside the unquantized product, on real models' shapes.
 
-    python tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
+    python -P tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compile_ahead import Job, compile_ahead, tune_for
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
@@ -28,6 +27,9 @@ from scalegate.layouts.layout import Layout, PackedWeight, Problem
 from scalegate.layouts.timing import HOPELESS, TimingBudget, interleaved_microseconds
 from torch import Tensor
 from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compile_ahead import Job, compile_ahead, tune_for
 
 MODELS = {
     "qwen3-8b": {
