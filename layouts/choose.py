@@ -6,9 +6,9 @@ of the unquantized product's. Where every layout loses more than that somewhere,
 its worst M, because that M is where a gate would decide. Layouts within TIE_MARGIN of the best count as
 equal, and the first of them in the order of preference is taken, so that noise does not change the pick.
 
-On a GPU every layout but the default and a forced one may take PREPARATION_SECONDS of one choice, over all
-shapes, to pack and to compile and tune its kernels. From the shape at which it takes longer on it is refused,
-and the plan says so.
+On a GPU every layout but the default and a forced one may take SHAPE_SECONDS for a shape, and
+PREPARATION_SECONDS over all shapes of one choice, to pack and to compile and tune its kernels. From the shape
+at which it takes longer on it is refused, and the plan says so.
 
 One layout serves a shape at every M: two would need both packings in memory. A layout may switch kernels by
 bucket of M inside its own `matmul`.
@@ -30,8 +30,9 @@ from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions, shape_k
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
 TIE_MARGIN = 0.03
-PREPARATION_SECONDS = 8.0
-"""With four layouts that use theirs up, and the timing, a choice for an 8B model stays below a minute."""
+SHAPE_SECONDS, PREPARATION_SECONDS = 12.0, 30.0
+"""With a layout that takes all of it, one that fails at once, and the timing, a choice for an 8B model stays
+below a minute."""
 
 DEFAULT_MS = (1, 2, 4, 8, 16, 32)
 CUDA_MS = (*DEFAULT_MS, 64, 128)
@@ -86,7 +87,14 @@ def choose(
             if found is None:
                 default = default_layout(problem)
                 limits = {name: seconds for name, seconds in allowance.items() if name != default}
-                found = measure(problem, ms, layouts, on_measured=lambda m: bar.update(), allowance=limits)
+                found = measure(
+                    problem,
+                    ms,
+                    layouts,
+                    on_measured=lambda m: bar.update(),
+                    allowance=limits,
+                    longest=SHAPE_SECONDS,
+                )
                 allowance |= limits
                 store(problem, ms, layouts, found)
             else:

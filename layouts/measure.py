@@ -46,11 +46,13 @@ def measure(
     budget: TimingBudget | None = None,
     on_measured: Callable[[int], object] = lambda m: None,
     allowance: MutableMapping[str, float] | None = None,
+    longest: float = float("inf"),
 ) -> ShapeMeasurements:
     """Time the named layouts at every M, each M in one interleaved run; what cannot serve is refused.
 
-    allowance: seconds that layouts may take to pack and to meet every M, less what they have taken; a layout
-               that is not named has no limit
+    allowance: seconds that layouts may take to pack and to meet every M, less what they have taken, and none
+               once they were not ready; a layout that is not named has no limit
+    longest:   seconds of it that a layout may take here
     """
     allowance = {} if allowance is None else allowance
     budget = budget or TimingBudget(samples=CUDA_SAMPLES if problem.device.type == "cuda" else CPU_SAMPLES)
@@ -65,7 +67,7 @@ def measure(
         refusal = LAYOUTS[name].refuses(problem)
         if refusal is None:
             prepare = partial(_pack_and_check, LAYOUTS[name], weight, x, expected, ms)
-            packed, refusal = _within(allowance, name, prepare)
+            packed, refusal = _within(allowance, longest, name, prepare)
             if packed is not None:
                 usable[name] = packed
         if refusal is not None:
@@ -133,18 +135,24 @@ Prepared = tuple[PackedWeight | None, str | None]
 """The packed weight, and why a layout cannot be used here if it cannot."""
 
 
-def _within(allowance: MutableMapping[str, float], name: str, prepare: Callable[[], Prepared]) -> Prepared:
-    """What `prepare` gives, if it is done within the layout's allowance."""
+def _within(
+    allowance: MutableMapping[str, float], longest: float, name: str, prepare: Callable[[], Prepared]
+) -> Prepared:
+    """What `prepare` gives, if it is done within what is left of the layout's allowance."""
     if name not in allowance:
         return prepare()
+    late = None, "not ready in time here: it compiles or tunes for longer than a choice may take"
+    if allowance[name] <= 0:
+        return late
     started = time.monotonic()
     try:
-        with time_limit(allowance[name]):
-            return prepare()
+        with time_limit(min(longest, allowance[name])):
+            prepared = prepare()
     except OutOfTime:
-        return None, "not ready in time here: it compiles or tunes for longer than a choice may take"
-    finally:
-        allowance[name] -= time.monotonic() - started
+        allowance[name] = 0.0
+        return late
+    allowance[name] -= time.monotonic() - started
+    return prepared
 
 
 def _pack_and_check(
