@@ -9,6 +9,7 @@ from scalegate.layouts.layout import Problem
 from scalegate.layouts.linear import QuantizedLinear
 from scalegate.layouts.measure import random_weight
 from scalegate.layouts.nvfp4 import NVFP4Weight
+from triton.runtime.autotuner import Autotuner
 
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 CASTING_BOUND = 6e-3
@@ -17,6 +18,13 @@ PEERS_SLACK = {"humming": 1.25, "gemlite": 2.5}
 """Seen on an H200: 4.1e-3 and 4.4e-3 in bfloat16, 4.01e-4 and 8.4e-4 in float16."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def first_configuration(monkeypatch):
+    """What a package may choose from by timing, all of it compiled for every M, takes half an hour."""
+    pruned = Autotuner.prune_configs
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda tuner, kwargs: pruned(tuner, kwargs)[:1])
 
 
 def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
