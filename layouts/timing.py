@@ -118,9 +118,15 @@ class _GraphContestant:
         is_slow = start.elapsed_time(end) / 1e3 > 10 * budget.sample_seconds / self.SLOW_CALLS
         self.calls = self.SLOW_CALLS if is_slow else copies * -(-self.MIN_CALLS // copies)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for repeat in range(self.calls):
-                call(repeat % copies)
+        current = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self.graph):
+                for repeat in range(self.calls):
+                    call(repeat % copies)
+        except Exception:
+            # A capture that a call has broken leaves its own stream the current one.
+            torch.cuda.set_stream(current)
+            raise
         self.graph.replay()
         torch.cuda.synchronize()
 
