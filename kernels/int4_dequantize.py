@@ -6,8 +6,9 @@ batch-invariant serving: what cuBLAS sums in which order depends on M.
 
     w [N, K] in tiles of 64 x 64  ->  piece [rows, K] of the activations' type  ->  y[:, piece] = x @ piece.T
 
-Bytes: N*K/2 + N*K/32 read, 2*N*K written and read again; a piece is small enough to stay in L2 between the
-two, and its memory, which the allocator hands to every layer in turn, is all that this needs.
+Bytes: N*K/2 + N*K/32 read, 2*N*K written and read again, which at 4.3 TB/s is 10 us for 4096 x 4096; measured
+11.3. Pieces that stay in L2 cost cuBLAS more than they save, so a piece is as large as may be: its memory,
+which the allocator hands to every layer in turn, is all that this needs.
 
 One program makes 64 rows of BLOCKS tiles side by side. A code becomes a number without a conversion: or-ed
 into the last bits of 2**23 it is the fp32 number 2**23 + code, from which 2**23 + zero is subtracted exactly.
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from .int4_swap_ab import MAX_GROUP, TILE
 
-MIN_ROWS = 8192
-"""Rows of x from which on this was faster than `int4_hopper.py` on an H200."""
-BLOCKS, WARPS = 4, 4
-PIECE_BYTES = 32 << 20
+MIN_ROWS, MIN_ROWS_OF_LONG_K = 4096, 8192
+"""Rows of x from which on this was faster than `int4_hopper.py` on an H200; K is long above LONG_K."""
+LONG_K = 8192
+BLOCKS, WARPS = 2, 4
+PIECE_BYTES = 256 << 20
 PIECE_ROWS = 256
 """What a piece's rows are a multiple of: whole tiles of cuBLAS's."""
 
@@ -82,6 +84,11 @@ def dequantize(
         words, meta, out, k // 8, first_row // TILE, words.shape[1], *meta.shape,
         BLOCKS=BLOCKS, GROUP=min(group_size, MAX_GROUP), FRACTIONAL=fractional, num_warps=WARPS,
     )  # fmt: skip
+
+
+def serves(m: int, k: int) -> bool:
+    """Whether so many rows of x are best multiplied here."""
+    return m >= (MIN_ROWS if k <= LONG_K else MIN_ROWS_OF_LONG_K)
 
 
 def piece_rows(n: int, k: int) -> int:

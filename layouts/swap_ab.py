@@ -54,7 +54,7 @@ class SwapAB:
         if x.data_ptr() % 16:
             x = x.clone()
         rest = packed.shape[0], meta["group_size"], bool(meta["fractional"])
-        if len(x) >= int4_dequantize.MIN_ROWS and not self.batch_invariant:
+        if not self.batch_invariant and int4_dequantize.serves(*x.shape):
             return int4_dequantize.matmul(x, tensors["words"], tensors["meta"], *rest)
         return int4_hopper.matmul(
             x, tensors["words"], tensors["meta"], tensors["arrivals"], *rest, self.batch_invariant
