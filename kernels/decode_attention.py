@@ -10,8 +10,9 @@ One query token per request. Not for prefill, and not for formats that pack more
     out          [B, H, D]            q's dtype
 
 A program takes one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so K
-and V are read and decoded once. A split is a fixed number of tokens, counted from the start of the context: a
-request's bits depend on its own tokens, whoever shares its batch (pegainfer #438). Scales never touch the
+and V are read and decoded once. A split is a number of tokens that follows from the request's context alone,
+counted from its start: a request's bits depend on its own tokens, whoever shares its batch (pegainfer #438).
+Short contexts are cut finer, since a program's time is then latency, tile after tile. Scales never touch the
 pages' values: K's multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
 Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial sums add H * D * 4 * 2 / split.
@@ -107,9 +108,15 @@ def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.conste
 
 
 @triton.jit
-def _is_only_split(length, first_token, SPLIT: tl.constexpr, SINKS: tl.constexpr):
+def _split_tokens(length, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens a split of a context: a tile up to four tiles, two up to eight, SPLIT beyond."""
+    return tl.where(length <= 4 * BLOCK, BLOCK, tl.where(length <= 8 * BLOCK, 2 * BLOCK, SPLIT))
+
+
+@triton.jit
+def _is_only_split(length, first_token, split_tokens, SINKS: tl.constexpr):
     """Whether nothing is to be merged; sinks always are."""
-    return (length > 0) & ((length - 1) // SPLIT == first_token // SPLIT) & (not SINKS)
+    return (length > 0) & ((length - 1) // split_tokens == first_token // split_tokens) & (not SINKS)
 
 
 @triton.jit
@@ -188,10 +195,11 @@ def _attend_splits(
         key_scale = tl.load(key_scale_ptr + kv_head)
         value_scale = tl.load(value_scale_ptr + kv_head)
 
-    split = first_token // SPLIT + tl.program_id(0)
-    while split * SPLIT < length:
-        start = split * SPLIT
-        end = tl.minimum(start + SPLIT, length)
+    split_tokens = _split_tokens(length, SPLIT, BLOCK)
+    split = first_token // split_tokens + tl.program_id(0)
+    while split * split_tokens < length:
+        start = split * split_tokens
+        end = tl.minimum(start + split_tokens, length)
         largest = tl.full([GROUP], -float("inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
         acc = tl.zeros([GROUP, COLUMNS], tl.float32)
@@ -239,7 +247,7 @@ def _attend_splits(
             largest = new_largest
         result = acc * (value_scale / total)[:, None]
         result_odd = acc_odd * (value_scale / total)[:, None]
-        if _is_only_split(length, first_token, SPLIT, SINKS):
+        if _is_only_split(length, first_token, split_tokens, SINKS):
             out_at = out_ptr + (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :] * STEP
             tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=in_q)
             if EIGHT_BIT:
@@ -257,7 +265,7 @@ def _attend_splits(
 @triton.jit(do_not_specialize=["window", "max_splits"])
 def _merge_splits(
     partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a head's splits, always in the order of the context and in the same grouping."""
@@ -269,9 +277,10 @@ def _merge_splits(
     first_token = 0
     if WINDOW:
         first_token = tl.maximum(length - window, 0)
-    if _is_only_split(length, first_token, SPLIT, SINKS):
+    split_tokens = _split_tokens(length, SPLIT, BLOCK)
+    if _is_only_split(length, first_token, split_tokens, SINKS):
         return
-    first_split = first_token // SPLIT
+    first_split = first_token // split_tokens
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
     largest = -float("inf")
@@ -280,9 +289,9 @@ def _merge_splits(
         largest = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         total = 1.0
     acc = tl.zeros([DIM], tl.float32)
-    for first in range(first_split, tl.cdiv(length, SPLIT), SPLITS_AT_ONCE):
+    for first in range(first_split, tl.cdiv(length, split_tokens), SPLITS_AT_ONCE):
         split = first + tl.arange(0, SPLITS_AT_ONCE)
-        valid = split * SPLIT < length
+        valid = split * split_tokens < length
         at = (row * HEADS + head) * max_splits + split
         lse = tl.load(lse_ptr + at, mask=valid, other=-float("inf"))
         partial = tl.load(
@@ -298,6 +307,10 @@ def _merge_splits(
         largest = new_largest
     out = tl.where(total > 0, acc / total, 0.0)
     tl.store(out_ptr + (row * HEADS + head) * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
+
+
+SHORT_SPLITS = 4
+"""Of a context of at most eight tiles, at most."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +329,7 @@ class DecodeWorkspace:
         cls, max_batch: int, heads: int, head_dim: int, max_context: int, device: torch.device | str
     ) -> "DecodeWorkspace":
         split_tokens = decode_split_tokens(max_context)
-        splits = triton.cdiv(max_context, split_tokens)
+        splits = max(SHORT_SPLITS, triton.cdiv(max_context, split_tokens))
         partial = torch.empty(max_batch, heads, splits, head_dim, dtype=torch.float32, device=device)
         lse = torch.empty(max_batch, heads, splits, dtype=torch.float32, device=device)
         return cls(partial, lse, split_tokens)
@@ -327,7 +340,7 @@ class DecodeWorkspace:
 
 
 def decode_split_tokens(max_context: int) -> int:
-    """Tokens in one split: from the longest context the engine admits, never from the live batch.
+    """Tokens in one split of a long context: from the longest that is admitted, never from the live batch.
 
     Sixty-four splits at most keep the merge short; 256 tokens at least keep the partial sums under 6% of the
     traffic at four query heads a group.
@@ -387,12 +400,12 @@ def decode_attention(
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
         BLOCK=tile, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
         ASM=compute_capability(q.device) >= (8, 9), PDL=pdl,
-        PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=3,
+        PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
-        HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, SPLITS_AT_ONCE=8,
-        SINKS=sinks is not None, WINDOW=window > 0, PDL=pdl,
+        HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, BLOCK=tile,
+        SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, PDL=pdl,
         num_warps=1 if dim <= 128 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out

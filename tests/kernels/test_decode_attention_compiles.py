@@ -47,6 +47,6 @@ def test_the_merge_compiles(sinks: str | None):
         "out_ptr": "*bf16",
         **dict.fromkeys(["window", "max_splits"], "i32"),
     }
-    constants = {"HEADS": 32, "HEAD_DIM": 128, "DIM": 128, "SPLIT": 256, "SPLITS_AT_ONCE": 8}
-    flags = {"SINKS": sinks is not None, "WINDOW": True, "PDL": True}
+    constants = {"HEADS": 32, "HEAD_DIM": 128, "DIM": 128, "SPLIT": 256, "BLOCK": 64}
+    flags = {"SPLITS_AT_ONCE": 8, "SINKS": sinks is not None, "WINDOW": True, "PDL": True}
     assert compiled(decode_attention._merge_splits, types, {**constants, **flags}, num_warps=1).asm["cubin"]

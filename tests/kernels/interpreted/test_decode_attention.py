@@ -64,7 +64,7 @@ def relative_error(case, max_context=1024, **options):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads,kv_heads", [(2, 2), (8, 2), (16, 1)])
 def test_any_head_size_and_grouping(head_dim, heads, kv_heads):
-    case, _ = make_case(heads, kv_heads, head_dim)
+    case, _ = make_case(heads, kv_heads, head_dim, lengths=(1, 17, 70, 140, 300))
     assert relative_error(case) < 1e-3
 
 
@@ -80,7 +80,7 @@ def test_any_head_size_and_grouping(head_dim, heads, kv_heads):
     ids=["window", "window-over-two-splits", "softcap", "sinks", "all"],
 )
 def test_window_softcap_and_sinks(options):
-    case, _ = make_case(lengths=(1, 40, 300, 513))
+    case, _ = make_case(lengths=(1, 40, 100, 250, 300, 513))
     assert relative_error(case, **options) < 1e-3
 
 
@@ -95,7 +95,7 @@ def test_each_option_changes_the_result(option):
 
 @pytest.mark.parametrize("kv", ["float8_e4m3fn", "int8"])
 def test_eight_bit_pages(kv):
-    case, scales = make_case(kv=kv, lengths=(5, 300))
+    case, scales = make_case(kv=kv, lengths=(5, 100, 200, 300))
     assert relative_error(case, **scales) < 2e-3
 
 
@@ -106,8 +106,9 @@ def test_an_empty_row_of_a_padded_batch_is_zero():
     assert torch.equal(out[1], torch.zeros_like(out[1])) and out[0].abs().sum() > 0
 
 
-def test_a_longer_neighbour_does_not_change_the_bits():
-    case, _ = make_case(lengths=(300, 900))
+@pytest.mark.parametrize("length", [70, 140, 300])
+def test_a_longer_neighbour_does_not_change_the_bits(length):
+    case, _ = make_case(lengths=(length, 900))
     workspace = DecodeWorkspace.allocate(2, 4, 64, 1024, DEVICE)
     together = decode_attention(*case, workspace, scale=0.125)
     alone = decode_attention(
