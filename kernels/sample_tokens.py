@@ -12,8 +12,10 @@ Settings are read from where their request has them: a captured graph draws for 
 
 A program takes a row. Greedy: the first of the greatest logits, one pass. Otherwise one uniform number from
 seed and position is looked up in the cumulative distribution, two passes more. A bound for top_k or top_p is
-found bit by bit, in as many passes as the logits' dtype has bits, equals staying together; passes after the
-first find a row of 152k bf16 logits in L2.
+a distance from the greatest logit, counted in numbers of the logits' dtype, equals staying together. A pass
+tries three, which settles two bits of it; as most bounds are near, one pass sees whether the upper bits are
+zero. Six passes for bf16, or nine; fewer for top_p within top_k. Passes after the first find a row of 152k
+bf16 logits in L2.
 
 Bytes: 2 * B * V of bf16 logits, once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
 """
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = 16384
 """Logits that a program takes at once."""
 
@@ -42,11 +45,22 @@ def _block(logits_ptr, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weights(logits, temperature, greatest, lowest, bound):
-    """exp(score - greatest) of the tokens that are kept, 0 of the others; scores are logits / temperature."""
-    scores = logits / temperature
-    kept = (scores >= lowest) & (_key(logits) >= bound)
-    return tl.where(kept, tl.exp(scores - greatest), 0.0)
+def _below(logits, greatest, SHIFT: tl.constexpr):
+    """uint32: how many numbers of the logits' dtype they lie below the greatest; it has 32 - SHIFT bits."""
+    return ((_key(greatest) >> SHIFT) - (_key(logits) >> SHIFT)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _weights(logits, below, greatest, scale, lowest, bound):
+    """exp((logit - greatest) / temperature) of the tokens that are kept, 0 of the others."""
+    power = (logits - greatest) * scale
+    return tl.where((power >= lowest) & (below <= bound), tl.exp2(power), 0.0)
+
+
+@triton.jit
+def _eighths(values, BLOCK: tl.constexpr):
+    """[BLOCK / 8]: sums of eight neighbours, which a thread has anyway."""
+    return tl.sum(tl.reshape(values, [BLOCK // 8, 8]), axis=1)
 
 
 @triton.jit
@@ -64,20 +78,23 @@ def _sample(
     logits_ptr, rows_ptr, positions_ptr, numbers_ptr, integers_ptr, out_ptr, logits_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One row; BITS: of a logit's key, from the top, that can differ from row to row."""
+    """One row; BITS: of the logits' dtype, as keys have them."""
+    SHIFT: tl.constexpr = 32 - BITS
     out_ptr += tl.program_id(0)
     logits_ptr += tl.program_id(0).to(tl.int64) * logits_stride
     settings = tl.load(rows_ptr + tl.program_id(0))
     temperature = tl.load(numbers_ptr + settings * 3)
 
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    token = tl.arange(0, BLOCK)
-    best_token = token
-    for start in range(0, VOCAB, BLOCK):
-        logits = _block(logits_ptr, start, VOCAB, BLOCK)
+    # Half of what a pass takes at once, so that registers are left for loads under way.
+    HALF: tl.constexpr = BLOCK // 2
+    best = tl.full([HALF], -float("inf"), tl.float32)
+    first = tl.arange(0, HALF)
+    best_token = first
+    for start in tl.range(0, VOCAB, HALF, loop_unroll_factor=5):
+        logits = _block(logits_ptr, start, VOCAB, HALF)
         better = logits > best
         best = tl.where(better, logits, best)
-        best_token = tl.where(better, start + token, best_token)
+        best_token = tl.where(better, start + first, best_token)
     greatest = tl.max(best, axis=0)
     drawn = tl.min(tl.where(best == greatest, best_token, VOCAB), axis=0)
 
@@ -85,42 +102,77 @@ def _sample(
         top_p = tl.load(numbers_ptr + settings * 3 + 1)
         seed = tl.load(integers_ptr + settings * 2)
         top_k = tl.load(integers_ptr + settings * 2 + 1)
-        greatest = greatest / temperature
-        lowest = greatest + tl.load(numbers_ptr + settings * 3 + 2)
-        smallest = tl.full([], -0x80000000, tl.int32)
-        bound = smallest
+        scale = LOG2_E / temperature
+        lowest = tl.load(numbers_ptr + settings * 3 + 2) * LOG2_E
+        token = tl.arange(0, BLOCK)
+        one = tl.full([], 1, tl.uint32)
+        near = one << (BITS - 6)
+        bound = tl.full([], 0xFFFFFFFF >> SHIFT, tl.uint32)
         if top_k > 0:
-            # Keys with their sign flipped are unsigned: bits are found from the top, as of any number.
-            found = tl.full([], 0, tl.int32)
-            for bit in range(BITS):
-                candidate = found | (tl.full([], 1, tl.int32) << (31 - bit))
-                count = tl.zeros([BLOCK], tl.int32)
-                for start in range(0, VOCAB, BLOCK):
-                    keys = _key(_block(logits_ptr, start, VOCAB, BLOCK))
-                    count += ((keys >= (candidate ^ smallest)) & (start + token < VOCAB)).to(tl.int32)
-                found = tl.where(tl.sum(count, axis=0) >= top_k, candidate, found)
-            bound = found ^ smallest
+            # Fewer than k lie nearer than `found`, which grows from its upper bits down.
+            count = tl.zeros([BLOCK // 8], tl.int32)
+            for start in tl.range(0, VOCAB, BLOCK, loop_unroll_factor=2):
+                below = _below(_block(logits_ptr, start, VOCAB, BLOCK), greatest, SHIFT)
+                count += _eighths((below < near).to(tl.int32), BLOCK)
+            step = tl.where(tl.sum(count, axis=0) < top_k, one << (BITS - 2), near >> 2)
+            found = one - one
+            while step > 0:
+                count = tl.zeros([BLOCK // 8], tl.int32)
+                count_2 = count
+                count_3 = count
+                for start in tl.range(0, VOCAB, BLOCK, loop_unroll_factor=2):
+                    below = _below(_block(logits_ptr, start, VOCAB, BLOCK), greatest, SHIFT)
+                    count += _eighths((below < found + step).to(tl.int32), BLOCK)
+                    count_2 += _eighths((below < found + 2 * step).to(tl.int32), BLOCK)
+                    count_3 += _eighths((below < found + 3 * step).to(tl.int32), BLOCK)
+                steps = (tl.sum(count, axis=0) < top_k).to(tl.uint32)
+                steps += (tl.sum(count_2, axis=0) < top_k).to(tl.uint32)
+                steps += (tl.sum(count_3, axis=0) < top_k).to(tl.uint32)
+                found += steps * step
+                step = step >> 2
+            bound = found
 
-        mass = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, VOCAB, BLOCK):
+        mass = tl.zeros([BLOCK // 8], tl.float32)
+        near_mass = mass
+        for start in tl.range(0, VOCAB, BLOCK, loop_unroll_factor=2):
             logits = _block(logits_ptr, start, VOCAB, BLOCK)
-            mass += _weights(logits, temperature, greatest, lowest, bound)
+            below = _below(logits, greatest, SHIFT)
+            weights = _weights(logits, below, greatest, scale, lowest, bound)
+            mass += _eighths(weights, BLOCK)
+            near_mass += _eighths(tl.where(below < near, weights, 0.0), BLOCK)
         total = tl.sum(mass, axis=0)
 
         if top_p < 1:
+            # What lies nearer than `found` has less than top_p of the mass.
             wanted = top_p * total
-            found = tl.full([], 0, tl.int32)
-            for bit in range(BITS):
-                candidate = found | (tl.full([], 1, tl.int32) << (31 - bit))
-                mass = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, VOCAB, BLOCK):
-                    logits = _block(logits_ptr, start, VOCAB, BLOCK)
-                    stricter = tl.maximum(bound, candidate ^ smallest)
-                    mass += _weights(logits, temperature, greatest, lowest, stricter)
-                candidate_total = tl.sum(mass, axis=0)
-                total = tl.where(candidate_total >= wanted, candidate_total, total)
-                found = tl.where(candidate_total >= wanted, candidate, found)
-            bound = tl.maximum(bound, found ^ smallest)
+            sum_1 = tl.sum(near_mass, axis=0)
+            step = tl.where(sum_1 < wanted, one << (BITS - 2), near >> 2)
+            total = tl.where(sum_1 < wanted, total, sum_1)
+            found = one - one
+            while step > 0:
+                if step <= bound:
+                    mass = tl.zeros([BLOCK // 8], tl.float32)
+                    mass_2 = mass
+                    mass_3 = mass
+                    for start in tl.range(0, VOCAB, BLOCK, loop_unroll_factor=2):
+                        logits = _block(logits_ptr, start, VOCAB, BLOCK)
+                        below = _below(logits, greatest, SHIFT)
+                        weights = _weights(logits, below, greatest, scale, lowest, bound)
+                        mass += _eighths(tl.where(below < found + step, weights, 0.0), BLOCK)
+                        mass_2 += _eighths(tl.where(below < found + 2 * step, weights, 0.0), BLOCK)
+                        mass_3 += _eighths(tl.where(below < found + 3 * step, weights, 0.0), BLOCK)
+                    sum_1 = tl.sum(mass, axis=0)
+                    sum_2 = tl.sum(mass_2, axis=0)
+                    sum_3 = tl.sum(mass_3, axis=0)
+                    # The least that is enough is what is kept if no pass to come finds less.
+                    total = tl.where(sum_3 >= wanted, sum_3, total)
+                    total = tl.where(sum_2 >= wanted, sum_2, total)
+                    total = tl.where(sum_1 >= wanted, sum_1, total)
+                    steps = (sum_1 < wanted).to(tl.uint32) + (sum_2 < wanted).to(tl.uint32)
+                    steps += (sum_3 < wanted).to(tl.uint32)
+                    found += steps * step
+                step = step >> 2
+            bound = tl.minimum(bound, found)
 
         target = _uniform(seed, tl.load(positions_ptr + tl.program_id(0))) * total
         before = 0.0
@@ -128,7 +180,8 @@ def _sample(
         searching = True
         while searching & (start < VOCAB):
             logits = _block(logits_ptr, start, VOCAB, BLOCK)
-            weights = _weights(logits, temperature, greatest, lowest, bound)
+            below = _below(logits, greatest, SHIFT)
+            weights = _weights(logits, below, greatest, scale, lowest, bound)
             here = tl.sum(weights, axis=0)
             if before + here > target:
                 above = before + tl.cumsum(weights, axis=0) > target
@@ -151,7 +204,7 @@ def sample_tokens(
     out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     _sample[(batch,)](
         logits, rows, positions, numbers, integers, out, logits.stride(0),
-        VOCAB=vocab, BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
+        VOCAB=vocab, BLOCK=min(BLOCK, max(8, triton.next_power_of_2(vocab))),
         BITS=16 if logits.dtype == torch.bfloat16 else 32, num_warps=16,
     )  # fmt: skip
     return out
