@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_attention import compute_capability
+
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 LARGE = 1024
@@ -73,9 +75,12 @@ def _append(
     key_ptr, value_ptr, slots_ptr, key_pages_ptr, value_pages_ptr, key_scale_ptr, value_scale_ptr,
     count, key_stride, value_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SCALES: tl.constexpr, TOKENS: tl.constexpr,
+    SCALES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens' keys and values of one kv head."""
+    if PDL:
+        # Launched while the kernel ahead still runs, and before anything is read.
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token, mask=token < count, other=-1)
@@ -105,10 +110,11 @@ def append_kv(
     """Store `key` and `value` [T, H_kv, D] in place; a token's heads must be contiguous."""
     count, kv_heads, head_dim = key.shape
     tokens = 16 if count > LARGE else 1
+    pdl = compute_capability(key.device) >= (9, 0)
     _append[(triton.cdiv(count, tokens), kv_heads)](
         key, value, slots, key_pages, value_pages, key_scale, value_scale,
         count, key.stride(0), value.stride(0),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), PAGE=key_pages.shape[2],
         SCALES=0 if key_scale is None else (2 if key_scale.ndim == 3 else 1),
-        TOKENS=tokens, num_warps=4 if tokens > 1 else 1,
+        TOKENS=tokens, PDL=pdl, num_warps=4 if tokens > 1 else 1, launch_pdl=pdl,
     )  # fmt: skip

@@ -270,6 +270,8 @@ def _merge_splits(
 ):  # fmt: skip
     """Add a head's splits, always in the order of the context and in the same grouping."""
     if PDL:
+        # What comes next may fetch its weights meanwhile, and waits itself.
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1)
     head = tl.program_id(0)

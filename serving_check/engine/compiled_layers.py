@@ -16,6 +16,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from . import dependents
 from .openings import UNCHAINED, Carry, Chain, close
 
 
@@ -29,9 +30,14 @@ class Tuning:
     """In the traced pass: a size that nothing else in a model has, to recognize it by."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The compiler's. They must differ: its cache of compiled code does not tell traced sizes apart."""
+    dependents: bool = False
+    """Whether kernels are launched while those ahead of them still run."""
 
 
-TUNINGS = (Tuning(0, 37), Tuning(129, 2053, {"max_autotune_pointwise": True}))
+ONE_FORM = {"triton.persistent_reductions": False}
+"""Norms of heads by loops, of which the compiler has one form. Of other kernels it times several, and on so
+few tokens finds another one to be the fastest in every process."""
+TUNINGS = (Tuning(0, 37, ONE_FORM, dependents=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
 """Ascending."""
 
 TELLS_NOTHING = {"layer_idx", "training"}
@@ -80,11 +86,12 @@ class CompiledLayers:
         if kind in self._failed:
             return None
         if kind not in self._compiled:
+            launching = dependents.options() if self.tuning.dependents else {}
             self._compiled[kind] = torch.compile(
                 _own_code(cast(types.FunctionType, _run)),
                 fullgraph=True,
                 dynamic=False,
-                options={"guard_filter_fn": _no_guards, **FUSION, **self.tuning.options},
+                options={"guard_filter_fn": _no_guards, **FUSION, **launching, **self.tuning.options},
             )
         name = self.chain.openings.get(layer)
         return _CompiledForward(kind, self._compiled[kind], layer, name, following, self.carry)
@@ -175,7 +182,8 @@ class _TracedLayer:
             if forward is None:
                 return self.plain(*args, **kwargs)
             _mark_token_dims((args, kwargs), traced_tokens)
-            output = forward(*args, **kwargs)
+            with dependents.waiting_first():
+                output = forward(*args, **kwargs)
             _mark_token_dims((output, self.compiled_layers.carry.opened), traced_tokens)
             self.compiled = forward
             return output
@@ -220,12 +228,12 @@ def _no_guards(entries: list[Any]) -> list[bool]:
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:
-    """Members of the model's outermost module lists, and what else stands beside these but embeddings."""
+    """Members of the model's outermost module lists, and what else stands beside these."""
     for parent in model.modules():
         children = list(parent.children())
         lists = [child for child in children if isinstance(child, nn.ModuleList)]
         if lists:
-            beside = [child for child in children if not isinstance(child, nn.ModuleList | nn.Embedding)]
+            beside = [child for child in children if not isinstance(child, nn.ModuleList)]
             return [layer for one in lists for layer in one] + beside
     return []
 

@@ -79,7 +79,7 @@ def test_alike_layers_share_one_trace_though_the_first_is_opened_on_its_own(comp
     model, run = make("qwen3")
     with CompiledLayers(model, open_ahead(model_layers(model), run)):
         run()
-    assert len(compilations) == 3, "rotary embedding, first norm, layer with the norm that follows"
+    assert len(compilations) == 4, "embedding, rotary embedding, first norm, layer with the norm that follows"
 
 
 def test_steps_of_many_tokens_have_code_of_their_own(monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +102,7 @@ def test_steps_of_many_tokens_have_code_of_their_own(monkeypatch: pytest.MonkeyP
     for tokens, logits in wanted.items():
         options_of_calls.clear()
         assert torch.equal(run(tokens), logits)
-        assert options_of_calls == [tokens > 128] * 6, "rotary embedding, first norm, four layers"
+        assert options_of_calls == [tokens > 128] * 7, "embedding, rotary embedding, first norm, four layers"
     restore_layers(model)
     options_of_calls.clear()
     assert torch.equal(run(21), wanted[21]) and not options_of_calls
@@ -126,7 +126,7 @@ def test_what_cannot_be_compiled_is_tried_once_for_all_that_are_like_it(monkeypa
         for tuning in TUNINGS:
             with CompiledLayers(model, chain, tuning):
                 assert torch.equal(run(), wanted)
-    assert len(calls) == len(warned) == 3, "rotary embedding, first norm, layer"
+    assert len(calls) == len(warned) == 4, "embedding, rotary embedding, first norm, layer"
     assert torch.equal(run(), wanted)
 
 
