@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 BATCHES = (1, 16, 128)
 WAYS: dict[str, dict] = {
     "as it is": {},
-    "traced with 11 tokens": {"traced_tokens": 11},
-    "traced with 3 tokens": {"traced_tokens": 3},
-    "one kernel for queries, one for keys": {"options": {"combo_kernels": False}},
-    "programmatic dependents": {"options": {"triton.enable_pdl": True}},
+    "no programmatic dependents": {"dependents": False},
+    "heads' norms in several forms": {"options": {}},
+    "the same, traced with 3 tokens": {"options": {}, "traced_tokens": 3},
+    "one kernel for queries, one for keys": {
+        "options": {"triton.persistent_reductions": False, "combo_kernels": False},
+    },
     "all candidates": {"options": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
 }
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
