@@ -1,8 +1,8 @@
 """INT4 products of many rows of x: a piece of the weight dequantized, cuBLAS on it, then the next piece.
 
 From some number of rows on the matrix unit is all that counts, and cuBLAS keeps it busier than a kernel that
-also unpacks. Portable Triton on the bytes of `int4_swap_ab.py`, where the reference is. Not for
-batch-invariant serving: what cuBLAS sums in which order depends on M.
+also unpacks: `int4_many_rows.py` says when. Portable Triton on the bytes of `int4_swap_ab.py`, where the
+reference is. Not for batch-invariant serving: what cuBLAS sums in which order depends on M.
 
     w [N, K] in tiles of 64 x 64  ->  piece [rows, K] of the activations' type  ->  y[:, piece] = x @ piece.T
 
@@ -21,9 +21,6 @@ from torch import Tensor
 
 from .int4_swap_ab import MAX_GROUP, TILE
 
-MIN_ROWS, MIN_ROWS_OF_LONG_K = 4096, 8192
-"""Rows of x from which on this was faster than `int4_hopper.py` on an H200; K is long above LONG_K."""
-LONG_K = 8192
 BLOCKS, WARPS = 2, 4
 PIECE_BYTES = 256 << 20
 PIECE_ROWS = 256
@@ -86,27 +83,22 @@ def dequantize(
     )  # fmt: skip
 
 
-def serves(m: int, k: int) -> bool:
-    """Whether so many rows of x are best multiplied here."""
-    return m >= (MIN_ROWS if k <= LONG_K else MIN_ROWS_OF_LONG_K)
-
-
 def piece_rows(n: int, k: int) -> int:
     """Rows of the weight in a piece; all pieces are as good as equal."""
     pieces = triton.cdiv(2 * n * k, PIECE_BYTES)
     return triton.cdiv(triton.cdiv(n, pieces), PIECE_ROWS) * PIECE_ROWS
 
 
-def matmul(x: Tensor, words: Tensor, meta: Tensor, n: int, group_size: int, fractional: bool) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous."""
-    m, k = x.shape
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+def matmul(
+    x: Tensor, words: Tensor, meta: Tensor, y: Tensor, first_row: int, group_size: int, fractional: bool
+) -> None:
+    """Write y[:, first_row:] of y [M, N] = x [M, K] @ w.T; x bf16 or fp16; `first_row` a multiple of 64."""
+    n, k = y.shape[1], x.shape[1]
     padded = words.shape[0] * TILE
-    step = min(piece_rows(n, k), padded)
+    step = min(piece_rows(n - first_row, k), padded - first_row)
     piece = torch.empty((step, k), dtype=x.dtype, device=x.device)
-    for first in range(0, n, step):
+    for first in range(first_row, n, step):
         some = piece[: min(step, padded - first)]
         dequantize(words, meta, some, first, group_size, fractional)
         part = y[:, first : first + step]
         torch.mm(x, some[: part.shape[1]].t(), out=part)
-    return y

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import int4_dequantize, int4_hopper, int4_swap_ab
+from ..kernels import int4_hopper, int4_many_rows, int4_swap_ab
 from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
 from .layout import PackedWeight, Problem, QuantizedWeight
@@ -54,11 +54,10 @@ class SwapAB:
         if x.data_ptr() % 16:
             x = x.clone()
         rest = packed.shape[0], meta["group_size"], bool(meta["fractional"])
-        if not self.batch_invariant and int4_dequantize.serves(*x.shape):
-            return int4_dequantize.matmul(x, tensors["words"], tensors["meta"], *rest)
-        return int4_hopper.matmul(
-            x, tensors["words"], tensors["meta"], tensors["arrivals"], *rest, self.batch_invariant
-        )
+        operands = x, tensors["words"], tensors["meta"], tensors["arrivals"]
+        if len(x) > int4_many_rows.FEW and not self.batch_invariant:
+            return int4_many_rows.matmul(*operands, *rest)
+        return int4_hopper.matmul(*operands, *rest, self.batch_invariant)
 
 
 class SwapABPortable:

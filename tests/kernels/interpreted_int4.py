@@ -41,11 +41,18 @@ def compare(n: int, k: int, group_size: int, fractional: bool) -> None:
             for m in (1, 19):
                 x = torch.randn(m, k).to(dtype)
                 expected = int4_swap_ab.reference_matmul(x, words, meta, n, group, fractional).float()
-                for product in (int4_swap_ab.matmul, int4_dequantize.matmul):
-                    y = product(x, words, meta, n, group, fractional)
-                    error = (y.float() - expected).norm() / expected.norm()
+                fused = int4_swap_ab.matmul(x, words, meta, n, group, fractional)
+                y = fused.new_full((m, n), float("nan"))
+                int4_dequantize.matmul(x, words, meta, y, 0, group, fractional)
+                rest = y.new_full((m, n), 7.0)
+                if n > 64:
+                    int4_dequantize.matmul(x, words, meta, rest, 64, group, fractional)
+                if not torch.equal(rest[:, 64:], y[:, 64:]) or (rest[:, :64] != 7).any():
+                    raise SystemExit(f"matmul M={m} from row 64 of {n}x{k}")
+                for answer in (fused, y):
+                    error = (answer.float() - expected).norm() / expected.norm()
                     if not error < 5e-4:
-                        raise SystemExit(f"{product} M={m} {n}x{k} g{group_size}: {error:.2e}")
+                        raise SystemExit(f"matmul M={m} {n}x{k} g{group_size}: {error:.2e}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels import int4_dequantize
+from scalegate.kernels import int4_dequantize, int4_many_rows
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
@@ -61,36 +61,26 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
 
 
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), PROBLEMS)
-def test_the_product_of_many_rows_is_right_and_its_bits_are_the_same_again(
-    n, k, group_size, fractional, dtype
-):
-    """In one piece of the weight, and in several of which the last is short."""
+def test_the_product_of_many_rows_is_right_whoever_takes_them(n, k, group_size, fractional, dtype):
+    """cuBLAS none, some or all rows of the weight, in one piece and in several of which the last is short."""
     weight = random_weight(n, k, group_size, fractional)
-    packed = SWAP_AB_PORTABLE.pack(weight, dtype)
-    reference = exact(weight)
-    m = 301
-    x = torch.randn(m, k, device="cuda").to(dtype)
-    expected = x.double() @ reference.T
-    operands = packed.tensors["words"], packed.tensors["meta"], n, packed.meta["group_size"], fractional
-    with pytest.MonkeyPatch.context() as patch:
-        for piece_bytes in (int4_dequantize.PIECE_BYTES, 2 * 256 * k):
-            patch.setattr(int4_dequantize, "PIECE_BYTES", piece_bytes)
-            answers = []
-            for _ in range(3):
-                torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
-                answers.append(int4_dequantize.matmul(x, *operands))
-            assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm()
-            assert all(torch.equal(answers[0], again) for again in answers[1:])
-
-
-def test_the_fused_kernels_and_cublas_agree_where_one_takes_over_from_the_other():
-    weight = random_weight(1024, 1024, 128, False)
-    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
+    if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
         return
-    packed = SWAP_AB.pack(weight, torch.bfloat16)
-    x = torch.randn(int4_dequantize.MIN_ROWS, 1024, device="cuda", dtype=torch.bfloat16)
-    fused, whole = SWAP_AB.matmul(x[:-1], packed).double(), SWAP_AB.matmul(x, packed).double()
-    assert (fused - whole[:-1]).norm() <= MAX_ERROR * whole.norm()
+    packed = SWAP_AB.pack(weight, dtype)
+    m = 901
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    expected = x.double() @ exact(weight).T
+    operands = *(packed.tensors[name] for name in ("words", "meta", "arrivals")), n, packed.meta["group_size"]
+    for piece_bytes in (int4_dequantize.PIECE_BYTES, 2 * 256 * k):
+        for blocks in (0, 1, n // 128 // 2, n // 128, -(-n // 128)):
+            answers = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(int4_dequantize, "PIECE_BYTES", piece_bytes)
+                for _ in range(3):
+                    torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+                    answers.append(int4_many_rows.matmul(x, *operands, fractional, blocks))
+            assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm(), blocks
+            assert all(torch.equal(answers[0], again) for again in answers[1:]), blocks
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 12288), (6144, 4096), (712, 1088)])
