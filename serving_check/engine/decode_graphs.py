@@ -20,8 +20,8 @@ from .sampling_rows import SamplingRows
 from .sequence import Sequence
 from .step_clock import StepClock
 
-TOKEN, POSITION, SLOT, LENGTH, ROW = range(5)
-"""Columns of a step's scalars."""
+TOKEN, POSITION, SLOT, LENGTH, ROW, INT32_LENGTH = range(6)
+"""Rows of a step's scalars; the last has the lengths once more, as numbers of 32 bits in its first half."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Decoded:
 class DecodeGraphs:
     """The captured decode step of one model, and the static buffers that all its graphs share.
 
-    For B, the largest bucket: scalars int64 [B, 5], block_table int32 [B, W], slots int64 [B], lengths int32
-    [B]. last_tokens int64 [rows of the pool + 1]: the token drawn last for each row; padding has the last.
+    For B, the largest bucket: scalars int64 [6, B], B rounded up to even, and block_table int32 [B, W].
+    last_tokens int64 [rows of the pool + 1]: the token drawn last for each row; padding has the last.
     """
 
     def __init__(self, forward: Forward, pool: KVPool, buckets: tuple[int, ...], clock: StepClock):
@@ -48,17 +48,16 @@ class DecodeGraphs:
         self.clock = clock
         largest, device = buckets[-1], forward.model.device
         rows, width = pool.block_table.shape
-        # One row of scalars a request, so that a step's update is one copy.
-        self.scalars = torch.zeros(largest, 5, dtype=torch.int64, device=device)
+        # Together, so that a step's update is one copy; each row is what a kernel reads, on 16 bytes.
+        columns = largest + largest % 2
+        self.scalars = torch.zeros(6, columns, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        self.slots = torch.zeros(largest, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.sampling = SamplingRows(rows, device)
         # Two of each: a step is staged while the copies of the one before may still be waiting to run.
         self.staging = [
             (
-                torch.zeros(largest, 5, dtype=torch.int64, pin_memory=True),
+                torch.zeros(6, columns, dtype=torch.int64, pin_memory=True),
                 torch.zeros(largest, width, dtype=torch.int32, pin_memory=True),
             )
             for _ in range(2)
@@ -90,9 +89,11 @@ class DecodeGraphs:
 
     def _pad(self) -> None:
         """Fill the buffers with nothing but padding."""
-        self.scalars[:] = torch.tensor([0, 0, -1, 0, len(self.last_tokens) - 1], device=self.scalars.device)
-        self.slots.fill_(-1)
-        self.lengths.zero_()
+        self.scalars[:] = torch.tensor(self._padding(), device=self.scalars.device)[:, None]
+
+    def _padding(self) -> list[int]:
+        """The scalars of a request that is none."""
+        return [0, 0, -1, 0, len(self.last_tokens) - 1, 0]
 
     def _stage(self, sequences: list[Sequence], size: int) -> None:
         """Fill the buffers: the scalars, and the block table, whose rows move as requests come and go."""
@@ -105,37 +106,34 @@ class DecodeGraphs:
         indices = np.array([sequence.row for sequence in sequences], np.int64)
         width = self.pool.pages_for(int(lengths.max()))
         table[:count, :width] = self.pool.block_table[indices, :width]
-        scalars[:count, TOKEN] = [sequence.tokens[-1] for sequence in sequences]
-        scalars[:count, POSITION] = positions
+        scalars[:, count:size] = np.array(self._padding())[:, None]
+        scalars[TOKEN, :count] = [sequence.tokens[-1] for sequence in sequences]
+        scalars[POSITION, :count] = positions
         pages = table[np.arange(count), positions // page_size].astype(np.int64)
-        scalars[:count, SLOT] = pages * page_size + positions % page_size
-        scalars[:count, LENGTH] = lengths
-        scalars[:count, ROW] = indices
-        scalars[count:size] = (0, 0, -1, 0, len(self.last_tokens) - 1)
+        scalars[SLOT, :count] = pages * page_size + positions % page_size
+        scalars[LENGTH, :count] = lengths
+        scalars[ROW, :count] = indices
+        scalars[INT32_LENGTH].view(np.int32)[:size] = scalars[LENGTH, :size]
         self.clock.device_starts()
         self.sampling.take(sequences)
-        self.scalars[:size].copy_(staged_scalars[:size], non_blocking=True)
-        # Whole rows, stale past `width`: only a contiguous copy runs without making the host wait.
+        # Whole rows, stale past `size` and `width`: only a contiguous copy runs without making the host wait.
+        self.scalars.copy_(staged_scalars, non_blocking=True)
         self.block_table[:count].copy_(staged_table[:count], non_blocking=True)
 
     def _decode(self, size: int) -> tuple[Tensor, Tensor]:
-        scalars = self.scalars[:size]
-        self.slots[:size].copy_(scalars[:, SLOT])
-        self.lengths[:size].copy_(scalars[:, LENGTH])
-        rows = scalars[:, ROW]
-        known = scalars[:, TOKEN]
+        rows, known = self.scalars[ROW, :size], self.scalars[TOKEN, :size]
         tokens = torch.where(known >= 0, known, self.last_tokens[rows])
-        logits = self.forward(tokens, scalars[:, POSITION].contiguous(), self._step(size), None)
-        drawn = self.sampling.draw(logits, rows, scalars[:, LENGTH])
+        logits = self.forward(tokens, self.scalars[POSITION, :size], self._step(size), None)
+        drawn = self.sampling.draw(logits, rows, self.scalars[LENGTH, :size])
         self.last_tokens[rows] = drawn
         return logits, drawn
 
     def _step(self, size: int) -> DeviceDecodeTokens:
         return DeviceDecodeTokens(
-            self.slots[:size],
+            self.scalars[SLOT, :size],
             self.block_table[:size],
-            self.lengths[:size],
-            self.scalars[:size, ROW],
+            self.scalars[INT32_LENGTH].view(torch.int32)[:size],
+            self.scalars[ROW, :size],
             self.max_context,
             self.workspaces,
         )
