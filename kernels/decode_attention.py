@@ -12,7 +12,8 @@ One query token per request. Not for prefill, and not for formats that pack more
 A program takes one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so K
 and V are read and decoded once. A split is a number of tokens that follows from the request's context alone,
 counted from its start: a request's bits depend on its own tokens, whoever shares its batch (pegainfer #438).
-Short contexts are cut finer, since a program's time is then latency, tile after tile. Scales never touch the
+Short contexts are cut finer, since a program's time is then latency, tile after tile; not those of eight-bit
+pages, whose programs need longer runs of tiles to keep loads in flight. Scales never touch the
 pages' values: K's multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
 Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial sums add H * D * 4 * 2 / split.
@@ -151,7 +152,7 @@ def _attend_splits(
     partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, max_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, FINE: tl.constexpr,
     SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +196,7 @@ def _attend_splits(
         key_scale = tl.load(key_scale_ptr + kv_head)
         value_scale = tl.load(value_scale_ptr + kv_head)
 
-    split_tokens = _split_tokens(length, SPLIT, BLOCK)
+    split_tokens = _split_tokens(length, SPLIT, BLOCK) if FINE else SPLIT
     split = first_token // split_tokens + tl.program_id(0)
     while split * split_tokens < length:
         start = split * split_tokens
@@ -266,7 +267,8 @@ def _attend_splits(
 def _merge_splits(
     partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    FINE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a head's splits, always in the order of the context and in the same grouping."""
     if PDL:
@@ -279,7 +281,7 @@ def _merge_splits(
     first_token = 0
     if WINDOW:
         first_token = tl.maximum(length - window, 0)
-    split_tokens = _split_tokens(length, SPLIT, BLOCK)
+    split_tokens = _split_tokens(length, SPLIT, BLOCK) if FINE else SPLIT
     if _is_only_split(length, first_token, split_tokens, SINKS):
         return
     first_split = first_token // split_tokens
@@ -393,6 +395,7 @@ def decode_attention(
         key_pages, value_pages = key_pages.view(torch.int16), value_pages.view(torch.int16)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     tile = min(TILE_BYTES // (dim * itemsize), 128, 2 * page)
+    fine = itemsize > 1
     pdl = compute_capability(q.device) >= (9, 0)
     _attend_splits[(splits, kv_heads, batch)](
         q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
@@ -400,14 +403,14 @@ def decode_attention(
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
-        BLOCK=tile, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
+        BLOCK=tile, FINE=fine, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
         ASM=compute_capability(q.device) >= (8, 9), PDL=pdl,
-        PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=2,
+        PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
         HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, BLOCK=tile,
-        SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, PDL=pdl,
+        FINE=fine, SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, PDL=pdl,
         num_warps=1 if dim <= 128 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out

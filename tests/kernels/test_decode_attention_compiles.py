@@ -33,7 +33,7 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, sinks: bool):
     }
     sizes = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "DIM": 128, "GROUP": 16, "PAGE": 64, "SPLIT": 256}
     flags = {"SCALES": scales, "SOFTCAP": False, "WINDOW": False, "SINKS": sinks, "ASM": True, "PDL": True}
-    flags |= {"BLOCK": 64, "PRECISION": "tf32x3" if activations == "*fp32" else "tf32"}
+    flags |= {"BLOCK": 64, "FINE": scales == 0, "PRECISION": "tf32x3" if activations == "*fp32" else "tf32"}
     kernel = compiled(decode_attention._attend_splits, types, {**sizes, **flags}, num_warps=4)
     assert kernel.asm["cubin"]
 
@@ -47,6 +47,6 @@ def test_the_merge_compiles(sinks: str | None):
         "out_ptr": "*bf16",
         **dict.fromkeys(["window", "max_splits"], "i32"),
     }
-    constants = {"HEADS": 32, "HEAD_DIM": 128, "DIM": 128, "SPLIT": 256, "BLOCK": 64}
+    constants = {"HEADS": 32, "HEAD_DIM": 128, "DIM": 128, "SPLIT": 256, "BLOCK": 64, "FINE": True}
     flags = {"SPLITS_AT_ONCE": 8, "SINKS": sinks is not None, "WINDOW": True, "PDL": True}
     assert compiled(decode_attention._merge_splits, types, {**constants, **flags}, num_warps=1).asm["cubin"]
