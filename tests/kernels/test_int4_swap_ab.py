@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_swap_ab, int4_waves
+from scalegate.kernels import int4_hopper, int4_many_rows, int4_swap_ab, int4_waves
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -125,3 +125,26 @@ def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():
     assert int4_hopper.invariant_parts(4096, 12288) > 1
     assert int4_hopper.invariant_parts(24576, 4096) == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "blocks"),
+    [
+        (2048, 6144, 4096, 48),  # 2.9 waves
+        (1024, 4096, 4096, 32),  # 0.97 waves
+        (1536, 6144, 4096, 44),  # 2.2 waves
+        (2560, 4096, 4096, 0),  # 2.4 waves
+        (8192, 24576, 4096, 0),
+    ],
+)
+def test_many_rows_are_dealt_as_was_fastest(m, n, k, blocks):
+    assert int4_many_rows.fused_blocks(m, n, k) == blocks
+
+
+def test_of_many_rows_the_fused_kernel_takes_all_none_or_what_fills_waves():
+    for m in range(513, 9000, 97):
+        for n, k in SHAPES_SERVED:
+            blocks, tiles_m = int4_many_rows.fused_blocks(m, n, k), -(-m // 256)
+            assert 0 <= blocks <= -(-n // 128)
+            short_of_waves = -blocks * tiles_m % int4_waves.MULTIPROCESSORS
+            assert blocks in (0, -(-n // 128)) or short_of_waves < tiles_m
