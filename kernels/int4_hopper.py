@@ -1,6 +1,6 @@
 """The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
-    int4_shares.py   up to 256 rows, or 512 of few tiles: all tiles' K in one row, every CTA an equal share
+    int4_shares.py   up to 512 rows: all tiles' K in one row, every CTA an equal share
     int4_waves.py    more rows, and where it was faster: whole waves of tiles, then the K of the rest split
     int4_sums.py     what the first does with the sums of a tile that others have a part of
     int4_copies.py   how both bring bytes into shared memory
@@ -54,7 +54,9 @@ BUCKETS = {
 WIDE = Tile(128, 128, 2, 5, 4, 168, 1)
 NARROW = Tile(128, 64, 1, 5, 4, 128, 2)
 ALONE = Tile(128, 64, 2, 5, 8, 168, 1)
-TILES = (*dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.whole, b.shared)), WIDE, NARROW, ALONE)
+TALL = Tile(256, 128, 1, 6, 4, 168, 1)
+OF_BUCKETS = tuple(dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.whole, b.shared)))
+TILES = (*OF_BUCKETS, WIDE, NARROW, ALONE, TALL)
 """All that `plan` may choose."""
 
 
@@ -90,10 +92,12 @@ def plan(m: int, n: int, k: int) -> Shares | Waves:
             return shared(NARROW, m, n, k, 2 * MULTIPROCESSORS)
         alone = shared(ALONE, m, n, k, MULTIPROCESSORS)
         return alone if alone.count % narrow_tiles == 0 else shared(NARROW, m, n, k, MULTIPROCESSORS)
-    tall_tiles = triton.cdiv(m, 256) * triton.cdiv(n, 64)
+    tall_tiles = triton.cdiv(m, TALL.m) * triton.cdiv(n, TALL.n)
+    if m <= 512 and tall_tiles >= 0.7 * MULTIPROCESSORS:
+        return whole_or_shared(TALL, m, n, k)
     if m <= 256:
         if narrow_tiles > MULTIPROCESSORS:
-            filled = tall_tiles / MULTIPROCESSORS
+            filled = triton.cdiv(n, 64) / MULTIPROCESSORS
             badly = filled > 1 and math.ceil(filled) >= 1.25 * filled
             return shared(WIDE, m, n, k, MULTIPROCESSORS) if badly else waves
         if k > 8192:
@@ -101,7 +105,7 @@ def plan(m: int, n: int, k: int) -> Shares | Waves:
         if narrow_tiles >= 0.8 * MULTIPROCESSORS:
             return Shares(ALONE, narrow_tiles)
         return shared(NARROW, m, n, k, MULTIPROCESSORS)
-    if m <= 512 and tall_tiles <= 0.65 * MULTIPROCESSORS:
+    if m <= 512 and tall_tiles <= 0.33 * MULTIPROCESSORS:
         return shared(WIDE, m, n, k, MULTIPROCESSORS)
     return waves
 
@@ -117,6 +121,15 @@ def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
     if units <= bucket.few * MULTIPROCESSORS:
         return Shares(bucket.shared, min(MULTIPROCESSORS, units))
     return shared(bucket.shared, m, n, k, MULTIPROCESSORS * bucket.shared.resident)
+
+
+def whole_or_shared(tile: Tile, m: int, n: int, k: int) -> Shares:
+    """One CTA a multiprocessor: whole tiles where they come out almost even, equal shares elsewhere."""
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    each = triton.cdiv(tiles, MULTIPROCESSORS)
+    if tiles % each == 0 and tiles // each >= 0.95 * MULTIPROCESSORS:
+        return Shares(tile, tiles // each)
+    return shared(tile, m, n, k, MULTIPROCESSORS)
 
 
 def shared(tile: Tile, m: int, n: int, k: int, count: int) -> Shares:

@@ -98,20 +98,17 @@ def here(pointer):
 
 
 @gluon.constexpr_function
-def send_asm():
-    """A pair of sums to scratch memory."""
-    return lines(
-        ".reg .pred p;", "setp.ne.b32 p, $6, 0;", "@p st.global.v2.b32 [$4], {$2,$3};", "mov.u32 $0, 0;",
-        "mov.u32 $1, 0;",
-    )  # fmt: skip
+def send_asm(offset):
+    """A pair of sums to scratch memory, `offset` bytes behind an address."""
+    return lines(f"st.global.v2.b32 [$4+{offset}], {{$2,$3}};", "mov.u32 $0, 0;", "mov.u32 $1, 0;")
 
 
 @gluon.constexpr_function
-def fetch_asm():
+def fetch_asm(offset):
     """A pair of another CTA's sums, or zeros."""
     return lines(
         ".reg .pred p;", "setp.ne.b32 p, $4, 0;", "mov.b32 $0, 0;", "mov.b32 $1, 0;",
-        "@p ld.global.cg.v2.b32 {$0,$1}, [$2];",
+        f"@p ld.global.cg.v2.b32 {{$0,$1}}, [$2+{offset}];",
     )  # fmt: skip
 
 
@@ -163,10 +160,18 @@ def clear(counter):
 
 @gluon.constexpr_function
 def store_asm(half):
-    """Sums of two neighbours in M, exchanged in the warp for neighbours in N, to y in one word."""
+    """Four sums of a thread, two neighbours in M of two rows of the weight, to four neighbours in a row of y.
+
+    Exchanged in the warp, twice: blocks of eight by eight with rows for columns, then between lanes side by
+    side, so that four lanes fill the 32 bytes that memory takes at once.
+    """
     kind = "f16x2" if half else "bf16x2"
     return lines(
-        ".reg .pred p;", ".reg .b32 t;", f"cvt.rn.{kind}.f32 t, $3, $2;",
-        "movmatrix.sync.aligned.m8n8.trans.b16 t, t;", "setp.ne.b32 p, $6, 0;",
-        "@p st.global.b32 [$4], t;", "mov.u32 $0, 0;", "mov.u32 $1, 0;",
+        ".reg .pred p, q;", ".reg .b32 s, t, u;",
+        f"cvt.rn.{kind}.f32 t, $5, $4;", "movmatrix.sync.aligned.m8n8.trans.b16 t, t;",
+        f"cvt.rn.{kind}.f32 u, $7, $6;", "movmatrix.sync.aligned.m8n8.trans.b16 u, u;",
+        "mov.u32 s, %laneid;", "and.b32 s, s, 1;", "setp.ne.u32 q, s, 0;", "selp.b32 s, t, u, q;",
+        "shfl.sync.bfly.b32 s, s, 1, 31, 0xffffffff;", "@!q mov.b32 u, s;", "@q mov.b32 t, s;",
+        "setp.ne.b32 p, $12, 0;", "@p st.global.v2.b32 [$8], {t,u};",
+        "mov.u32 $0, 0;", "mov.u32 $1, 0;", "mov.u32 $2, 0;", "mov.u32 $3, 0;",
     )  # fmt: skip

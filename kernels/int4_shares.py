@@ -1,8 +1,7 @@
 """INT4 product on Hopper, in Gluon: all tiles' K in one row, every CTA an equal share of it.
 
-For up to 256 rows of x, and 512 of few tiles, where `int4_waves.py` loses time at the ends of its waves;
-`int4_hopper.py` says which serves what. Not for batch-invariant serving: where a tile is cut depends on how
-many there are.
+For up to 512 rows of x, where `int4_waves.py` loses time at the ends of its waves; `int4_hopper.py` says
+which serves what. Not for batch-invariant serving: where a tile is cut depends on how many there are.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
@@ -216,7 +215,7 @@ def produce(
 def consume(
     x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, share, extra,
     BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, PAIRS: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, QUADS: gl.constexpr,
     WORDS: gl.constexpr, META: gl.constexpr, META_BYTES: gl.constexpr, READY: gl.constexpr,
     FREE: gl.constexpr, SCALED: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
@@ -292,7 +291,7 @@ def consume(
         arrive_at(FREE + previous * 8, slot >= 0)
         finish(
             accumulator, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, tiles_m, M, N,
-            index, share, extra, BN, BM, HALF, TILES, PAIRS, MMA,
+            index, share, extra, BN, BM, HALF, TILES, QUADS,
         )  # fmt: skip
         left -= piece_end - piece
         piece = 0
@@ -306,7 +305,7 @@ def consume(
 def int4_shares_kernel(
     x_desc, words_desc, meta_desc, y, partials, arrivals, M, N, stages_k, tiles_m, share, extra,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, PAIRS: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, QUADS: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
@@ -344,7 +343,7 @@ def int4_shares_kernel(
     ring = (words_ring, meta_ring, x_ring, barriers)
     gl.warp_specialize([
         (consume, (x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, share, extra,
-                   BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, PAIRS,
+                   BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, QUADS,
                    WORDS, META, META_BYTES, READY, FREE, SCALED, mma)),
         (produce, (x_desc, words_desc, meta_desc, ring, place, number, stages_k, tiles_m,
                    STAGES, TILES, GROUP, READY, FREE)),
@@ -398,7 +397,7 @@ def launch(
         TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
         y, partials, arrivals, m, n, units * UNIT_TILES.value // tile.tiles, tiles_m,
         *divmod(tiles * units, count),
-        **constants(tile, group_size, fractional, x.dtype == torch.float16, n % 2 == 0),
+        **constants(tile, group_size, fractional, x.dtype == torch.float16, n % 4 == 0),
         num_warps=tile.n // 16,
         maxnreg=tile.registers,
         launch_pdl=True,
@@ -406,9 +405,9 @@ def launch(
 
 
 def constants(
-    tile: Tile, group_size: int, fractional: bool, half: bool, pairs: bool
+    tile: Tile, group_size: int, fractional: bool, half: bool, quads: bool
 ) -> dict[str, int | bool]:
-    """What the kernel is compiled for; `pairs` where a row of y has whole words.
+    """What the kernel is compiled for; `quads` where a row of y has whole groups of four.
 
     With few rows of x, where a chunk is a group, the scale multiplies its sums, fewer than its weights.
     """
@@ -422,6 +421,6 @@ def constants(
         "STAGES": tile.stages,
         "TILES": tile.tiles,
         "SLICES": tile.slices,
-        "PAIRS": pairs,
+        "QUADS": quads,
         "SCALED": not scales_sums,
     }

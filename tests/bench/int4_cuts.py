@@ -33,7 +33,7 @@ GROUP_SIZE = 128
 def tiles_for(m: int) -> list[int4_shares.Tile]:
     """The tiles that the kernel is compiled for, as far as so many rows can use them."""
     rows = next((tile.m for tile in int4_hopper.TILES if m <= tile.m), 128)
-    return [tile for tile in int4_hopper.TILES if tile.m == rows]
+    return [tile for tile in int4_hopper.TILES if tile.m == rows or m > 128 <= tile.m]
 
 
 def counts_for(tile: int4_shares.Tile, m: int, n: int, k: int) -> list[int]:
@@ -42,7 +42,9 @@ def counts_for(tile: int4_shares.Tile, m: int, n: int, k: int) -> list[int]:
     units_k = triton.cdiv(k, int4_shares.UNIT)
     slots = int4_hopper.MULTIPROCESSORS * tile.resident
     parts = {tiles * p for p in range(2, units_k + 1) if 0.6 * slots <= tiles * p <= slots}
-    counts = {tiles, int4_hopper.MULTIPROCESSORS, slots, *parts}
+    each = triton.cdiv(tiles, slots)
+    whole = {tiles // each} if tiles % each == 0 else set()
+    counts = {tiles, int4_hopper.MULTIPROCESSORS, slots, *parts, *whole}
     return sorted(count for count in counts if 80 <= count <= tiles * units_k)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels import int4_dequantize, int4_many_rows
+from scalegate.kernels import int4_dequantize, int4_hopper, int4_many_rows, int4_shares
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
@@ -22,7 +22,7 @@ PROBLEMS = [
     (520, 1152, 64, False, torch.float16),
     (4096, 12288, 128, False, torch.bfloat16),
 ]
-ROWS = (1, 7, 8, 13, 31, 64, 100, 128, 200, 600)
+ROWS = (1, 7, 8, 13, 31, 64, 100, 128, 200, 400, 600)
 
 
 def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weight:
@@ -58,6 +58,26 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
             answers.append(layout.matmul(x, packed))
         assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm(), m
         assert all(torch.equal(answers[0], again) for again in answers[1:]), m
+
+
+@pytest.mark.parametrize("tile", int4_hopper.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.tiles}")
+@pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), [PROBLEMS[0], PROBLEMS[4]])
+def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractional, dtype):
+    """A CTA for a tile, for some, for parts of one; and shares that begin and end within tiles."""
+    weight = random_weight(n, k, group_size, fractional)
+    if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
+        return
+    packed = SWAP_AB.pack(weight, dtype)
+    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
+    expected = x.double() @ exact(weight).T
+    tiles, units = 2 * -(-n // tile.n), -(-k // int4_shares.UNIT)
+    slots = int4_hopper.MULTIPROCESSORS * tile.resident
+    for count in sorted({tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4}):
+        y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)
+        int4_shares.launch(x, *operands, y, packed.meta["group_size"], fractional, tile, min(count, slots))
+        assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), count
+        assert not operands[2].any(), count
 
 
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), PROBLEMS)
