@@ -185,10 +185,18 @@ def matmul(
             some = slice(first, first + rows)
             int4_waves.launch(x[some], *operands, y[some], group_size, fractional, tile, 0, parts, ordered)
         return y
-    chosen = plan(m, n, k)
-    if isinstance(chosen, Shares):
-        int4_shares.launch(x, *operands, y, group_size, fractional, chosen.tile, chosen.count)
-    else:
-        split = chosen.split
-        int4_waves.launch(x, *operands, y, group_size, fractional, chosen.tile, split.whole, split.parts)
+    multiply(x, *operands, y, group_size, fractional)
     return y
+
+
+def multiply(
+    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
+) -> None:
+    """The product into `y`, tuned: as `plan` says."""
+    m, n = y.shape
+    chosen = plan(m, n, x.shape[1])
+    operands = words, meta, arrivals, y, group_size, fractional
+    if isinstance(chosen, Shares):
+        int4_shares.launch(x, *operands, chosen.tile, chosen.count)
+    else:
+        int4_waves.launch(x, *operands, chosen.tile, chosen.split.whole, chosen.split.parts)

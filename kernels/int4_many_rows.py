@@ -2,6 +2,7 @@
 
     int4_waves.py       as many as fill whole waves of the chip, or all of them
     int4_dequantize.py  the rest, dequantized for cuBLAS, or all of them
+    int4_hopper.py      for the last rows of x, where they would leave half a tile empty, all of them
 
 Nothing compiles for a new M. Not for batch-invariant serving. The constants below were fitted to 190 products
 of 640 to 8192 rows on an H200, with 5% of error; what is chosen by them takes 1% more than the best of each.
@@ -24,13 +25,30 @@ NEVER_LESS = 0.2
 """Of that, what is left where few have one."""
 PART_US = 1.5
 """To add up a part of K."""
+FEW_LEFT = 128
+"""Rows of x short of half a tile."""
 START_US, BYTES_US, OPERATIONS_US = 2.0, 3.6e6, 730e6
 """Of the rest: to start two kernels; to dequantize; for cuBLAS."""
 
 
 @lru_cache(maxsize=4096)
+def rows_ahead(m: int, n: int, k: int) -> int:
+    """Rows of x, the first ones, that are best multiplied before the rest: all, or all but a few."""
+    left = m % TILE.m
+    apart = m - left
+    if not 0 < left <= FEW_LEFT or apart == 0:
+        return m
+    return apart if best(apart, n, k)[0] + few_us(left, n, k) < best(m, n, k)[0] else m
+
+
+@lru_cache(maxsize=4096)
 def fused_blocks(m: int, n: int, k: int) -> int:
     """Blocks of TILE.n rows of the weight, the first ones, that the fused kernel takes."""
+    return best(m, n, k)[1]
+
+
+def best(m: int, n: int, k: int) -> tuple[float, int]:
+    """The least microseconds, and the blocks with which the fused kernel then is."""
     tiles_m, blocks = triton.cdiv(m, TILE.m), triton.cdiv(n, TILE.n)
     waves = tiles_m * blocks // int4_waves.MULTIPROCESSORS
     in_waves = waves * int4_waves.MULTIPROCESSORS // tiles_m
@@ -38,7 +56,13 @@ def fused_blocks(m: int, n: int, k: int) -> int:
     def microseconds(taken: int) -> float:
         return fused_us(tiles_m * taken, k) + rest_us(m, n - taken * TILE.n, k)
 
-    return min((blocks, in_waves, 0), key=microseconds)
+    taken = min((blocks, in_waves, 0), key=microseconds)
+    return microseconds(taken), taken
+
+
+def few_us(m: int, n: int, k: int) -> float:
+    """A few rows of x alone, by `int4_hopper.py`."""
+    return 5.0 + n * k * (0.25e-6 if m <= 64 else 0.4e-6)
 
 
 def fused_us(tiles: int, k: int) -> float:
@@ -63,26 +87,37 @@ def rest_us(m: int, rows: int, k: int) -> float:
 
 
 def matmul(
+    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, n: int, group_size: int, fractional: bool
+) -> Tensor:
+    """y [M, N] = x [M, K] @ w.T, as `int4_hopper.matmul`."""
+    m, k = x.shape
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    ahead = rows_ahead(m, n, k)
+    for rows in (slice(0, ahead), slice(ahead, m)):
+        count = rows.stop - rows.start
+        if count:
+            blocks = fused_blocks(count, n, k) if count > FEW else triton.cdiv(n, TILE.n)
+            multiply(x[rows], words, meta, arrivals, y[rows], group_size, fractional, blocks)
+    return y
+
+
+def multiply(
     x: Tensor,
     words: Tensor,
     meta: Tensor,
     arrivals: Tensor,
-    n: int,
+    y: Tensor,
     group_size: int,
     fractional: bool,
-    blocks: int | None = None,
-) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T, as `int4_hopper.matmul`; `blocks` None is the rule's."""
-    m, k = x.shape
-    if blocks is None:
-        blocks = fused_blocks(m, n, k)
+    blocks: int,
+) -> None:
+    """The product into `y`, of the weight's first `blocks` by the fused kernel, of the others by cuBLAS."""
     first = blocks * TILE.n
-    if first >= n:
-        return int4_hopper.matmul(x, words, meta, arrivals, n, group_size, fractional)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if first >= y.shape[1]:
+        int4_hopper.multiply(x, words, meta, arrivals, y, group_size, fractional)
+        return
     if blocks:
         # The first tiles in one go each, and no parts of the others.
-        tiles = blocks * triton.cdiv(m, TILE.m)
+        tiles = blocks * triton.cdiv(len(x), TILE.m)
         int4_waves.launch(x, words, meta, arrivals, y, group_size, fractional, TILE, tiles, 0)
     int4_dequantize.matmul(x, words, meta, y, first, group_size, fractional)
-    return y

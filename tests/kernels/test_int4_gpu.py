@@ -90,15 +90,16 @@ def test_the_product_of_many_rows_is_right_whoever_takes_them(n, k, group_size, 
     m = 901
     x = torch.randn(m, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
-    operands = *(packed.tensors[name] for name in ("words", "meta", "arrivals")), n, packed.meta["group_size"]
+    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    group = packed.meta["group_size"]
     for piece_bytes in (int4_dequantize.PIECE_BYTES, 2 * 256 * k):
         for blocks in (0, 1, n // 128 // 2, n // 128, -(-n // 128)):
             answers = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(int4_dequantize, "PIECE_BYTES", piece_bytes)
                 for _ in range(3):
-                    torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
-                    answers.append(int4_many_rows.matmul(x, *operands, fractional, blocks))
+                    answers.append(torch.full((m, n), float("nan"), device="cuda", dtype=dtype))
+                    int4_many_rows.multiply(x, *operands, answers[-1], group, fractional, blocks)
             assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm(), blocks
             assert all(torch.equal(answers[0], again) for again in answers[1:]), blocks
 

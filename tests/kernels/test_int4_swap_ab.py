@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_many_rows, int4_swap_ab, int4_waves
+from scalegate.kernels import int4_dequantize, int4_hopper, int4_many_rows, int4_swap_ab, int4_waves
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -139,6 +139,36 @@ def test_the_invariant_split_knows_only_the_shape_of_the_weight():
 )
 def test_many_rows_are_dealt_as_was_fastest(m, n, k, blocks):
     assert int4_many_rows.fused_blocks(m, n, k) == blocks
+
+
+def test_a_few_rows_over_a_tile_are_multiplied_by_themselves_where_that_pays():
+    assert int4_many_rows.rows_ahead(640, 24576, 4096) == 512
+    assert int4_many_rows.rows_ahead(700, 24576, 4096) == 700
+    for m in range(513, 9000, 97):
+        for n, k in SHAPES_SERVED:
+            left = m - int4_many_rows.rows_ahead(m, n, k)
+            assert left in (0, m % 256) and left <= 128
+
+
+@pytest.mark.parametrize("m", [513, 640, 901, 1300, 1536, 2100, 4096])
+def test_every_number_of_y_is_somebodys_and_only_once(m, monkeypatch):
+    def fused(x, words, meta, arrivals, y, *rest):
+        y += 1
+
+    def first_tiles(x, words, meta, arrivals, y, group_size, fractional, tile, tiles, parts):
+        assert parts == 0
+        y[:, : tiles // -(-len(x) // tile.m) * tile.n] += 1
+
+    def others(x, words, meta, y, first_row, *rest):
+        y[:, first_row:] += 1
+
+    monkeypatch.setattr(int4_hopper, "multiply", fused)
+    monkeypatch.setattr(int4_waves, "launch", first_tiles)
+    monkeypatch.setattr(int4_dequantize, "matmul", others)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    for n, k in SHAPES_SERVED[:4]:
+        y = int4_many_rows.matmul(torch.zeros(m, k), *torch.zeros(3, 1), n, 128, False)
+        assert y.shape == (m, n) and torch.all(y == 1)
 
 
 def test_of_many_rows_the_fused_kernel_takes_all_none_or_what_fills_waves():
