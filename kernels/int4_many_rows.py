@@ -25,20 +25,25 @@ NEVER_LESS = 0.2
 """Of that, what is left where few have one."""
 PART_US = 1.5
 """To add up a part of K."""
-FEW_LEFT = 128
-"""Rows of x short of half a tile."""
+FEW_LEFT = (64, 128)
+"""Rows of x that half a tile holds."""
 START_US, BYTES_US, OPERATIONS_US = 2.0, 3.6e6, 730e6
 """Of the rest: to start two kernels; to dequantize; for cuBLAS."""
 
 
 @lru_cache(maxsize=4096)
-def rows_ahead(m: int, n: int, k: int) -> int:
-    """Rows of x, the first ones, that are best multiplied before the rest: all, or all but a few."""
+def cut_rows(m: int, n: int, k: int) -> tuple[slice, ...]:
+    """The rows of x that are best multiplied together: all, or a few that are left over by themselves.
+
+    Those are 64 or 128, some of them for the second time, so that no kernel is met first for their number.
+    """
     left = m % TILE.m
-    apart = m - left
-    if not 0 < left <= FEW_LEFT or apart == 0:
-        return m
-    return apart if best(apart, n, k)[0] + few_us(left, n, k) < best(m, n, k)[0] else m
+    few = next((rows for rows in FEW_LEFT if left <= rows), 0)
+    together = slice(0, m)
+    if left == 0 or few == 0 or m < TILE.m:
+        return (together,)
+    apart = best(m - left, n, k)[0] + few_us(few, n, k)
+    return (slice(0, m - left), slice(m - few, m)) if apart < best(m, n, k)[0] else (together,)
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +67,7 @@ def best(m: int, n: int, k: int) -> tuple[float, int]:
 
 def few_us(m: int, n: int, k: int) -> float:
     """A few rows of x alone, by `int4_hopper.py`."""
-    return 5.0 + n * k * (0.25e-6 if m <= 64 else 0.4e-6)
+    return 5.0 + n * k * (0.25e-6 if m == FEW_LEFT[0] else 0.4e-6)
 
 
 def fused_us(tiles: int, k: int) -> float:
@@ -92,12 +97,10 @@ def matmul(
     """y [M, N] = x [M, K] @ w.T, as `int4_hopper.matmul`."""
     m, k = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    ahead = rows_ahead(m, n, k)
-    for rows in (slice(0, ahead), slice(ahead, m)):
+    for rows in cut_rows(m, n, k):
         count = rows.stop - rows.start
-        if count:
-            blocks = fused_blocks(count, n, k) if count > FEW else triton.cdiv(n, TILE.n)
-            multiply(x[rows], words, meta, arrivals, y[rows], group_size, fractional, blocks)
+        blocks = fused_blocks(count, n, k) if count > FEW else triton.cdiv(n, TILE.n)
+        multiply(x[rows], words, meta, arrivals, y[rows], group_size, fractional, blocks)
     return y
 
 
