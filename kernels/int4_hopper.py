@@ -6,6 +6,8 @@
     int4_copies.py   how both bring bytes into shared memory
     int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
+`int4_many_rows.py` calls these for more than 512 rows, and cuBLAS beside them.
+
 Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new
 M; what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invariant serving the order of
 summation depends on the shape of the weight alone, and `int4_waves.py` serves every M.
