@@ -216,6 +216,22 @@ def _attend_tiles(
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=keep)
 
 
+MANY_ROWS = 128
+
+
+def program_sizes(count: int, dim: int, itemsize: int, page_itemsize: int) -> tuple[int, int]:
+    """Rows of queries that a program takes, a group's heads counted, and keys and values at a time.
+
+    `count` tokens in a step; `dim` a power of two; bytes of a query's element and of a stored one.
+    """
+    wide = itemsize == 4 or dim > 128
+    if itemsize * dim > 512:
+        return 32, 32  # 64 rows of float32 and their keys and values would not fit into shared memory.
+    # Twice the rows for as much of keys and values, where there are programs enough and registers for two.
+    many = count > LARGE and not wide and page_itemsize == 2
+    return MANY_ROWS if many else 64, 32 if wide else 64
+
+
 def prefill_attention(
     q: Tensor,
     key_pages: Tensor,
@@ -239,17 +255,13 @@ def prefill_attention(
     kv_heads, page = key_pages.shape[1], key_pages.shape[2]
     dim, group = triton.next_power_of_2(head_dim), triton.next_power_of_2(heads // kv_heads)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
-    wide = q.element_size() == 4 or dim > 128
-    # Twice the rows for as much of keys and values, where there are programs enough and registers for two.
-    large = count > LARGE and not wide and key_pages.element_size() == 2
-    # Half, where 64 rows of float32 and their keys and values would not fit into shared memory.
-    rows = 128 if large else 32 if q.element_size() * dim > 512 else 64
+    rows, block = program_sizes(count, dim, q.element_size(), key_pages.element_size())
     tokens = max(1, rows // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
         q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, GROUP=group, TOKENS=tokens, PAGE=page,
-        BLOCK=32 if wide else 64, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        BLOCK=block, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
         SINKS=sinks is not None, PRECISION="tf32x3" if q.element_size() == 4 else "tf32",
-        num_warps=8 if large else 4, num_stages=2, maxnreg=128 if large else None,
+        num_warps=8 if rows == MANY_ROWS else 4, num_stages=2, maxnreg=128 if rows == MANY_ROWS else None,
     )  # fmt: skip
