@@ -53,7 +53,7 @@ BUCKETS = {
     32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 8, 8, 128, 2), 0.6, 10),
     64: Bucket(Tile(64, 64, 2, 3, 4, 80, 3), Tile(64, 64, 2, 5, 8, 128, 2), 0.8, 10),
 }
-WIDE = Tile(128, 128, 2, 5, 4, 168, 1)
+WIDE = Tile(128, 128, 2, 5, 8, 168, 1)
 NARROW = Tile(128, 64, 1, 5, 4, 128, 2)
 ALONE = Tile(128, 64, 2, 5, 8, 168, 1)
 TALL = Tile(256, 128, 1, 6, 4, 168, 1)
@@ -94,22 +94,20 @@ def plan(m: int, n: int, k: int) -> Shares | Waves:
             return shared(NARROW, m, n, k, 2 * MULTIPROCESSORS)
         alone = shared(ALONE, m, n, k, MULTIPROCESSORS)
         return alone if alone.count % narrow_tiles == 0 else shared(NARROW, m, n, k, MULTIPROCESSORS)
+    if m > 512:
+        return waves
     tall_tiles = triton.cdiv(m, TALL.m) * triton.cdiv(n, TALL.n)
-    if m <= 512 and tall_tiles >= 0.7 * MULTIPROCESSORS:
+    if tall_tiles >= 0.95 * MULTIPROCESSORS or k > 16384:
         return whole_or_shared(TALL, m, n, k)
-    if m <= 256:
-        if narrow_tiles > MULTIPROCESSORS:
-            filled = triton.cdiv(n, 64) / MULTIPROCESSORS
-            badly = filled > 1 and math.ceil(filled) >= 1.25 * filled
-            return shared(WIDE, m, n, k, MULTIPROCESSORS) if badly else waves
+    if m <= 256 and narrow_tiles <= MULTIPROCESSORS:
         if k > 8192:
             return shared(WIDE, m, n, k, MULTIPROCESSORS)
         if narrow_tiles >= 0.8 * MULTIPROCESSORS:
             return Shares(ALONE, narrow_tiles)
         return shared(NARROW, m, n, k, MULTIPROCESSORS)
-    if m <= 512 and tall_tiles <= 0.33 * MULTIPROCESSORS:
-        return shared(WIDE, m, n, k, MULTIPROCESSORS)
-    return waves
+    filled = triton.cdiv(m, 256) * triton.cdiv(n, 64) / MULTIPROCESSORS
+    evenly = filled >= (0.7 if filled <= 1 else 0.9 * math.ceil(filled))
+    return waves if evenly else shared(WIDE, m, n, k, MULTIPROCESSORS)
 
 
 def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
