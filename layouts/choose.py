@@ -30,7 +30,7 @@ from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions, shape_k
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
 TIE_MARGIN = 0.03
-SHAPE_SECONDS, PREPARATION_SECONDS = 12.0, 26.0
+SHAPE_SECONDS, PREPARATION_SECONDS = 10.0, 20.0
 """With a layout that takes all of it, one that fails at once, and the timing, a choice for an 8B model stays
 below a minute."""
 
