@@ -32,16 +32,18 @@ def as_torchao(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("beyond", [1.0, 3.0], ids=["as calibrated", "larger than calibrated"])
 def test_inputs_are_rounded_as_torchao_rounds_them_but_for_last_bits(device, dtype, beyond, divides):
-    x = torch.randn(330, 256, device=device).to(dtype)
-    quantized = calibrated(x / beyond, divides)
-    multiplier = 1 / quantized.global_scale if divides else quantized.global_scale
-    rounded, theirs = quantized.round(x), as_torchao(x, multiplier)
-    assert rounded.dtype is dtype
+    shares = []
+    for _ in range(8):  # how many scales differ depends on the calibrated one
+        x = torch.randn(33, 256, device=device).to(dtype)
+        quantized = calibrated(x / beyond, divides)
+        multiplier = 1 / quantized.global_scale if divides else quantized.global_scale
+        rounded, theirs = quantized.round(x), as_torchao(x, multiplier)
+        assert rounded.dtype is dtype
+        shares.append(((rounded - theirs).abs() > 0.01 * theirs.abs()).float().mean().item())
+        error = ((rounded - x).float().norm() / x.float().norm()).item()
+        assert 0.05 < error < 0.2 if beyond == 1.0 else error > 0.2
     # Scales found in bfloat16 come out as the next one in one group of seventy. Last bits differ more often.
-    unlike = ((rounded - theirs).abs() > 0.01 * theirs.abs()).float().mean().item()
-    assert unlike < (0.03 if dtype is torch.bfloat16 else 0.001)
-    error = ((rounded - x).float().norm() / x.float().norm()).item()
-    assert 0.05 < error < 0.2 if beyond == 1.0 else error > 0.2
+    assert sum(shares) / len(shares) < (0.03 if dtype is torch.bfloat16 else 0.001)
 
 
 @BOTH
