@@ -1,7 +1,7 @@
 """Quantize a checkpoint with NVIDIA ModelOpt, score it and export it; run by `../interchange.py`.
 
 ModelOpt's exported checkpoints are for other engines, so its own runtime is the model it quantized in memory,
-and that one is scored.
+and that one is scored: as its export writes it, with one scale for linear layers that engines fuse.
 
     python make_modelopt.py MODEL OUT SCHEME CALIBRATION.json WINDOWS.json     SCHEME: W4A16_NVFP4 NVFP4
 """
@@ -13,6 +13,7 @@ import sys
 import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
+from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 from modelopt_runtime import as_it_runs
 from score import report
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,6 +33,7 @@ def calibrate(model) -> None:
 
 
 model = mtq.quantize(model, copy.deepcopy(CONFIGS[scheme]), calibrate)
+requantize_resmooth_fused_llm_layers(model)
 running, rounding = as_it_runs(model)
 report(running, windows, f"the model quantized in memory; {rounding} layers round their activations")
 export_hf_checkpoint(model, export_dir=out)
