@@ -3,8 +3,7 @@
 from collections import Counter
 
 import torch
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 from .all_layouts import LAYOUTS
 from .layout import PackedWeight
@@ -97,7 +96,7 @@ def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:
 
 
 # Scratch among the tensors may be written, but is as it was when the product is done.
-@custom_op("scalegate::packed_matmul", mutates_args=())
+@library.custom_op("scalegate::packed_matmul", mutates_args=())
 def _packed_matmul(
     x: Tensor,
     tensors: list[Tensor],

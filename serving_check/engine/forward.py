@@ -8,8 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 from transformers import PreTrainedModel
 
 from ...layouts.kv_format import LayerKV, StepTokens
@@ -95,7 +94,7 @@ _ATTENTION_AS_OP = _AttentionAsOp()
 
 
 # Nothing is declared as mutated: what it writes are pages, which no other op of a compiled layer sees.
-@custom_op("scalegate::paged_attention", mutates_args=())
+@library.custom_op("scalegate::paged_attention", mutates_args=())
 def _paged_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
     """Store key [T, H_kv, D] and value [T, H_kv, D_v], attend with query [T, H, D] → [T, H, D_v]."""
     return _UNDER_WAY.get().attend(query, key, value, sinks).contiguous()
