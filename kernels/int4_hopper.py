@@ -1,7 +1,7 @@
 """The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
     int4_shares.py   up to 512 rows: all tiles' K in one row, every CTA an equal share
-    int4_waves.py    more rows, and where it was faster: whole waves of tiles, then the K of the rest split
+    int4_waves.py    more rows: whole waves of tiles, then the K of the rest split
     int4_sums.py     what the first does with the sums of a tile that others have a part of
     int4_copies.py   how both bring bytes into shared memory
     int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
@@ -13,7 +13,7 @@ M; what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invarian
 summation depends on the shape of the weight alone, and `int4_waves.py` serves every M.
 """
 
-import math
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import int4_shares, int4_waves
 from .int4_shares import Tile
-from .int4_waves import MULTIPROCESSORS, UNIT, Split
+from .int4_waves import MULTIPROCESSORS, Split
 
 ARRIVALS = 1024
 """Counters of the parts of tiles that are done; zero, and left so."""
@@ -34,10 +34,10 @@ ORDERED_TILES = (int4_waves.BUCKETS[64][0], int4_waves.BUCKETS[128][0], TWO_A_MU
 
 @dataclass(frozen=True)
 class Bucket:
-    """How the products of so many rows are cut.
+    """How the products of up to 64 rows are cut.
 
     whole   one CTA for each tile of y, where they fill as much as `fill` of what the chip holds at once
-    shared  elsewhere: equal shares, for all CTAs that the chip holds at once
+    shared  elsewhere: shares, for about as many CTAs as the chip holds at once
     few     but one a multiprocessor where the shares of so many have no more units than this
     """
 
@@ -50,16 +50,21 @@ class Bucket:
 BUCKETS = {
     8: Bucket(Tile(8, 64, 4, 4, 8, 80, 3), Tile(8, 64, 4, 4, 8, 80, 3), 0.6, 0),
     16: Bucket(Tile(16, 64, 4, 4, 8, 80, 3), Tile(16, 64, 4, 4, 8, 80, 3), 0.6, 0),
-    32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 8, 8, 128, 2), 0.6, 10),
+    32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 5, 8, 80, 3), 0.6, 5),
     64: Bucket(Tile(64, 64, 2, 3, 4, 80, 3), Tile(64, 64, 2, 5, 8, 128, 2), 0.8, 10),
 }
+ALONE = Tile(128, 64, 2, 5, 8, 168, 1)
 WIDE = Tile(128, 128, 2, 5, 8, 168, 1)
 NARROW = Tile(128, 64, 1, 5, 4, 128, 2)
-ALONE = Tile(128, 64, 2, 5, 8, 168, 1)
+FLAT = Tile(256, 64, 2, 3, 4, 232, 1)
 TALL = Tile(256, 128, 1, 6, 4, 168, 1)
 OF_BUCKETS = tuple(dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.whole, b.shared)))
-TILES = (*OF_BUCKETS, WIDE, NARROW, ALONE, TALL)
+TILES = (*OF_BUCKETS, ALONE, WIDE, NARROW, FLAT, TALL)
 """All that `plan` may choose."""
+
+VERY_LONG_K = 16384
+CUT = 3.2 * 256
+"""Columns of K whose products take as long as what cutting tiles costs: to start another, send, wait, add."""
 
 
 @dataclass(frozen=True)
@@ -81,67 +86,74 @@ class Waves:
 def plan(m: int, n: int, k: int) -> Shares | Waves:
     """The kernel, the tile and the cut for y [m, n] over k."""
     if m <= max(BUCKETS):
-        return cut(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
-    waves = Waves(*int4_waves.plan(m, n, k))
-    narrow_tiles = triton.cdiv(m, 128) * triton.cdiv(n, 64)
-    units = narrow_tiles * triton.cdiv(k, UNIT)
+        return of_bucket(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
     if m <= 128:
-        if narrow_tiles > MULTIPROCESSORS or k > 16384:
-            return shared(WIDE, m, n, k, MULTIPROCESSORS)
-        if narrow_tiles >= 0.7 * MULTIPROCESSORS:
-            return waves
-        if units > 15 * MULTIPROCESSORS:
-            return shared(NARROW, m, n, k, 2 * MULTIPROCESSORS)
-        alone = shared(ALONE, m, n, k, MULTIPROCESSORS)
-        return alone if alone.count % narrow_tiles == 0 else shared(NARROW, m, n, k, MULTIPROCESSORS)
+        few_tiles = triton.cdiv(n, ALONE.n) <= MULTIPROCESSORS and k <= VERY_LONG_K
+        return whole_or_shared(ALONE if few_tiles else WIDE, m, n, k)
     if m > 512:
-        return waves
-    tall_tiles = triton.cdiv(m, TALL.m) * triton.cdiv(n, TALL.n)
-    if tall_tiles >= 0.95 * MULTIPROCESSORS or k > 16384:
+        return Waves(*int4_waves.plan(m, n, k))
+    if number_of_tiles(TALL, m, n) >= 0.95 * MULTIPROCESSORS or k > VERY_LONG_K:
         return whole_or_shared(TALL, m, n, k)
-    if m <= 256 and narrow_tiles <= MULTIPROCESSORS:
-        if k > 8192:
-            return shared(WIDE, m, n, k, MULTIPROCESSORS)
-        if narrow_tiles >= 0.8 * MULTIPROCESSORS:
-            return Shares(ALONE, narrow_tiles)
-        return shared(NARROW, m, n, k, MULTIPROCESSORS)
-    filled = triton.cdiv(m, 256) * triton.cdiv(n, 64) / MULTIPROCESSORS
-    evenly = filled >= (0.7 if filled <= 1 else 0.9 * math.ceil(filled))
-    return waves if evenly else shared(WIDE, m, n, k, MULTIPROCESSORS)
+    small = m <= 256 and 3 * number_of_tiles(FLAT, m, n) <= MULTIPROCESSORS and k <= LONG_K
+    return whole_or_shared(NARROW if small else FLAT, m, n, k)
 
 
-def cut(bucket: Bucket, m: int, n: int, k: int) -> Shares:
-    tiles = triton.cdiv(m, bucket.whole.m) * triton.cdiv(n, bucket.whole.n)
+def number_of_tiles(tile: Tile, m: int, n: int) -> int:
+    return triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+
+
+def of_bucket(bucket: Bucket, m: int, n: int, k: int) -> Shares:
+    tiles = number_of_tiles(bucket.whole, m, n)
     slots = MULTIPROCESSORS * bucket.whole.resident
     fill = bucket.fill if tiles <= slots else 0.9
     if tiles >= fill * triton.cdiv(tiles, slots) * slots:
         return Shares(bucket.whole, tiles)
-    tiles = triton.cdiv(m, bucket.shared.m) * triton.cdiv(n, bucket.shared.n)
-    units = tiles * triton.cdiv(k, UNIT)
+    units = number_of_tiles(bucket.shared, m, n) * triton.cdiv(k, bucket.shared.unit)
     if units <= bucket.few * MULTIPROCESSORS:
         return Shares(bucket.shared, min(MULTIPROCESSORS, units))
-    return shared(bucket.shared, m, n, k, MULTIPROCESSORS * bucket.shared.resident)
+    return shared(bucket.shared, m, n, k)
 
 
 def whole_or_shared(tile: Tile, m: int, n: int, k: int) -> Shares:
-    """One CTA a multiprocessor: whole tiles where they come out almost even, equal shares elsewhere."""
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    each = triton.cdiv(tiles, MULTIPROCESSORS)
-    if tiles % each == 0 and tiles // each >= 0.95 * MULTIPROCESSORS:
+    """Whole tiles where they come out almost even, or where cutting them costs more than it gains."""
+    tiles, slots = number_of_tiles(tile, m, n), MULTIPROCESSORS * tile.resident
+    each = triton.cdiv(tiles, slots)
+    if tiles % each == 0 and tiles // each >= 0.95 * slots:
         return Shares(tile, tiles // each)
-    return shared(tile, m, n, k, MULTIPROCESSORS)
+    cut = shared(tile, m, n, k)
+    return Shares(tile, tiles) if each == 1 and k * (1 - tiles / cut.count) <= CUT else cut
 
 
-def shared(tile: Tile, m: int, n: int, k: int, count: int) -> Shares:
-    """Equal shares for `count` CTAs, or for fewer where there are fewer units.
+def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
+    """Shares for about as many CTAs as the chip holds at once, but rather for so many that cut tiles alike.
 
-    Where a few CTAs less cut every tile into the same parts, and x is not small, they walk along K together
-    and find it in L2: down of Llama-3-70B at M=64 takes 64 us with 256 and 71 with 264.
+    CTAs at the same columns of K find x in L2 together (`int4_shares.py`). And where a tile has many parts,
+    they are as equal as its units allow.
     """
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    count = min(count, tiles * triton.cdiv(k, UNIT))
-    alike = count // tiles * tiles
-    return Shares(tile, alike if tile.m >= 64 and alike >= 0.95 * count else count)
+    tiles, units_k = number_of_tiles(tile, m, n), triton.cdiv(k, tile.unit)
+    slots = MULTIPROCESSORS * tile.resident
+    parts = slots // tiles
+    if parts >= 4:
+        parts = triton.cdiv(units_k, triton.cdiv(units_k, parts))
+        if parts * tiles >= 0.8 * slots:
+            return Shares(tile, parts * tiles)
+    count = in_step(tiles, slots, 4 * tile.resident) if tile.m >= 64 else slots
+    return Shares(tile, min(count, tiles * units_k))
+
+
+@functools.cache
+def in_step(tiles: int, slots: int, places: int) -> int:
+    """The largest number of CTAs whose shares begin at no more than so many places of K.
+
+    At least nine tenths of `slots`, or all of them.
+    """
+    counts = {
+        tiles * begins // ends
+        for begins in range(1, places + 1)
+        for ends in range(1, tiles + 1)
+        if tiles * begins % ends == 0
+    }
+    return max((count for count in counts if 0.9 * slots <= count <= slots), default=slots)
 
 
 def invariant_parts(n: int, k: int) -> int:

@@ -5,8 +5,9 @@ which serves what. Not for batch-invariant serving: where a tile is cut depends 
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
-The tiles of y are numbered down M, then along N, and each has K / 256 units of work; CTA i of C takes the
-units from i * total / C on, so that it may end one tile, do others whole and begin one more:
+The tiles of y are numbered down M, then along N, and each has as many units of work as K has 128 or 256
+columns; CTA i of C takes the units from i * total / C on, so that it may end one tile, do others whole and
+begin one more:
 
     CTA 0 |-- tile 0 --|- tile 1           the CTA with a tile's first unit owns it: it adds the others'
     CTA 1               -|-- tile 2 --|-   fp32 sums to its own, in order of K, so the bits are the same
@@ -14,6 +15,10 @@ units from i * total / C on, so that it may end one tile, do others whole and be
 
 An owner waits for CTAs with higher numbers, which the grid starts first (it counts backwards), so it never
 waits for one that has yet to find room. With as many CTAs as tiles each does one, and nobody waits.
+
+All CTAs read x, and where many of them are at the same columns at the same time, L2 sends these to several at
+once. So a number of CTAs that cuts few tiles alike is worth more than one that keeps every multiprocessor
+busy: 80 tiles of 256 rows by 120 CTAs, two tiles for three of them, take 40 us, by 132 CTAs 51.
 
     producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
     the others      ld.shared.v4: a lane's four words of a tile, unpacked by `int4_unpack.py`
@@ -41,7 +46,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .int4_copies import copy_activations, copy_weights, stage_bytes
 from .int4_ptx import arrive_at, barriers_asm, expect_asm, load4_asm, load_asm, load_pair_asm, wait_for
-from .int4_sums import UNIT_TILES, finish
+from .int4_sums import finish
 from .int4_unpack import meta_layout, operand_of, scale_of, words_layout, x_layout, zero_and_scale
 
 PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -213,7 +218,7 @@ def produce(
 
 @gluon.jit
 def consume(
-    x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, share, extra,
+    x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, owner, last,
     BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, QUADS: gl.constexpr,
     WORDS: gl.constexpr, META: gl.constexpr, META_BYTES: gl.constexpr, READY: gl.constexpr,
@@ -290,8 +295,8 @@ def consume(
         previous = gl.where(slot - 1 < 0, slot - 1 + STAGES, slot - 1)
         arrive_at(FREE + previous * 8, slot >= 0)
         finish(
-            accumulator, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, tiles_m, M, N,
-            index, share, extra, BN, BM, HALF, TILES, QUADS,
+            accumulator, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, M, N, index, owner,
+            last, BN, BM, HALF, QUADS,
         )  # fmt: skip
         left -= piece_end - piece
         piece = 0
@@ -301,25 +306,39 @@ def consume(
         tile_m = gl.where(over, 0, tile_m)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "stages_k", "tiles_m", "share", "extra"])
+@gluon.jit
+def quotient(a, b, inverse):
+    """a // b, not negative and under 2^20, by the fp32 number nearest to 1 / b.
+
+    Three of the compiler's own divisions one after another take 0.4 us, before the first byte is asked for.
+    """
+    guess = (a.to(gl.float32) * inverse).to(gl.int32)
+    rest = a - guess * b
+    return guess + (rest >= b).to(gl.int32) - (rest < 0).to(gl.int32)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "tiles_m", "units_k", "total", "count"])
 def int4_shares_kernel(
-    x_desc, words_desc, meta_desc, y, partials, arrivals, M, N, stages_k, tiles_m, share, extra,
+    x_desc, words_desc, meta_desc, y, partials, arrivals, M, N, tiles_m, units_k, total, count,
+    of_tiles_m, of_units_k, of_total, of_count,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, QUADS: gl.constexpr,
-    SCALED: gl.constexpr,
+    UNIT: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
     index = gl.num_programs(0) - 1 - gl.program_id(0)
-    begin = (index * share + gl.minimum(index, extra)) * (UNIT_TILES // TILES)
-    number = gl.where(index < extra, share + 1, share) * (UNIT_TILES // TILES)
-    tile = begin // stages_k
+    begin = quotient(index * total, count, of_count)
+    end = quotient((index + 1) * total, count, of_count)
+    tile = quotient(begin, units_k, of_units_k)
     tile_n = tile
     tile_m = tile * 0
     if tiles_m > 1:
-        tile_n = tile // tiles_m
+        tile_n = quotient(tile, tiles_m, of_tiles_m)
         tile_m = tile - tile_n * tiles_m
-    place = (tile_n, tile_m, begin - tile * stages_k)
+    place = (tile_n, tile_m, (begin - tile * units_k) * UNIT)
+    number = (end - begin) * UNIT
+    stages_k = units_k * UNIT
 
     # Shared memory, each part on 1024 bytes: x, words, zeros and scales of all stages, then the barriers.
     meta_rows: gl.constexpr = meta_desc.block_shape[0]
@@ -341,8 +360,13 @@ def int4_shares_kernel(
     gl.thread_barrier()
     gdc_launch_dependents()
     ring = (words_ring, meta_ring, x_ring, barriers)
+    # Who has the first unit of the first tile, and who the last of the last: unit u is with the last CTA that
+    # begins no later.
+    owner = quotient((tile * units_k + 1) * count - 1, total, of_total)
+    last_tile = quotient(end - 1, units_k, of_units_k)
+    last = quotient((last_tile + 1) * units_k * count - 1, total, of_total)
     gl.warp_specialize([
-        (consume, (x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, share, extra,
+        (consume, (x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, owner, last,
                    BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, QUADS,
                    WORDS, META, META_BYTES, READY, FREE, SCALED, mma)),
         (produce, (x_desc, words_desc, meta_desc, ring, place, number, stages_k, tiles_m,
@@ -365,8 +389,17 @@ class Tile:
     registers: int
     resident: int
 
+    @property
+    def unit_stages(self) -> int:
+        """Stages in a unit of work: an even number of chunks, for `consume`."""
+        return 2 if self.tiles * 4 == self.slices else 1
 
-UNIT = 64 * UNIT_TILES.value
+    @property
+    def unit(self) -> int:
+        """Columns of K in a unit of work."""
+        return 64 * self.tiles * self.unit_stages
+
+
 MAX_SCALED_SUMS = 32
 
 
@@ -385,8 +418,9 @@ def launch(
     m, n = y.shape
     row_tiles, k_tiles, _ = words.shape
     tiles_m = triton.cdiv(m, tile.m)
-    units = triton.cdiv(x.shape[1], UNIT)
+    units_k = triton.cdiv(x.shape[1], tile.unit)
     tiles = tiles_m * triton.cdiv(n, tile.n)
+    total = tiles * units_k
     scratch = 1 if count == tiles else count * tile.n * tile.m
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
     meta_rows = max(1, tile.tiles * 64 // group_size)
@@ -395,8 +429,8 @@ def launch(
         TensorDescriptor.from_tensor(x, [tile.m, tile.tiles * 64], x_layout()),
         TensorDescriptor.from_tensor(word_rows, [tile.n // 64, tile.tiles * 8, 64], words_layout()),
         TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
-        y, partials, arrivals, m, n, units * UNIT_TILES.value // tile.tiles, tiles_m,
-        *divmod(tiles * units, count),
+        y, partials, arrivals, m, n, tiles_m, units_k, total, count,
+        1 / tiles_m, 1 / units_k, 1 / total, 1 / count,
         **constants(tile, group_size, fractional, x.dtype == torch.float16, n % 4 == 0),
         num_warps=tile.n // 16,
         maxnreg=tile.registers,
@@ -422,5 +456,6 @@ def constants(
         "TILES": tile.tiles,
         "SLICES": tile.slices,
         "QUADS": quads,
+        "UNIT": tile.unit_stages,
         "SCALED": not scales_sums,
     }

@@ -9,21 +9,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from .int4_ptx import await_count, clear, count_one, fetch_asm, here, send_asm, store_asm
 
-UNIT_TILES = gl.constexpr(4)
-"""A unit of a share in tiles of 64 columns; it is a whole number of stages."""
-
-
-@gluon.jit
-def holder_of(unit, share, extra):
-    """The number of the CTA whose share a unit is in: the first `extra` have one more."""
-    longer = extra * (share + 1)
-    if unit < longer:  # noqa: SIM108  (with no more than `extra` units `share` is zero)
-        who = unit // (share + 1)
-    else:
-        who = extra + (unit - longer) // share
-    return who
-
-
 @gluon.constexpr_function
 def by_eight_layout(rows):
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, 8, 16])
@@ -41,10 +26,13 @@ def by_eight(sums, BN: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def finish(
-    sums, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, tiles_m, M, N, index, share,
-    extra, BN: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr, TILES: gl.constexpr, QUADS: gl.constexpr,
+    sums, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, M, N, index, owner, last,
+    BN: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr, QUADS: gl.constexpr,
 ):  # fmt: skip
     """What becomes of the sums [BN, BM] of stages `piece` to `piece_end` of a tile.
+
+    A part that is not a tile's first goes to CTA `owner`; who has the first part adds those of the CTAs up to
+    `last`.
 
     Eight columns at a time, a number of bytes apart that the compiler knows: an address each would take the
     registers that hold loads in flight.
@@ -55,8 +43,6 @@ def finish(
     m = gl.arange(0, 8, gl.SliceLayout(0, by_eight_layout(BN)))[None, :]
     # Where a thread's pairs of sums lie in scratch memory, in bytes: threads side by side.
     at = (((n >> 3) & 1) * (BN * 2) + (n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 8
-    units_k = stages_k // (UNIT_TILES // TILES)
-    first_unit = (tile_n * tiles_m + tile_m) * units_k
     if piece > 0:
         gdc_wait()
         where = here(partials + index * (BN * BM)) + at
@@ -66,10 +52,9 @@ def finish(
                 dtype=gl.int32, is_pure=False, pack=2,
             )  # fmt: skip
         gl.thread_barrier()
-        count_one(arrivals + holder_of(first_unit, share, extra))
+        count_one(arrivals + owner)
     else:
         if piece_end < stages_k:
-            last = holder_of(first_unit + units_k - 1, share, extra)
             await_count(arrivals + index, last - index)
             together: gl.constexpr = max(1, min(8, 128 // BM))
             for first in range(index + 1, last + 1, together):

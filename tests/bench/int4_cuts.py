@@ -39,7 +39,7 @@ def tiles_for(m: int) -> list[int4_shares.Tile]:
 def counts_for(tile: int4_shares.Tile, m: int, n: int, k: int) -> list[int]:
     """Numbers of CTAs that keep most of the chip busy."""
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    units_k = triton.cdiv(k, int4_shares.UNIT)
+    units_k = triton.cdiv(k, tile.unit)
     slots = int4_hopper.MULTIPROCESSORS * tile.resident
     parts = {tiles * p for p in range(2, units_k + 1) if 0.6 * slots <= tiles * p <= slots}
     each = triton.cdiv(tiles, slots)

@@ -51,6 +51,7 @@ def hopper_source(
         "partials": "*fp32",
         "arrivals": "*i32",
     }
+    signature |= {name: "fp32" for name in kernel.arg_names if name.startswith("of_")}
     if waves:
         columns = tile.n if bulk else tile.tiles * 64
         signature["y_desc"] = f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>"

@@ -71,7 +71,7 @@ def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractiona
     operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
     x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
-    tiles, units = 2 * -(-n // tile.n), -(-k // int4_shares.UNIT)
+    tiles, units = 2 * -(-n // tile.n), -(-k // tile.unit)
     slots = int4_hopper.MULTIPROCESSORS * tile.resident
     for count in sorted({tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4}):
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)
