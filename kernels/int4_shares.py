@@ -295,8 +295,8 @@ def consume(
         previous = gl.where(slot - 1 < 0, slot - 1 + STAGES, slot - 1)
         arrive_at(FREE + previous * 8, slot >= 0)
         finish(
-            accumulator, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, M, N, index, owner,
-            last, BN, BM, HALF, QUADS,
+            accumulator, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, M, N, index,
+            owner, last, BN, BM, HALF, QUADS,
         )  # fmt: skip
         left -= piece_end - piece
         piece = 0

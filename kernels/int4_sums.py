@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .int4_ptx import await_count, clear, count_one, fetch_asm, here, send_asm, store_asm
 
+
 @gluon.constexpr_function
 def by_eight_layout(rows):
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, 8, 16])
