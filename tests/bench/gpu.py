@@ -86,7 +86,7 @@ PARTS = [
     bench("linear-peers", 300, "linear.py", "--m", "1,8,16,32,64,128,256,512", "--tuning-ms", "20"),
     bench("chooser", 120, "chooser.py"),
     bench("load", 70, "load.py", *IN_MEMORY),
-    bench("replay", 160, "replay.py"),
+    bench("replay", 200, "replay.py", "--layers", "4"),
 ]  # fmt: skip
 
 

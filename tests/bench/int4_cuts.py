@@ -3,8 +3,8 @@
     python -P tests/bench/int4_cuts.py --model qwen3-8b --m 16,64,512 --out cuts.json
 
 For whoever changes its rules: all tiles of a bucket of M, each as one CTA a tile, one a multiprocessor, as
-many as fit, and whole parts of every tile. Every answer is compared with fp32 before it is timed and again
-afterwards. Not for comparing layouts: that is `linear.py`.
+many as fit, whole parts of every tile, and those in step. Every answer is compared with fp32 before it is
+timed and again afterwards. Not for comparing layouts: that is `linear.py`.
 """
 
 import argparse
@@ -44,7 +44,8 @@ def counts_for(tile: int4_shares.Tile, m: int, n: int, k: int) -> list[int]:
     parts = {tiles * p for p in range(2, units_k + 1) if 0.6 * slots <= tiles * p <= slots}
     each = triton.cdiv(tiles, slots)
     whole = {tiles // each} if tiles % each == 0 else set()
-    counts = {tiles, int4_hopper.MULTIPROCESSORS, slots, *parts, *whole}
+    alike = int4_hopper.in_step(tiles, slots, 4 * tile.resident)
+    counts = {tiles, int4_hopper.MULTIPROCESSORS, slots, alike, *parts, *whole}
     return sorted(count for count in counts if 80 <= count <= tiles * units_k)
 
 

@@ -63,7 +63,7 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
 @pytest.mark.parametrize("tile", int4_hopper.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.tiles}")
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), [PROBLEMS[0], PROBLEMS[4]])
 def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractional, dtype):
-    """A CTA for a tile, for some, for parts of one; and shares that begin and end within tiles."""
+    """A CTA for a tile, some, parts of one, two of three; and shares that begin and end within tiles."""
     weight = random_weight(n, k, group_size, fractional)
     if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
         return
@@ -73,7 +73,8 @@ def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractiona
     expected = x.double() @ exact(weight).T
     tiles, units = 2 * -(-n // tile.n), -(-k // tile.unit)
     slots = int4_hopper.MULTIPROCESSORS * tile.resident
-    for count in sorted({tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4}):
+    counts = {tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4, tiles * 3 // 2}
+    for count in sorted(counts):
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)
         int4_shares.launch(x, *operands, y, packed.meta["group_size"], fractional, tile, min(count, slots))
         assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), count

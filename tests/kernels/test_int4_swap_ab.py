@@ -117,9 +117,44 @@ def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
                 continue
             tiles = -(-m // chosen.tile.m) * -(-n // chosen.tile.n)
             assert chosen.tile in int4_hopper.TILES
-            assert 1 <= chosen.count <= tiles * -(-k // int4_waves.UNIT)
+            assert 1 <= chosen.count <= tiles * -(-k // chosen.tile.unit)
             slots = int4_waves.MULTIPROCESSORS * chosen.tile.resident
             assert chosen.count == tiles or chosen.count <= min(slots, int4_hopper.ARRIVALS)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "slots", "places", "count"),
+    [
+        (80, 132, 4, 120),  # three for two tiles
+        (192, 132, 4, 128),  # two for three
+        (96, 132, 4, 128),  # four for three
+        (160, 132, 4, 128),  # four for five: more of the chip than three for four
+        (80, 132, 2, 132),  # 80 at two places: too little of the chip
+        (304, 132, 4, 132),  # none
+        (96, 264, 8, 256),  # eight for three
+    ],
+)
+def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, count):
+    assert int4_hopper.in_step(tiles, slots, places) == count
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile", "count"),
+    [
+        (512, 6144, 4096, int4_hopper.FLAT, 128),
+        (512, 24576, 4096, int4_hopper.TALL, 128),
+        (512, 2560, 9728, int4_hopper.FLAT, 120),
+        (256, 6144, 2560, int4_hopper.FLAT, 96),  # whole tiles: too little K to cut
+        (256, 2560, 4096, int4_hopper.NARROW, 240),
+        (128, 24576, 4096, int4_hopper.WIDE, 128),
+        (128, 2560, 9728, int4_hopper.ALONE, 120),
+        (8, 2560, 4096, int4_hopper.BUCKETS[8].shared, 320),  # eight parts of two units, not nine unlike ones
+        (8, 4096, 4096, int4_hopper.BUCKETS[8].shared, 384),
+        (8, 8192, 8192, int4_hopper.BUCKETS[8].shared, 396),
+    ],
+)
+def test_tiles_and_shares_are_those_that_were_fastest(m, n, k, tile, count):
+    assert int4_hopper.plan(m, n, k) == int4_hopper.Shares(tile, count)
 
 
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():
