@@ -17,10 +17,16 @@ TENSORS = ("codes", "scale", "zero", "meta_scale")
 """gemlite's tensor arguments, in its order."""
 ROW_MULTIPLE = 128
 META = "argument_{:02d}"
+MOST_SPLITS, LARGEST_BLOCK, LEAST_COLUMNS = 4, 256, 256
+"""Of K, in the kernels that it picks from: four blocks of at most a group at once, or eight of 32 columns."""
 
 
 class GemLite:
-    """bfloat16 and float16, integer and fractional zeros, more than one group a row."""
+    """bfloat16 and float16, integer and fractional zeros, more than one group a row.
+
+    K has to be whole turns of every kernel that it may pick by timing: where the last turn of one that splits
+    K is short, it multiplies zeros by scales that it reads past their end, and gives NaN if those are none.
+    """
 
     name = "gemlite"
     kernel = "gemlite forward_functional"
@@ -34,6 +40,11 @@ class GemLite:
             return f"does not take {str(problem.dtype).removeprefix('torch.')} activations"
         if problem.n % ROW_MULTIPLE or problem.k % 32 or problem.k == problem.group_size:
             return f"needs N divisible by {ROW_MULTIPLE}, K by 32, and more than one group a row"
+        columns = max(LEAST_COLUMNS, MOST_SPLITS * min(problem.group_size, LARGEST_BLOCK))
+        if problem.k % columns:
+            return (
+                f"reads scales past their end where K is not a multiple of {columns}, as {problem.k} is not"
+            )
         return installed_package(PACKAGE)
 
     def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:

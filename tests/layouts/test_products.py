@@ -14,8 +14,8 @@ from triton.runtime.autotuner import Autotuner
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 CASTING_BOUND = 6e-3
 """For the layout that rounds float16 and float32 activations to bfloat16 as well."""
-PEERS_SLACK = {"humming": 1.25, "gemlite": 2.5}
-"""Seen on an H200: 4.1e-3 and 4.4e-3 in bfloat16, 4.01e-4 and 8.4e-4 in float16."""
+PEERS_SLACK = {"humming": 1.5, "gemlite": 2.5}
+"""They round more often. Seen on an H200: 4.1e-3 and 4.4e-3 in bfloat16, 5.2e-4 and 8.4e-4 in float16."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -43,7 +43,8 @@ def bound(name: str, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("integer_zero", [True, False], ids=["integer", "fractional"])
 @pytest.mark.parametrize(
-    ("group_size", "n", "k"), [(32, 24, 96), (64, 100, 192), (128, 256, 640), (128, 8, 128), (256, 48, 512)]
+    ("group_size", "n", "k"),
+    [(32, 24, 96), (64, 100, 192), (128, 256, 640), (128, 256, 1024), (128, 8, 128), (256, 48, 512)],
 )
 def test_int4_products_agree_with_float64(device, dtype, integer_zero, group_size, n, k):
     problem = Problem(Int4Weight, group_size, integer_zero, n, k, dtype, torch.device(device))
@@ -138,6 +139,21 @@ def test_layouts_refuse_what_they_cannot_serve_and_say_why():
 def test_a_kernel_package_that_is_absent_is_named_with_its_installation():
     assert installed_package("torch") is None
     assert installed_package("no-such-kernels") == "package not installed: pip install no-such-kernels"
+
+
+@pytest.mark.parametrize(
+    ("group_size", "k", "columns"), [(128, 640, 512), (128, 11008, 512), (64, 192, 256), (256, 1536, 1024)]
+)
+def test_gemlite_is_not_given_a_k_past_whose_end_it_reads(group_size, k, columns):
+    def refusal(k: int) -> str:
+        device = torch.device("cuda")
+        return (
+            LAYOUTS["gemlite"].refuses(Problem(Int4Weight, group_size, True, 256, k, torch.bfloat16, device))
+            or ""
+        )
+
+    assert f"not a multiple of {columns}" in refusal(k)
+    assert "past" not in refusal(k // columns * columns + columns)
 
 
 @pytest.mark.parametrize("name", ["humming", "gemlite"])
