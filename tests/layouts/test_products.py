@@ -142,7 +142,8 @@ def test_a_kernel_package_that_is_absent_is_named_with_its_installation():
 
 
 @pytest.mark.parametrize(
-    ("group_size", "k", "columns"), [(128, 640, 512), (128, 11008, 512), (64, 192, 256), (256, 1536, 1024)]
+    ("group_size", "k", "columns"),
+    [(128, 640, 512), (128, 11008, 512), (64, 192, 256), (256, 1536, 1024), (512, 1536, 1024)],
 )
 def test_gemlite_is_not_given_a_k_past_whose_end_it_reads(group_size, k, columns):
     def refusal(k: int) -> str:
