@@ -77,7 +77,7 @@ PARTS = [
     bench("serving-4b", 120, "serving.py", "--models", "qwen3-4b"),
     bench("startup", 120, "startup.py", *IN_MEMORY),
     bench("streaming", 130, "streaming.py", "qwen3-8b", "--n", "128"),
-    bench("kv-formats", 170, "kv_formats.py", "--formats", "unquantized", "fp8"),
+    bench("kv-formats", 230, "kv_formats.py", "--formats", "unquantized", "fp8"),
     bench("attention", 120, "attention.py"),
     bench("int4-engine", 100, "int4_engine.py"),
     bench("linear-8b", 60, "linear.py", "--model", "qwen3-8b", "--layouts", "swap_ab"),

@@ -1,110 +1,114 @@
 """The engine's speed on one GPU with each KV format, at contexts of 4k: offline API, random weights.
 
-    python tests/bench/kv_formats.py --out results/kv_formats.json
+    python -P tests/bench/kv_formats.py --out results/kv_formats.json
+    python -P tests/bench/kv_formats.py --models tiny --device cpu --n 1 2 --input 64 --out tiny.json
 
-Every engine serves the same prompts of 3,968 tokens with 128 tokens of output, N at once; one engine after
-the other, on one model. The first engine of a process is up to 4% faster than the same one built later; so
-the smaller N, where that would decide, are served in a second round, by engines none of which is the first,
-and only that round counts. Speed does not depend on the weights' values.
+Every engine serves the same prompts of 3,968 tokens with 128 tokens of output, N at once, each in a process
+of its own, as a server's is: one that is built where another has been may be 4% slower. Speed does not depend
+on the weights' values.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+# Sets OpenMP's threads as it does for the commands, which has to come before torch.
+import scalegate.pipeline  # noqa: F401
 import torch
+from scalegate.layouts.files import write_json
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
-from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import random_model, random_prompts
+from random_qwen3 import SHAPES, random_model, random_prompts
 
-MODELS = ["qwen3-4b", "qwen3-8b"]
 BASELINE = "unquantized"
-INPUT, OUTPUT = 3968, 128
+OUTPUT = 128
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
 TIMED_STEPS = 64
-FEW = 8
-"""Up to so many requests together are served three times in each of two rounds; the second counts."""
-ROUND = 3
+FEW, REPEATS = 8, 3
+"""Up to so many requests together are served so often, and the median counts; more of them once."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen3-8b"])
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--formats", nargs="+", default=[BASELINE, "fp8", "int8_per_token_head"])
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument("--input", type=int, default=3968, help="tokens of a prompt")
     parser.add_argument("--prefill-chunk", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_formats.json")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    models = {name: measure(name, options) for name in options.models}
+    if options.alone:
+        write_json(options.out, serve(options))
+        return
+    models = {model: measure(model, options) for model in options.models}
     results = {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
         "torch": torch.__version__,
-        "input": INPUT,
+        "input": options.input,
         "output": OUTPUT,
         "prefill_chunk": options.prefill_chunk,
         "models": models,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, results)
 
 
-def measure(model_name: str, options: argparse.Namespace) -> dict:
-    model = random_model(model_name)
-    formats: dict[str, dict] = {name: {"runs": {}, "compilations": []} for name in options.formats}
-    for counts in (options.n, [n for n in options.n if n <= FEW]):
-        for name, measured in formats.items():
-            serve(model, name, counts, options, measured)
-    for name in formats:
-        show(model_name, name, formats)
+def measure(model: str, options: argparse.Namespace) -> dict:
+    formats: dict[str, dict] = {}
+    for name in options.formats:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "alone.json"
+            own = ["--alone", "--models", model, "--formats", name, "--out", str(out)]
+            rest = ["--device", options.device, "--input", str(options.input), "--n", *map(str, options.n)]
+            rest += ["--prefill-chunk", str(options.prefill_chunk)]
+            subprocess.run([sys.executable, "-P", __file__, *own, *rest], check=True)
+            formats[name] = json.loads(out.read_text(encoding="utf-8"))
+        show(model, name, formats)
     return formats
 
 
-def serve(
-    model: PreTrainedModel,
-    kv_cache_dtype: str,
-    counts: list[int],
-    options: argparse.Namespace,
-    measured: dict,
-) -> None:
-    """Add one engine's runs to what was measured, and what it compiled in them."""
-    most = max(options.n)
+def serve(options: argparse.Namespace) -> dict:
+    """The runs with one format on one model, by N, and what was compiled in them."""
+    ((model,), (kv_cache_dtype,)) = options.models, options.formats
+    most, longest = max(options.n), options.input + OUTPUT
     engine = Engine(
-        model,
+        random_model(model, options.device),
         EngineConfig(
             max_num_seqs=most,
-            max_model_len=INPUT + OUTPUT,
+            max_model_len=longest,
             kv_cache_dtype=kv_cache_dtype,
-            kv_cache_tokens=most * (INPUT + OUTPUT),
+            kv_cache_tokens=most * longest,
             prefill_chunk=options.prefill_chunk,
         ),
         frozenset(),
     )
     engine.warm_up(progress=False)
-    for n in counts:
-        for _ in range(ROUND if n <= FEW else 1):
-            measured["runs"].setdefault(n, []).append(run(engine, n))
-            print(kv_cache_dtype, n, measured["runs"][n][-1], flush=True)
-    measured["compilations"] += [str(event) for event in engine.stats().compilations]
-    del engine
-    torch.cuda.empty_cache()
+    runs: dict[str, list[dict]] = {}
+    for n in options.n:
+        runs[str(n)] = [run(engine, n, model, options) for _ in range(REPEATS if n <= FEW else 1)]
+        print(kv_cache_dtype, n, medians(runs[str(n)]), flush=True)
+    return {"runs": runs, "compilations": [str(event) for event in engine.stats().compilations]}
 
 
-def run(engine: Engine, n: int) -> dict:
+def run(engine: Engine, n: int, model: str, options: argparse.Namespace) -> dict:
     """N requests from beginning to end, and of their decoding together a stretch of steps by itself."""
-    prompts = random_prompts(n, INPUT, MODELS[0])
-    torch.cuda.synchronize()
+    prompts = random_prompts(n, options.input, model)
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    wait()
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, GREEDY)
@@ -112,12 +116,12 @@ def run(engine: Engine, n: int) -> dict:
     while engine.scheduler.waiting or any(sequence.is_prefilling for sequence in engine.scheduler.running):
         tokens += len(engine.step())
     tokens += len(engine.step())
-    torch.cuda.synchronize()
+    wait()
     decoding = time.perf_counter()
     timed = 0
     for _ in range(TIMED_STEPS):
         timed += len(engine.step())
-    torch.cuda.synchronize()
+    wait()
     decoded = time.perf_counter()
     while engine.has_work:
         tokens += len(engine.step())
@@ -132,8 +136,7 @@ def run(engine: Engine, n: int) -> dict:
 
 
 def medians(runs: list[dict]) -> dict[str, float]:
-    """Of the last round."""
-    return {key: statistics.median(one[key] for one in runs[-ROUND:]) for key in runs[0]}
+    return {key: statistics.median(one[key] for one in runs) for key in runs[0]}
 
 
 def show(model_name: str, name: str, formats: dict[str, dict]) -> None:
