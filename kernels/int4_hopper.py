@@ -13,8 +13,8 @@ M; what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invarian
 summation depends on the shape of the weight alone, and `int4_waves.py` serves every M.
 """
 
-import functools
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -83,6 +83,7 @@ class Waves:
     split: Split
 
 
+@lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int) -> Shares | Waves:
     """The kernel, the tile and the cut for y [m, n] over k."""
     if m <= max(BUCKETS):
@@ -94,6 +95,7 @@ def plan(m: int, n: int, k: int) -> Shares | Waves:
         return Waves(*int4_waves.plan(m, n, k))
     if number_of_tiles(TALL, m, n) >= 0.95 * MULTIPROCESSORS or k > VERY_LONG_K:
         return whole_or_shared(TALL, m, n, k)
+    # Of few tiles with little K a half each on a multiprocessor: one's end beside the other's products.
     small = m <= 256 and 3 * number_of_tiles(FLAT, m, n) <= MULTIPROCESSORS and k <= LONG_K
     return whole_or_shared(NARROW if small else FLAT, m, n, k)
 
@@ -141,19 +143,18 @@ def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
     return Shares(tile, min(count, tiles * units_k))
 
 
-@functools.cache
 def in_step(tiles: int, slots: int, places: int) -> int:
     """The largest number of CTAs whose shares begin at no more than so many places of K.
 
     At least nine tenths of `slots`, or all of them.
     """
-    counts = {
+    counts = (
         tiles * begins // ends
         for begins in range(1, places + 1)
-        for ends in range(1, tiles + 1)
+        for ends in range(triton.cdiv(tiles * begins, slots), int(tiles * begins / (0.9 * slots)) + 1)
         if tiles * begins % ends == 0
-    }
-    return max((count for count in counts if 0.9 * slots <= count <= slots), default=slots)
+    )
+    return max(counts, default=slots)
 
 
 def invariant_parts(n: int, k: int) -> int:

@@ -1,5 +1,7 @@
 """Every layout that this machine can run gives `x @ dequantize().T`, on fresh random data."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
@@ -15,7 +17,8 @@ BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 CASTING_BOUND = 6e-3
 """For the layout that rounds float16 and float32 activations to bfloat16 as well."""
 PEERS_SLACK = {"humming": 1.5, "gemlite": 2.5}
-"""They round more often. Seen on an H200: 4.1e-3 and 4.4e-3 in bfloat16, 5.2e-4 and 8.4e-4 in float16."""
+"""Seen on an H200: 4.1e-3 and 4.4e-3 in bfloat16, 5.2e-4 and 8.4e-4 in float16. To round q * scale and
+zero * scale, each and their difference, is computed to be 5.0e-4 to 5.4e-4 there with fractional zeros."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -146,15 +149,10 @@ def test_a_kernel_package_that_is_absent_is_named_with_its_installation():
     [(128, 640, 512), (128, 11008, 512), (64, 192, 256), (256, 1536, 1024), (512, 1536, 1024)],
 )
 def test_gemlite_is_not_given_a_k_past_whose_end_it_reads(group_size, k, columns):
-    def refusal(k: int) -> str:
-        device = torch.device("cuda")
-        return (
-            LAYOUTS["gemlite"].refuses(Problem(Int4Weight, group_size, True, 256, k, torch.bfloat16, device))
-            or ""
-        )
-
-    assert f"not a multiple of {columns}" in refusal(k)
-    assert "past" not in refusal(k // columns * columns + columns)
+    problem = Problem(Int4Weight, group_size, True, 256, k, torch.bfloat16, torch.device("cuda"))
+    longer = replace(problem, k=k // columns * columns + columns)
+    assert f"not a multiple of {columns}" in (LAYOUTS["gemlite"].refuses(problem) or "")
+    assert "past" not in (LAYOUTS["gemlite"].refuses(longer) or "")
 
 
 @pytest.mark.parametrize("name", ["humming", "gemlite"])
