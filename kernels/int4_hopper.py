@@ -1,18 +1,19 @@
 """The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
-    int4_shares.py   up to 512 rows: all tiles' K in one row, every CTA an equal share
-    int4_waves.py    more rows: whole waves of tiles, then the K of the rest split
-    int4_sums.py     what the first does with the sums of a tile that others have a part of
-    int4_copies.py   how both bring bytes into shared memory
-    int4_unpack.py   what both make of the bytes of `int4_swap_ab.py`, where the reference is
+    int4_shares.py    all tiles' K in one row, every CTA an equal share
+    int4_products.py  what it does with a share: words unpacked, multiplied, summed up
+    int4_sums.py      what it does with the sums of a tile that others have a part of
+    int4_waves.py     batch-invariant serving: one order of summation for every M
+    int4_copies.py    how both kernels bring bytes into shared memory
+    int4_unpack.py    what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
-`int4_many_rows.py` calls these for more than 512 rows, and cuBLAS beside them.
-
-Not for other chips. Kernel and tile depend on the bucket of M and on the shape, so nothing compiles for a new
-M; what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invariant serving the order of
-summation depends on the shape of the weight alone, and `int4_waves.py` serves every M.
+Not for other chips. Tile and cut depend on the bucket of M and on the shape, so nothing compiles for a new M;
+what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invariant serving the order of summation
+depends on the shape of the weight alone.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from . import int4_shares, int4_waves
 from .int4_shares import Tile
-from .int4_waves import MULTIPROCESSORS, Split
+from .int4_waves import MULTIPROCESSORS
 
 ARRIVALS = 1024
 """Counters of the parts of tiles that are done; zero, and left so."""
+MOST_ROWS = 16384
 LONG_K = 8192
 TWO_A_MULTIPROCESSOR = int4_waves.Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
 ORDERED_TILES = (int4_waves.BUCKETS[64][0], int4_waves.BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
@@ -53,13 +55,12 @@ BUCKETS = {
     32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 5, 8, 80, 3), 0.6, 5),
     64: Bucket(Tile(64, 64, 2, 3, 4, 80, 3), Tile(64, 64, 2, 5, 8, 128, 2), 0.8, 10),
 }
-ALONE = Tile(128, 64, 2, 5, 8, 168, 1)
-WIDE = Tile(128, 128, 2, 5, 8, 168, 1)
-NARROW = Tile(128, 64, 1, 5, 4, 128, 2)
-FLAT = Tile(256, 64, 2, 3, 4, 232, 1)
+ALONE = Tile(128, 64, 2, 5, 1, 168, 1)
+WIDE = Tile(128, 128, 2, 5, 1, 168, 1)
+FLAT = Tile(256, 64, 2, 3, 1, 232, 1)
 TALL = Tile(256, 128, 1, 6, 4, 168, 1)
 OF_BUCKETS = tuple(dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.whole, b.shared)))
-TILES = (*OF_BUCKETS, ALONE, WIDE, NARROW, FLAT, TALL)
+TILES = (*OF_BUCKETS, ALONE, WIDE, FLAT, TALL)
 """All that `plan` may choose."""
 
 VERY_LONG_K = 16384
@@ -69,35 +70,31 @@ CUT = 3.2 * 256
 
 @dataclass(frozen=True)
 class Shares:
-    """A tile of `int4_shares.py` and the number of CTAs."""
+    """A tile of `int4_shares.py`, the number of CTAs, and what some of them begin later."""
 
     tile: Tile
     count: int
-
-
-@dataclass(frozen=True)
-class Waves:
-    """A tile of `int4_waves.py` and the split of what does not fill a wave."""
-
-    tile: int4_waves.Tile
-    split: Split
+    cuts: tuple[int, ...] = (0,)
 
 
 @lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int) -> Shares | Waves:
-    """The kernel, the tile and the cut for y [m, n] over k."""
+def plan(m: int, n: int, k: int) -> Shares:
+    """The tile and the cut for y [m, n] over k."""
     if m <= max(BUCKETS):
         return of_bucket(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
+    return whole_or_shared(tile_of(m, n, k), m, n, k)
+
+
+def tile_of(m: int, n: int, k: int) -> Tile:
+    """The tile for more than 64 rows."""
+    narrow_tiles = number_of_tiles(ALONE, m, n)
     if m <= 128:
-        few_tiles = triton.cdiv(n, ALONE.n) <= MULTIPROCESSORS and k <= VERY_LONG_K
-        return whole_or_shared(ALONE if few_tiles else WIDE, m, n, k)
-    if m > 512:
-        return Waves(*int4_waves.plan(m, n, k))
-    if number_of_tiles(TALL, m, n) >= 0.95 * MULTIPROCESSORS or k > VERY_LONG_K:
-        return whole_or_shared(TALL, m, n, k)
-    # Of few tiles with little K a half each on a multiprocessor: one's end beside the other's products.
-    small = m <= 256 and 3 * number_of_tiles(FLAT, m, n) <= MULTIPROCESSORS and k <= LONG_K
-    return whole_or_shared(NARROW if small else FLAT, m, n, k)
+        return ALONE if narrow_tiles <= MULTIPROCESSORS and k <= VERY_LONG_K else WIDE
+    if 1.05 * WIDE.m * triton.cdiv(m, WIDE.m) < TALL.m * triton.cdiv(m, TALL.m):
+        return WIDE  # half of the last tall tiles would be empty
+    if number_of_tiles(TALL, m, n) >= (0.9 if m <= 512 else 0.6) * MULTIPROCESSORS or k > VERY_LONG_K:
+        return TALL
+    return ALONE if narrow_tiles <= MULTIPROCESSORS and k <= LONG_K else FLAT
 
 
 def number_of_tiles(tile: Tile, m: int, n: int) -> int:
@@ -140,7 +137,13 @@ def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
         if parts * tiles >= 0.8 * slots:
             return Shares(tile, parts * tiles)
     count = in_step(tiles, slots, 4 * tile.resident) if tile.m >= 64 else slots
-    return Shares(tile, min(count, tiles * units_k))
+    if count > tiles * units_k:
+        return Shares(tile, tiles * units_k)
+    again = math.gcd(count, tiles)
+    turn = count // again
+    if tile.m < int4_shares.FEWEST_CUT.value or not 1 < turn <= 4:
+        return Shares(tile, count)
+    return Shares(tile, count, balanced(turn, tiles // again, units_k, tile.unit))
 
 
 def in_step(tiles: int, slots: int, places: int) -> int:
@@ -155,6 +158,60 @@ def in_step(tiles: int, slots: int, places: int) -> int:
         if tiles * begins % ends == 0
     )
     return max(counts, default=slots)
+
+
+SEND, ADD, WRITE = 320, 160, 200
+"""Columns of K whose products take as long as sending a tile's sums, as adding another CTA's, and as writing
+a tile to y."""
+MOST = 1.5 * SEND
+"""Columns by which it may pay to begin later or sooner."""
+
+
+@lru_cache(maxsize=4096)
+def balanced(turn: int, tiles: int, units_k: int, unit: int) -> tuple[int, ...]:
+    """Where `turn` CTAs that share so many tiles begin, as `cuts`, so that the last of them ends soonest.
+
+    And the first latest: of equal choices the most level one was fastest.
+    """
+    begins = [i * tiles * units_k // turn for i in range(turn + 1)]
+    most = int(MOST // unit)
+    choices = [
+        [cut for cut in range(-most, most + 1) if begin % units_k and 0 < begin % units_k + cut < units_k]
+        or [0]
+        for begin in begins[:-1]
+    ]
+
+    def last_and_first(cuts: tuple[int, ...]) -> tuple[float, float]:
+        moved = [begin + cut for begin, cut in zip(begins, (*cuts, 0), strict=True)]
+        if any(end <= begin for begin, end in itertools.pairwise(moved)):
+            return math.inf, 0.0  # each that has a part of a tile is waited for
+        ends = ends_of(moved, units_k, unit)
+        return max(ends), -min(ends)
+
+    return min(itertools.product(*choices), key=last_and_first)
+
+
+def ends_of(begins: list[int], units_k: int, unit: int) -> list[float]:
+    """When each of some CTAs is done, in columns of K: CTA i, here the last first, has units begins[i] on."""
+    sent: dict[int, list[float]] = {}
+    ends = []
+    for first, end in reversed(list(itertools.pairwise(begins))):
+        time = 0.0
+        while first < end:
+            tile, piece = divmod(first, units_k)
+            length = min(end - first, units_k - piece)
+            first += length
+            time += length * unit
+            if piece:
+                time += SEND
+                sent.setdefault(tile, []).append(time)
+                continue
+            if length < units_k:
+                time = max([time, *sent[tile]]) + ADD * len(sent[tile])
+            if first < end:
+                time += WRITE
+        ends.append(time)
+    return ends
 
 
 def invariant_parts(n: int, k: int) -> int:
@@ -189,27 +246,21 @@ def matmul(
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if m == 0:
         return y
-    operands = words, meta, arrivals
-    if batch_invariant:
-        tile, ordered = invariant_tile(m, n, k)
-        parts = invariant_parts(n, k)
-        rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
-        for first in range(0, m, rows):
-            some = slice(first, first + rows)
-            int4_waves.launch(x[some], *operands, y[some], group_size, fractional, tile, 0, parts, ordered)
-        return y
-    multiply(x, *operands, y, group_size, fractional)
+    for first in range(0, m, rows_at_once(m, n, k, batch_invariant)):
+        some = slice(first, first + rows_at_once(m, n, k, batch_invariant))
+        operands = x[some], words, meta, arrivals, y[some], group_size, fractional
+        if batch_invariant:
+            tile, ordered = invariant_tile(m, n, k)
+            int4_waves.launch(*operands, tile, 0, invariant_parts(n, k), ordered)
+        else:
+            chosen = plan(len(x[some]), n, k)
+            int4_shares.launch(*operands, chosen.tile, chosen.count, chosen.cuts)
     return y
 
 
-def multiply(
-    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
-) -> None:
-    """The product into `y`, tuned: as `plan` says."""
-    m, n = y.shape
-    chosen = plan(m, n, x.shape[1])
-    operands = words, meta, arrivals, y, group_size, fractional
-    if isinstance(chosen, Shares):
-        int4_shares.launch(x, *operands, chosen.tile, chosen.count)
-    else:
-        int4_waves.launch(x, *operands, chosen.tile, chosen.split.whole, chosen.split.parts)
+def rows_at_once(m: int, n: int, k: int, batch_invariant: bool) -> int:
+    """As many as the kernel can number the units, or the parts, of."""
+    if not batch_invariant:
+        return MOST_ROWS
+    tile, ordered = invariant_tile(m, n, k)
+    return m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m

@@ -99,16 +99,18 @@ def here(pointer):
 
 @gluon.constexpr_function
 def send_asm(offset):
-    """A pair of sums to scratch memory, `offset` bytes behind an address."""
-    return lines(f"st.global.v2.b32 [$4+{offset}], {{$2,$3}};", "mov.u32 $0, 0;", "mov.u32 $1, 0;")
+    """Four sums to scratch memory, `offset` bytes behind an address."""
+    results = [f"mov.u32 ${i}, 0;" for i in range(4)]
+    return lines(f"st.global.v4.b32 [$8+{offset}], {{$4,$5,$6,$7}};", *results)
 
 
 @gluon.constexpr_function
 def fetch_asm(offset):
-    """A pair of another CTA's sums, or zeros."""
+    """Four of another CTA's sums, or zeros."""
+    zeros = [f"mov.b32 ${i}, 0;" for i in range(4)]
     return lines(
-        ".reg .pred p;", "setp.ne.b32 p, $4, 0;", "mov.b32 $0, 0;", "mov.b32 $1, 0;",
-        f"@p ld.global.cg.v2.b32 {{$0,$1}}, [$2+{offset}];",
+        ".reg .pred p;", "setp.ne.b32 p, $8, 0;", *zeros,
+        f"@p ld.global.cg.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
     )  # fmt: skip
 
 

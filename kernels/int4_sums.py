@@ -42,15 +42,15 @@ def finish(
     parts = by_eight(sums, BN, BM)
     n = gl.arange(0, BN, gl.SliceLayout(1, by_eight_layout(BN)))[:, None]
     m = gl.arange(0, 8, gl.SliceLayout(0, by_eight_layout(BN)))[None, :]
-    # Where a thread's pairs of sums lie in scratch memory, in bytes: threads side by side.
-    at = (((n >> 3) & 1) * (BN * 2) + (n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 8
+    # Where a thread's four sums of an eight lie in scratch memory, in bytes: threads side by side.
+    at = ((n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 16
     if piece > 0:
         gdc_wait()
         where = here(partials + index * (BN * BM)) + at
         for eight in gl.static_range(eights):
             gl.inline_asm_elementwise(
-                send_asm(eight * BN * 32), "=r,=r,r,r,l,l", [parts[eight], where],
-                dtype=gl.int32, is_pure=False, pack=2,
+                send_asm(eight * BN * 32), "=r,=r,=r,=r,r,r,r,r,l,l,l,l", [parts[eight], where],
+                dtype=gl.int32, is_pure=False, pack=4,
             )  # fmt: skip
         gl.thread_barrier()
         count_one(arrivals + owner)
@@ -65,34 +65,40 @@ def finish(
                     wanted = (other <= last).to(gl.int32) + at * 0
                     for eight in gl.static_range(eights):
                         theirs = gl.inline_asm_elementwise(
-                            fetch_asm(eight * BN * 32), "=r,=r,l,l,r,r", [where, wanted],
-                            dtype=gl.float32, is_pure=False, pack=2,
+                            fetch_asm(eight * BN * 32), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [where, wanted],
+                            dtype=gl.float32, is_pure=False, pack=4,
                         )  # fmt: skip
                         # The sums go round: after all eights each is in its place.
                         parts = parts[1:] + (parts[0] + theirs,)  # noqa: RUF005
             gl.thread_barrier()
             clear(arrivals + index)
         gdc_wait()
-        for eight in gl.static_range(eights):
-            write(parts[eight], y, tile_n * BN, tile_m * BM + eight * 8, n, m, M, N, HALF, QUADS)
+        corner = here(y + (tile_m.to(gl.int64) * BM * N + tile_n * BN))
+        write(parts, y, corner, n, m, M - tile_m * BM, N - tile_n * BN, N, BM, HALF, QUADS)
 
 
 @gluon.jit
-def write(sums, y, first_n, first_m, n, m, M, N, HALF: gl.constexpr, QUADS: gl.constexpr):
-    """Sums of rows n of the weight and eight rows m of x to y."""
+def write(
+    parts, y, corner, n, m, rows, columns, N, BM: gl.constexpr, HALF: gl.constexpr, QUADS: gl.constexpr
+):
+    """Sums of rows n of the weight and m of x, eight by eight, to y, which has so many from `corner` on."""
     if QUADS:
         # As `store_asm` leaves them: every second lane has neighbours from the lower eight of sixteen rows.
         target_n = (n & -16) + (m & 6) + (m & 2) * 3
         target_m = n & 7
-        inside = (target_m < M - first_m) & (target_n < N - first_n)
-        corner = here(y + (first_m.to(gl.int64) * N + first_n))
         where = corner + ((target_m * N + target_n) * 2).to(gl.int64)
-        gl.inline_asm_elementwise(
-            store_asm(HALF), "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r", [sums, where, inside.to(gl.int32)],
-            dtype=gl.int32, is_pure=False, pack=4,
-        )  # fmt: skip
+        target_m = gl.where(target_n < columns, target_m, rows)
+        for eight in gl.static_range(BM // 8):
+            inside = (target_m < rows - eight * 8).to(gl.int32)
+            gl.inline_asm_elementwise(
+                store_asm(HALF), "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r", [parts[eight], where, inside],
+                dtype=gl.int32, is_pure=False, pack=4,
+            )  # fmt: skip
+            where += N.to(gl.int64) * 16
     else:
-        target_n = first_n + n
-        target_m = first_m + m
-        inside = (target_m < M) & (target_n < N)
-        gl.store(y + (target_m.to(gl.int64) * N + target_n), sums.to(y.dtype.element_ty), mask=inside)
+        where = (m.to(gl.int64) * N + n) * 2
+        for eight in gl.static_range(BM // 8):
+            value = parts[eight].to(y.dtype.element_ty)
+            inside = (m < rows - eight * 8) & (n < columns)
+            gl.store((corner + where).to(y.dtype, bitcast=True), value, mask=inside)
+            corner = here(corner + N.to(gl.int64) * 16)

@@ -106,13 +106,15 @@ def unpack_slices(
     words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
     HALF: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Two or four slices of a tile, [row / 16, r, t, v, h, u, slice ...]: what is joined comes last."""
+    """One, two or four slices of a tile, [row / 16, r, t, v, h, u, slice ...]: what is joined comes last."""
     asm: gl.constexpr = unpack_asm(FIRST, SLICES, GROUP, FRACTIONAL, HALF, SCALED)
     constraints: gl.constexpr = unpack_constraints(SLICES, 64 // GROUP if GROUP < 64 else 1)
     types: gl.constexpr = slice_types(SLICES, HALF)
     inputs = (words,) + scales  # noqa: RUF005
     part = gl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=False, pack=2)
-    if SLICES == 2:
+    if SLICES == 1:
+        slices = gl.join(part[0], part[1])
+    elif SLICES == 2:
         slices = gl.join(gl.join(part[0], part[1]), gl.join(part[2], part[3]))
     else:
         even = gl.join(gl.join(part[0], part[1]), gl.join(part[4], part[5]))
@@ -136,6 +138,9 @@ def operand_of(
     elif SLICES == 4:
         chunk = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALED)
         chunk = gl.permute(chunk, [0, 5, 1, 6, 7, 3, 2, 4])
+    elif SLICES == 1:
+        chunk = unpack_slices(words, scales, CHUNK % 4, 1, GROUP, FRACTIONAL, HALF, SCALED)
+        chunk = gl.permute(chunk, [0, 5, 1, 3, 2, 4])
     else:
         chunk = unpack_slices(words, scales, (CHUNK % 2) * 2, 2, GROUP, FRACTIONAL, HALF, SCALED)
         chunk = gl.permute(chunk, [0, 5, 1, 6, 3, 2, 4])

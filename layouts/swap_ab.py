@@ -3,7 +3,7 @@
 What the bytes are and why they are fast is in `kernels/int4_swap_ab.py`; here are the layouts that read them.
 Not for the CPU.
 
-    swap_ab            Hopper; tile and split of K by the bucket of M and the shape; many rows through cuBLAS
+    swap_ab            Hopper; tile and cut by the bucket of M and the shape
     swap_ab_invariant  Hopper; one order of summation for every M: a row's bits are its own
     swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton; slow, and not registered
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import int4_hopper, int4_many_rows, int4_swap_ab
+from ..kernels import int4_hopper, int4_swap_ab
 from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
 from .layout import PackedWeight, Problem, QuantizedWeight
@@ -55,8 +55,6 @@ class SwapAB:
             x = x.clone()
         rest = packed.shape[0], meta["group_size"], bool(meta["fractional"])
         operands = x, tensors["words"], tensors["meta"], tensors["arrivals"]
-        if len(x) > int4_many_rows.FEW and not self.batch_invariant:
-            return int4_many_rows.matmul(*operands, *rest)
         return int4_hopper.matmul(*operands, *rest, self.batch_invariant)
 
 

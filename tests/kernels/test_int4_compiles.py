@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import triton
 from scalegate.kernels import (
-    int4_dequantize,
     int4_hopper,
     int4_shares,
     int4_swap_ab,
@@ -42,7 +41,7 @@ def hopper_source(
         constants = int4_waves.constants(tile, group_size, fractional, half, bulk, ordered)
     else:
         kernel = int4_shares.int4_shares_kernel
-        constants = int4_shares.constants(tile, group_size, fractional, half, not odd_rows)
+        constants = int4_shares.constants(tile, group_size, fractional, half, 1001 if odd_rows else 1024)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{element}[{tile.m}, {tile.tiles * 64}],{x_layout}>",
         "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.tiles * 8}, 64],{words_layout}>",
@@ -131,13 +130,14 @@ def test_the_ring_lies_where_the_ptx_looks_for_it(tile):
     assert 0 < kernel.metadata.shared - min(others) < 1024
 
 
-@pytest.mark.parametrize("tile", [WAVES[1], SHARES[0], SHARES[-2]], ids=name_of)
+@pytest.mark.parametrize("tile", [WAVES[1], SHARES[0], *SHARES[-3:-1]], ids=name_of)
 @pytest.mark.parametrize(
     ("group_size", "fractional", "half"), [(64, False, True), (32, True, False), (128, True, True)]
 )
 def test_every_form_of_the_weight_compiles_without_spills(tile, group_size, fractional, half, tmp_path):
-    kernel = compiled(tile, group_size, fractional, half, odd_rows=True)
-    assert "0 bytes spill stores" in assembler_notes(kernel, tmp_path)
+    notes = assembler_notes(compiled(tile, group_size, fractional, half, odd_rows=True), tmp_path)
+    assert "0 bytes spill stores" in notes
+    assert "serialized" not in notes
 
 
 @pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (89, "HMMA"), (100, None)])
@@ -156,22 +156,3 @@ def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_p
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
     if product:
         assert any(product in text for text in disassembled(built, tmp_path))
-
-
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
-@pytest.mark.parametrize(("group_size", "fractional", "element"), [(128, False, "bf16"), (32, True, "fp16")])
-def test_a_piece_of_the_weight_is_written_in_whole_vectors(
-    capability, group_size, fractional, element, tmp_path
-):
-    kernel = int4_dequantize.int4_dequantize_kernel
-    constants = {"BLOCKS": int4_dequantize.BLOCKS, "GROUP": group_size, "FRACTIONAL": fractional}
-    pointers = {"words": "*i32", "meta": "*i32", "weight": f"*{element}"}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
-    places = {name: (kernel.arg_names.index(name),) for name in signature}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(kernel, signature, {places[n]: v for n, v in constants.items()}, aligned)
-    options = {"num_warps": int4_dequantize.WARPS}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    stores = re.findall(r"st\.global\S*", built.asm["ptx"])
-    assert stores and all("v4.b32" in store for store in stores)
-    assert not [text for text in disassembled(built, tmp_path) if re.search(r"\b(I2F|LDL|STL)", text)]

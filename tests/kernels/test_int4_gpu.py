@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels import int4_dequantize, int4_hopper, int4_many_rows, int4_shares
+from scalegate.kernels import int4_hopper, int4_shares
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
@@ -22,7 +22,7 @@ PROBLEMS = [
     (520, 1152, 64, False, torch.float16),
     (4096, 12288, 128, False, torch.bfloat16),
 ]
-ROWS = (1, 7, 8, 13, 31, 64, 100, 128, 200, 400, 600)
+ROWS = (1, 7, 8, 13, 31, 64, 100, 128, 200, 400, 600, 1100, 2000)
 
 
 def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weight:
@@ -81,28 +81,29 @@ def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractiona
         assert not operands[2].any(), count
 
 
-@pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), PROBLEMS)
-def test_the_product_of_many_rows_is_right_whoever_takes_them(n, k, group_size, fractional, dtype):
-    """cuBLAS none, some or all rows of the weight, in one piece and in several of which the last is short."""
-    weight = random_weight(n, k, group_size, fractional)
-    if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
+@pytest.mark.parametrize("tile", [int4_hopper.ALONE, int4_hopper.WIDE, int4_hopper.FLAT, int4_hopper.TALL])
+@pytest.mark.parametrize(
+    ("turn", "cuts"), [(1, (0,)), (2, (0, 3)), (2, (0, -2)), (3, (0, 3, -1)), (4, (0, 2, 1, -1))]
+)
+def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cuts):
+    """Turns of CTAs for one, two or three tiles of sixteen units and more, as `balanced` may cut them."""
+    n, k = 6 * tile.n, 16 * tile.unit
+    weight = random_weight(n, k, 128, False)
+    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
         return
-    packed = SWAP_AB.pack(weight, dtype)
-    m = 901
-    x = torch.randn(m, k, device="cuda").to(dtype)
-    expected = x.double() @ exact(weight).T
+    packed = SWAP_AB.pack(weight, torch.bfloat16)
     operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
-    group = packed.meta["group_size"]
-    for piece_bytes in (int4_dequantize.PIECE_BYTES, 2 * 256 * k):
-        for blocks in (0, 1, n // 128 // 2, n // 128, -(-n // 128)):
-            answers = []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(int4_dequantize, "PIECE_BYTES", piece_bytes)
-                for _ in range(3):
-                    answers.append(torch.full((m, n), float("nan"), device="cuda", dtype=dtype))
-                    int4_many_rows.multiply(x, *operands, answers[-1], group, fractional, blocks)
-            assert (answers[0].double() - expected).norm() <= MAX_ERROR * expected.norm(), blocks
-            assert all(torch.equal(answers[0], again) for again in answers[1:]), blocks
+    x = torch.randn(tile.m, k, device="cuda", dtype=torch.bfloat16)
+    expected = x.double() @ exact(weight).T
+    for tiles in (1, 2, 3):
+        if turn % tiles == 0 and turn > 1:
+            continue
+        y = torch.full((len(x), n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        again = torch.full_like(y, float("nan"))
+        for answer in (y, again):
+            int4_shares.launch(x, *operands, answer, 128, False, tile, 6 // tiles * turn, cuts)
+        assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), tiles
+        assert torch.equal(y, again) and not operands[2].any(), tiles
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 12288), (6144, 4096), (712, 1088)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scalegate.kernels import int4_dequantize, int4_hopper, int4_many_rows, int4_swap_ab, int4_waves
+from scalegate.kernels import int4_hopper, int4_swap_ab, int4_waves
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -67,8 +67,8 @@ def test_padding_adds_nothing():
     assert torch.all(whole[65:] == 0)
 
 
-def test_the_portable_kernels_agree_with_the_reference_under_the_interpreter():
-    """The interpreter must be chosen before the kernels are imported, hence a process of its own."""
+def test_the_portable_kernel_agrees_with_the_reference_under_the_interpreter():
+    """The interpreter must be chosen before the kernel is imported, hence a process of its own."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-P", str(INTERPRETED)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -110,11 +110,9 @@ def test_the_cut_depends_on_the_bucket_of_m_alone_within_it():
 
 
 def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
-    for m in (1, 9, 16, 32, 64, 100, 128, 200, 256, 300, 512):
+    for m in (1, 9, 16, 32, 64, 100, 128, 200, 256, 300, 512, 640, 1000, 4096):
         for n, k in SHAPES_SERVED:
             chosen = int4_hopper.plan(m, n, k)
-            if isinstance(chosen, int4_hopper.Waves):
-                continue
             tiles = -(-m // chosen.tile.m) * -(-n // chosen.tile.n)
             assert chosen.tile in int4_hopper.TILES
             assert 1 <= chosen.count <= tiles * -(-k // chosen.tile.unit)
@@ -139,79 +137,56 @@ def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, 
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "tile", "count"),
+    ("m", "n", "k", "tile", "count", "cuts"),
     [
-        (512, 6144, 4096, int4_hopper.FLAT, 128),
-        (512, 24576, 4096, int4_hopper.TALL, 128),
-        (512, 2560, 9728, int4_hopper.FLAT, 120),
-        (256, 6144, 2560, int4_hopper.FLAT, 96),  # whole tiles: too little K to cut
-        (256, 2560, 4096, int4_hopper.NARROW, 240),
-        (128, 24576, 4096, int4_hopper.WIDE, 128),
-        (128, 2560, 9728, int4_hopper.ALONE, 120),
-        (8, 2560, 4096, int4_hopper.BUCKETS[8].shared, 320),  # eight parts of two units, not nine unlike ones
-        (8, 4096, 4096, int4_hopper.BUCKETS[8].shared, 384),
-        (8, 8192, 8192, int4_hopper.BUCKETS[8].shared, 396),
+        (512, 6144, 4096, int4_hopper.FLAT, 128, (0, 0)),
+        (512, 24576, 4096, int4_hopper.TALL, 128, (0,)),
+        (512, 2560, 4096, int4_hopper.FLAT, 120, (0, 2, 1)),
+        (256, 6144, 2560, int4_hopper.FLAT, 96, (0,)),  # whole tiles: too little K to cut
+        (256, 2560, 4096, int4_hopper.ALONE, 120, (0, 2, 1)),
+        (256, 6144, 4096, int4_hopper.FLAT, 128, (0, 2, 1, 0)),
+        (128, 24576, 4096, int4_hopper.WIDE, 128, (0, 0)),
+        (128, 4096, 4096, int4_hopper.ALONE, 128, (0, 1)),
+        (8, 2560, 4096, int4_hopper.BUCKETS[8].shared, 320, (0,)),  # 8 parts of 2 units, not 9 unlike ones
+        (8, 4096, 4096, int4_hopper.BUCKETS[8].shared, 384, (0,)),
+        (8, 8192, 8192, int4_hopper.BUCKETS[8].shared, 396, (0,)),
+        (640, 4096, 4096, int4_hopper.WIDE, 128, (0, 0, -1, -1)),  # five of 128 rows, not three of 256
+        (1024, 4096, 4096, int4_hopper.TALL, 128, (0,)),
+        (768, 2560, 4096, int4_hopper.FLAT, 120, (0,)),
     ],
 )
-def test_tiles_and_shares_are_those_that_were_fastest(m, n, k, tile, count):
-    assert int4_hopper.plan(m, n, k) == int4_hopper.Shares(tile, count)
+def test_tiles_and_cuts_are_those_that_were_fastest(m, n, k, tile, count, cuts):
+    assert int4_hopper.plan(m, n, k) == int4_hopper.Shares(tile, count, cuts)
+
+
+def begins_of(cuts: tuple[int, ...], tiles: int, units_k: int) -> list[int]:
+    equal = [i * tiles * units_k // len(cuts) for i in range(len(cuts) + 1)]
+    return [begin + cut for begin, cut in zip(equal, (*cuts, 0), strict=True)]
+
+
+@pytest.mark.parametrize(("turn", "tiles"), [(2, 1), (3, 1), (3, 2), (4, 3), (2, 3), (4, 5)])
+@pytest.mark.parametrize("units_k", [4, 5, 20, 32, 76])
+def test_cuts_stay_within_their_tiles_and_never_make_the_last_end_later(turn, tiles, units_k):
+    unit = int4_hopper.FLAT.unit
+    cuts = int4_hopper.balanced(turn, tiles, units_k, unit)
+    level, moved = begins_of((0,) * turn, tiles, units_k), begins_of(cuts, tiles, units_k)
+    assert cuts[0] == 0 and all(-128 <= cut <= 127 for cut in cuts)
+    for before, after in zip(level, moved, strict=True):
+        assert before // units_k == after // units_k and (before % units_k == 0) == (after % units_k == 0)
+    assert moved == sorted(set(moved))
+    ends, level_ends = (int4_hopper.ends_of(begins, units_k, unit) for begins in (moved, level))
+    assert max(ends) <= max(level_ends)
+
+
+def test_what_a_cut_costs_is_counted_where_it_arises():
+    """Two CTAs, three tiles: a whole one and the first half of the next; its second half and a whole one."""
+    unit, half = 128, 15 * 128
+    send, add, write = int4_hopper.SEND, int4_hopper.ADD, int4_hopper.WRITE
+    assert int4_hopper.ends_of([0, 15, 30], 10, unit) == [half + send, half + write + add]
+    # One tile for two: who owns it waits for the other's sums.
+    assert int4_hopper.ends_of([0, 5, 10], 10, unit) == [5 * unit + send, 5 * unit + send + add]
 
 
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():
     assert int4_hopper.invariant_parts(4096, 12288) > 1
     assert int4_hopper.invariant_parts(24576, 4096) == 1
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "blocks"),
-    [
-        (2048, 6144, 4096, 48),  # 2.9 waves
-        (1024, 4096, 4096, 32),  # 0.97 waves
-        (1536, 6144, 4096, 44),  # 2.2 waves
-        (2560, 4096, 4096, 0),  # 2.4 waves
-        (8192, 24576, 4096, 0),
-    ],
-)
-def test_many_rows_are_dealt_as_was_fastest(m, n, k, blocks):
-    assert int4_many_rows.fused_blocks(m, n, k) == blocks
-
-
-def test_a_few_rows_over_a_tile_are_multiplied_by_themselves_where_that_pays():
-    assert int4_many_rows.cut_rows(600, 24576, 4096) == (slice(0, 512), slice(472, 600))
-    assert int4_many_rows.cut_rows(700, 24576, 4096) == (slice(0, 700),)
-    for m in range(513, 9000, 97):
-        for n, k in SHAPES_SERVED:
-            for rows in int4_many_rows.cut_rows(m, n, k)[1:]:
-                assert rows.stop == m and m - rows.start in (64, 128)
-
-
-@pytest.mark.parametrize("m", [513, 640, 901, 1300, 1536, 2100, 4096])
-def test_every_number_of_y_is_somebodys(m, monkeypatch):
-    def fused(x, words, meta, arrivals, y, *rest):
-        y += 1
-
-    def first_tiles(x, words, meta, arrivals, y, group_size, fractional, tile, tiles, parts):
-        assert parts == 0
-        y[:, : tiles // -(-len(x) // tile.m) * tile.n] += 1
-
-    def others(x, words, meta, y, first_row, *rest):
-        y[:, first_row:] += 1
-
-    monkeypatch.setattr(int4_hopper, "multiply", fused)
-    monkeypatch.setattr(int4_waves, "launch", first_tiles)
-    monkeypatch.setattr(int4_dequantize, "matmul", others)
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    for n, k in SHAPES_SERVED[:4]:
-        y = int4_many_rows.matmul(torch.zeros(m, k), *torch.zeros(3, 1), n, 128, False)
-        assert y.shape == (m, n) and torch.all(y >= 1)
-        cut = int4_many_rows.cut_rows(m, n, k)
-        assert torch.all(y[: cut[-1].start or m] == 1)
-
-
-def test_of_many_rows_the_fused_kernel_takes_all_none_or_what_fills_waves():
-    for m in range(513, 9000, 97):
-        for n, k in SHAPES_SERVED:
-            blocks, tiles_m = int4_many_rows.fused_blocks(m, n, k), -(-m // 256)
-            assert 0 <= blocks <= -(-n // 128)
-            short_of_waves = -blocks * tiles_m % int4_waves.MULTIPROCESSORS
-            assert blocks in (0, -(-n // 128)) or short_of_waves < tiles_m
