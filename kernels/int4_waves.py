@@ -1,7 +1,7 @@
 """INT4 product on Hopper, in Gluon: whole waves of tiles first, then the K of the rest split.
 
-For batch-invariant serving, where the order of summation must not depend on M; else `int4_shares.py` is faster.
-`int4_hopper.py` says with which tile.
+For batch-invariant serving, where the order of summation must not depend on M; else `int4_shares.py` is
+faster. `int4_hopper.py` says with which tile.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 

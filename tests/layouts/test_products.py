@@ -16,9 +16,15 @@ from triton.runtime.autotuner import Autotuner
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 CASTING_BOUND = 6e-3
 """For the layout that rounds float16 and float32 activations to bfloat16 as well."""
-PEERS_SLACK = {"humming": 1.5, "gemlite": 2.5}
-"""Seen on an H200: 4.1e-3 and 4.4e-3 in bfloat16, 5.2e-4 and 8.4e-4 in float16. To round q * scale and
-zero * scale, each and their difference, is computed to be 5.0e-4 to 5.4e-4 there with fractional zeros."""
+PEERS_SLACK = {
+    ("humming", torch.bfloat16): 1.5,
+    ("humming", torch.float16): 1.5,
+    ("gemlite", torch.bfloat16): 2.5,
+    ("gemlite", torch.float16): 3.5,
+}
+"""Seen on an H200: 4.1e-3, 5.2e-4, 4.4e-3 and 1.0e-3. Computed there, with fractional zeros in float16: to round
+q * scale and zero * scale, each and their difference, 5.0e-4 to 5.4e-4; to add up to 32 parts of a row with
+K=1024 to y in float16, one after the other as gemlite does for a single row, 0.8e-3 to 1.2e-3."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -39,7 +45,7 @@ def serving(problem: Problem) -> list[str]:
 
 
 def bound(name: str, dtype: torch.dtype) -> float:
-    return CASTING_BOUND if name == "cpu_int4_cast" else BOUNDS[dtype] * PEERS_SLACK.get(name, 1.0)
+    return CASTING_BOUND if name == "cpu_int4_cast" else BOUNDS[dtype] * PEERS_SLACK.get((name, dtype), 1.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
