@@ -22,7 +22,7 @@ PEERS_SLACK = {
     ("gemlite", torch.bfloat16): 2.5,
     ("gemlite", torch.float16): 3.5,
 }
-"""Seen on an H200: 4.1e-3, 5.2e-4, 4.4e-3 and 1.0e-3. Computed there, with fractional zeros in float16: to round
+"""Seen on an H200: 4.1e-3, 5.2e-4, 4.4e-3 and 1.0e-3. Computed, with fractional zeros in float16: to round
 q * scale and zero * scale, each and their difference, 5.0e-4 to 5.4e-4; to add up to 32 parts of a row with
 K=1024 to y in float16, one after the other as gemlite does for a single row, 0.8e-3 to 1.2e-3."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
