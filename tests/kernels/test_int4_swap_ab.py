@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scalegate.kernels import int4_hopper, int4_swap_ab, int4_waves
@@ -176,6 +177,35 @@ def test_cuts_stay_within_their_tiles_and_never_make_the_last_end_later(turn, ti
     assert moved == sorted(set(moved))
     ends, level_ends = (int4_hopper.ends_of(begins, units_k, unit) for begins in (moved, level))
     assert max(ends) <= max(level_ends)
+
+
+def quotients(a: np.ndarray, b: int) -> np.ndarray:
+    """As `int4_shares.quotient` divides."""
+    guess = (a.astype(np.float32) * np.float32(1 / b)).astype(np.int64)
+    rest = a - guess * b
+    return guess + (rest >= b) - (rest < 0)
+
+
+@pytest.mark.parametrize(("n", "k"), [*SHAPES_SERVED, (128256, 16384)])
+def test_shares_are_divided_right_up_to_the_most_rows(n, k):
+    """By fp32 reciprocals; and the CTAs that sums are sent to and awaited from are those that have the units."""
+    for m in (8, 65, 256, 512, 640, 3000, int4_hopper.MOST_ROWS):
+        chosen = int4_hopper.plan(m, n, k)
+        tile, count, turn = chosen.tile, chosen.count, len(chosen.cuts)
+        units_k = -(-k // tile.unit)
+        total = int4_hopper.number_of_tiles(tile, m, n) * units_k
+        index = np.arange(count + 1)
+        equal = quotients(index * total, count)
+        assert np.array_equal(equal, index * total // count) and count * total < 2**31
+        begins = equal + np.array(chosen.cuts)[index - quotients(index, turn) * turn]
+        assert begins[0] == 0 and begins[-1] == total and np.all(np.diff(begins) > 0)
+        first = quotients(begins[:-1], units_k)
+        assert np.array_equal(first, begins[:-1] // units_k)
+        owners = quotients((first * units_k + 1) * count - 1, total)
+        assert np.array_equal(owners, np.searchsorted(begins, first * units_k, "right") - 1)
+        end = quotients(begins[1:] - 1, units_k) + 1
+        lasts = quotients(end * units_k * count - 1, total)
+        assert np.array_equal(lasts, np.searchsorted(begins, end * units_k - 1, "right") - 1)
 
 
 def test_what_a_cut_costs_is_counted_where_it_arises():

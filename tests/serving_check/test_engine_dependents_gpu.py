@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 pytestmark = pytest.mark.gpu
 
 CONFIG = EngineConfig(max_num_seqs=32, decode_buckets=(1, 8, 32), prefill_chunk=96, max_model_len=256)
-"""Steps of at most 128 tokens: for more the compiler times kernels, and may find others for another engine."""
+"""Steps of at most 128 tokens: for more, the compiler times kernels and may choose others each time."""
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
