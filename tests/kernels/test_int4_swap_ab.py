@@ -188,7 +188,7 @@ def quotients(a: np.ndarray, b: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("n", "k"), [*SHAPES_SERVED, (128256, 16384)])
 def test_shares_are_divided_right_up_to_the_most_rows(n, k):
-    """By fp32 reciprocals; and the CTAs that sums are sent to and awaited from are those that have the units."""
+    """By fp32 reciprocals; and the CTAs that sums are sent to and awaited from are those with the units."""
     for m in (8, 65, 256, 512, 640, 3000, int4_hopper.MOST_ROWS):
         chosen = int4_hopper.plan(m, n, k)
         tile, count, turn = chosen.tile, chosen.count, len(chosen.cuts)
