@@ -186,7 +186,7 @@ def quotients(a: np.ndarray, b: int) -> np.ndarray:
     return guess + (rest >= b) - (rest < 0)
 
 
-@pytest.mark.parametrize(("n", "k"), [*SHAPES_SERVED, (128256, 16384)])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES_SERVED, (1024, 1152), (128256, 16384)])
 def test_shares_are_divided_right_up_to_the_most_rows(n, k):
     """By fp32 reciprocals; and the CTAs that sums are sent to and awaited from are those with the units."""
     for m in (8, 65, 256, 512, 640, 3000, int4_hopper.MOST_ROWS):
