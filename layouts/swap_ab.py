@@ -25,12 +25,11 @@ PORTABLE = (8, 0)
 
 
 class SwapAB:
-    """The Hopper kernel on the packed bytes."""
-
-    kernel = "int4_shares_kernel"
+    """The Hopper kernels on the packed bytes."""
 
     def __init__(self, name: str, batch_invariant: bool):
         self.name = name
+        self.kernel = "int4_waves_kernel" if batch_invariant else "int4_shares_kernel"
         self.batch_invariant = batch_invariant
 
     def refuses(self, problem: Problem) -> str | None:
