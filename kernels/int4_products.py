@@ -210,15 +210,15 @@ def read_stage(
 def by_slices(
     x_ring, slot, phase, piece, piece_end, lane, row,
     BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
-    STAGES: gl.constexpr, TILES: gl.constexpr, UNIT: gl.constexpr, WORDS: gl.constexpr, META: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, WORDS: gl.constexpr, META: gl.constexpr,
     META_BYTES: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """The products of stages `piece` to `piece_end`, a multiple of `UNIT`; two of 16 columns in flight.
+    """The products of stages `piece` to `piece_end`; two of 16 columns in flight.
 
-    With three in flight the compiler lets each end before the next.
+    With three in flight, or with the next stage's words read two products ahead and not three, the compiler
+    lets each product end before the next; a test looks.
     """
     slices: gl.constexpr = 4 * TILES
-    READ_AT: gl.constexpr = slices - (3 if TILES > 1 else 1)
     accumulator = gl.zeros([BN, BM], gl.float32, MMA)
     wait_for(READY + slot * 8, phase)
     words, scales = read_stage(slot, lane, row, BN, TILES, GROUP, FRACTIONAL, HALF, WORDS, META, META_BYTES)
@@ -226,37 +226,35 @@ def by_slices(
         words[0], scales[0], words[0], scales[0], 0, BN, 1, GROUP, FRACTIONAL, HALF, True, MMA
     )
     oldest = before
-    for turn in range(piece, piece_end, UNIT):
-        for i in gl.static_range(UNIT):
-            stage = turn + i
-            wraps = slot + 1 == STAGES
-            following = gl.where(wraps, 0, slot + 1)
-            more_words = words
-            more_scales = scales
-            for j in gl.static_range(slices):
-                weight = operand_of(
-                    words[j // 4], scales[j // 4], words[j // 4], scales[j // 4], j, BN, 1, GROUP,
-                    FRACTIONAL, HALF, True, MMA,
-                )  # fmt: skip
-                x_slice = x_ring.index(slot).slice(j * 16, 16, dim=1).permute((1, 0))
-                products = warpgroup_mma(weight, x_slice, accumulator, is_async=True)
-                accumulator, oldest = warpgroup_mma_wait(2, deps=[products, oldest])
-                oldest = before
-                before = weight
-                if j == 1:
-                    # What is in flight now is of this stage.
-                    previous = gl.where(slot == 0, STAGES - 1, slot - 1)
-                    arrive_at(FREE + previous * 8, stage > piece)
-                if j == READ_AT:
-                    phase = gl.where(wraps, phase ^ 1, phase)
-                    # Behind the last stage of a piece this reads what is not used.
-                    if stage + 1 < piece_end:
-                        wait_for(READY + following * 8, phase)
-                    more_words, more_scales = read_stage(
-                        following, lane, row, BN, TILES, GROUP, FRACTIONAL, HALF, WORDS, META, META_BYTES
-                    )
-            words = more_words
-            scales = more_scales
-            slot = following
+    for stage in range(piece, piece_end):
+        wraps = slot + 1 == STAGES
+        following = gl.where(wraps, 0, slot + 1)
+        more_words = words
+        more_scales = scales
+        for j in gl.static_range(slices):
+            weight = operand_of(
+                words[j // 4], scales[j // 4], words[j // 4], scales[j // 4], j, BN, 1, GROUP,
+                FRACTIONAL, HALF, True, MMA,
+            )  # fmt: skip
+            x_slice = x_ring.index(slot).slice(j * 16, 16, dim=1).permute((1, 0))
+            products = warpgroup_mma(weight, x_slice, accumulator, is_async=True)
+            accumulator, oldest = warpgroup_mma_wait(2, deps=[products, oldest])
+            oldest = before
+            before = weight
+            if j == 1:
+                # What is in flight now is of this stage.
+                previous = gl.where(slot == 0, STAGES - 1, slot - 1)
+                arrive_at(FREE + previous * 8, stage > piece)
+            if j == slices - 3:
+                phase = gl.where(wraps, phase ^ 1, phase)
+                # Behind the last stage of a piece this reads what is not used.
+                if stage + 1 < piece_end:
+                    wait_for(READY + following * 8, phase)
+                more_words, more_scales = read_stage(
+                    following, lane, row, BN, TILES, GROUP, FRACTIONAL, HALF, WORDS, META, META_BYTES
+                )
+        words = more_words
+        scales = more_scales
+        slot = following
     accumulator, oldest, before = warpgroup_mma_wait(0, deps=[accumulator, oldest, before])
     return accumulator, slot, phase

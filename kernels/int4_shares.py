@@ -1,7 +1,7 @@
 """INT4 product on Hopper, in Gluon: all tiles' K in one row, every CTA an equal share of it.
 
-For any number of rows of x: waves of whole tiles lose time at their ends; `int4_hopper.py` says
-which serves what. Not for batch-invariant serving: where a tile is cut depends on how many there are.
+For any number of rows of x. Not for batch-invariant serving (`int4_waves.py`): where a tile is cut depends on
+how many there are.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
@@ -149,7 +149,7 @@ def consume(
         if SLICES == 1:
             accumulator, slot, phase = by_slices(
                 x_ring, slot, phase, piece, piece_end, lane, row, BN, BM, GROUP, FRACTIONAL, HALF, STAGES,
-                TILES, UNIT, WORDS, META, META_BYTES, READY, FREE, MMA,
+                TILES, WORDS, META, META_BYTES, READY, FREE, MMA,
             )  # fmt: skip
         else:
             accumulator, slot, phase = by_chunks(
@@ -266,8 +266,8 @@ class Tile:
 
     @property
     def unit_stages(self) -> int:
-        """Stages in a turn of the loops of `int4_products.py`, and in a unit of work."""
-        return 2 if self.tiles * 4 == self.slices or (self.slices, self.tiles) == (1, 1) else 1
+        """Stages in a unit of work: of two chunks at least, for `by_chunks`."""
+        return 2 if self.tiles * 4 == self.slices else 1
 
     @property
     def unit(self) -> int:
