@@ -3,13 +3,12 @@
     int4_shares.py    all tiles' K in one row, every CTA an equal share
     int4_products.py  what it does with a share: words unpacked, multiplied, summed up
     int4_sums.py      what it does with the sums of a tile that others have a part of
-    int4_waves.py     batch-invariant serving: one order of summation for every M
     int4_copies.py    how both kernels bring bytes into shared memory
     int4_unpack.py    what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
 Not for other chips. Tile and cut depend on the bucket of M and on the shape, so nothing compiles for a new M;
-what chose them is measured, by `tests/bench/int4_cuts.py`. In batch-invariant serving the order of summation
-depends on the shape of the weight alone.
+what chose them is measured, by `tests/bench/int4_cuts.py`. Batch-invariant serving has a kernel and rules of
+its own, in `int4_invariant.py`.
 """
 
 import itertools
@@ -21,17 +20,12 @@ import torch
 import triton
 from torch import Tensor
 
-from . import int4_shares, int4_waves
+from . import int4_invariant, int4_shares
+from .int4_invariant import MULTIPROCESSORS
 from .int4_shares import Tile
-from .int4_waves import MULTIPROCESSORS
 
-ARRIVALS = 1024
-"""Counters of the parts of tiles that are done; zero, and left so."""
 MOST_ROWS = 16384
 LONG_K = 8192
-TWO_A_MULTIPROCESSOR = int4_waves.Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
-ORDERED_TILES = (int4_waves.BUCKETS[64][0], int4_waves.BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
-"""Where one CTA sums all parts of K of batch-invariant products: up to 64 rows; few tiles; many."""
 
 
 @dataclass(frozen=True)
@@ -214,23 +208,6 @@ def ends_of(begins: list[int], units_k: int, unit: int) -> list[float]:
     return ends
 
 
-def invariant_parts(n: int, k: int) -> int:
-    """Parts of K by the shape of the weight alone: the one order of summation of batch-invariant serving."""
-    split = int4_waves.plan(1, n, k)[1]
-    return 1 if split.whole else split.parts
-
-
-def invariant_tile(m: int, n: int, k: int) -> tuple[int4_waves.Tile, bool]:
-    """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
-    if m <= 32 or (m <= 64 and k > LONG_K) or invariant_parts(n, k) == 1:
-        return int4_waves.plan(m, n, k)[0], False
-    small, alone, many = ORDERED_TILES
-    if m <= small.m:
-        return small, True
-    tiles = triton.cdiv(m, alone.m) * triton.cdiv(n, alone.n)
-    return (alone if tiles <= MULTIPROCESSORS else many), True
-
-
 def matmul(
     x: Tensor,
     words: Tensor,
@@ -244,23 +221,14 @@ def matmul(
     """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous, on 16 bytes; `arrivals` zero, and left so."""
     m, k = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    if m == 0:
+    operands = words, meta, arrivals
+    if batch_invariant:
+        int4_invariant.matmul(x, *operands, y, group_size, fractional)
         return y
-    for first in range(0, m, rows_at_once(m, n, k, batch_invariant)):
-        some = slice(first, first + rows_at_once(m, n, k, batch_invariant))
-        operands = x[some], words, meta, arrivals, y[some], group_size, fractional
-        if batch_invariant:
-            tile, ordered = invariant_tile(m, n, k)
-            int4_waves.launch(*operands, tile, 0, invariant_parts(n, k), ordered)
-        else:
-            chosen = plan(len(x[some]), n, k)
-            int4_shares.launch(*operands, chosen.tile, chosen.count, chosen.cuts)
+    for first in range(0, m, MOST_ROWS):
+        some = slice(first, first + MOST_ROWS)
+        chosen = plan(len(x[some]), n, k)
+        int4_shares.launch(
+            x[some], *operands, y[some], group_size, fractional, chosen.tile, chosen.count, chosen.cuts
+        )
     return y
-
-
-def rows_at_once(m: int, n: int, k: int, batch_invariant: bool) -> int:
-    """As many as the kernel can number the units, or the parts, of."""
-    if not batch_invariant:
-        return MOST_ROWS
-    tile, ordered = invariant_tile(m, n, k)
-    return m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m

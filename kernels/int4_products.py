@@ -10,7 +10,7 @@ by the last of them only:
                 while products of the stage before are in the queue
 
 Both wait for a stage of the ring with all lanes and free it once per warp (`int4_ptx.py`), and return the
-sums, the slot behind their last stage and its phase. Not for `int4_waves.py`, which has its own loop.
+sums, the slot behind their last stage and its phase. Not for `int4_invariant.py`, which has its own loop.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
 """INT4 product on Hopper, in Gluon: all tiles' K in one row, every CTA an equal share of it.
 
-For any number of rows of x. Not for batch-invariant serving (`int4_waves.py`): where a tile is cut depends on
-how many there are.
+For any number of rows of x. Not for batch-invariant serving (`int4_invariant.py`): where a tile is cut
+depends on how many there are.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
@@ -31,7 +31,7 @@ busy: 80 tiles of 256 rows by 120 CTAs, two tiles for three of them, take 40 us,
                     a tile's sums to its owner or to y: `int4_sums.py`
 
 No barrier of the group in the loop (`int4_ptx.py`): each warp waits for stages and frees them by itself.
-Programmatic dependent launch as in `int4_waves.py`.
+Programmatic dependent launch as in `int4_invariant.py`.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """What becomes of a tile's sums in `int4_shares.py`: sent to the tile's owner, or completed and written to y.
 
-Not for the sums of `int4_waves.py`, where the part of K that arrives last adds them.
+Not for the sums of `int4_invariant.py`, where the part of K that arrives last adds them.
 """
 
 from triton.experimental import gluon

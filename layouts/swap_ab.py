@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import int4_hopper, int4_swap_ab
+from ..kernels import int4_hopper, int4_invariant, int4_swap_ab
 from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
 from .layout import PackedWeight, Problem, QuantizedWeight
@@ -29,7 +29,7 @@ class SwapAB:
 
     def __init__(self, name: str, batch_invariant: bool):
         self.name = name
-        self.kernel = "int4_waves_kernel" if batch_invariant else "int4_shares_kernel"
+        self.kernel = "int4_invariant_kernel" if batch_invariant else "int4_shares_kernel"
         self.batch_invariant = batch_invariant
 
     def refuses(self, problem: Problem) -> str | None:
@@ -40,7 +40,9 @@ class SwapAB:
 
     def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         packed = pack(self.name, weight, dtype)
-        arrivals = torch.zeros(int4_hopper.ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
+        arrivals = torch.zeros(
+            int4_invariant.ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device
+        )
         tensors = {**packed.tensors, "arrivals": arrivals}
         return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
 

@@ -10,19 +10,19 @@ import pytest
 import triton
 from scalegate.kernels import (
     int4_hopper,
+    int4_invariant,
     int4_shares,
     int4_swap_ab,
     int4_unpack,
-    int4_waves,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-WAVES = [tile for tiles in int4_waves.BUCKETS.values() for tile in tiles]
+INVARIANT = [tile for tiles in int4_invariant.BUCKETS.values() for tile in tiles]
 SHARES = list(int4_hopper.TILES)
-ORDERED = list(int4_hopper.ORDERED_TILES)
+ORDERED = list(int4_invariant.ORDERED_TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
@@ -34,11 +34,11 @@ def hopper_source(
     x_layout, words_layout, meta_layout = (
         repr(layout()) for layout in (int4_unpack.x_layout, int4_unpack.words_layout, int4_unpack.meta_layout)
     )
-    waves = isinstance(tile, int4_waves.Tile)
-    bulk = waves and tile.tiles == 1 and not odd_rows
-    if waves:
-        kernel = int4_waves.int4_waves_kernel
-        constants = int4_waves.constants(tile, group_size, fractional, half, bulk, ordered)
+    invariant = isinstance(tile, int4_invariant.Tile)
+    bulk = invariant and tile.tiles == 1 and not odd_rows
+    if invariant:
+        kernel = int4_invariant.int4_invariant_kernel
+        constants = int4_invariant.constants(tile, group_size, fractional, half, bulk, ordered)
     else:
         kernel = int4_shares.int4_shares_kernel
         constants = int4_shares.constants(tile, group_size, fractional, half, 1001 if odd_rows else 1024)
@@ -51,7 +51,7 @@ def hopper_source(
         "arrivals": "*i32",
     }
     signature |= {name: "fp32" for name in kernel.arg_names if name.startswith("of_")}
-    if waves:
+    if invariant:
         columns = tile.n if bulk else tile.tiles * 64
         signature["y_desc"] = f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>"
     signature |= dict.fromkeys(constants, "constexpr")
@@ -94,7 +94,7 @@ def name_of(tile) -> str:
 
 @pytest.mark.parametrize(
     ("tile", "ordered"),
-    [(tile, False) for tile in WAVES + SHARES] + [(tile, True) for tile in ORDERED],
+    [(tile, False) for tile in INVARIANT + SHARES] + [(tile, True) for tile in ORDERED],
     ids=lambda one: one if isinstance(one, bool) else name_of(one),
 )
 def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, ordered, tmp_path):
@@ -130,7 +130,7 @@ def test_the_ring_lies_where_the_ptx_looks_for_it(tile):
     assert 0 < kernel.metadata.shared - min(others) < 1024
 
 
-@pytest.mark.parametrize("tile", [WAVES[1], SHARES[0], *SHARES[-3:-1]], ids=name_of)
+@pytest.mark.parametrize("tile", [INVARIANT[1], SHARES[0], *SHARES[-3:-1]], ids=name_of)
 @pytest.mark.parametrize(
     ("group_size", "fractional", "half"), [(64, False, True), (32, True, False), (128, True, True)]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_swap_ab, int4_waves
+from scalegate.kernels import int4_hopper, int4_invariant, int4_shares, int4_swap_ab
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -80,16 +80,16 @@ def test_the_portable_kernel_agrees_with_the_reference_under_the_interpreter():
 def test_a_split_covers_every_tile_once_and_never_overfills_the_last_wave():
     for tiles in (1, 31, 64, 96, 131, 132, 133, 384, 1000):
         for units in (1, 7, 16, 48):
-            split = int4_waves.split_of(tiles, units, slots=132)
+            split = int4_invariant.split_of(tiles, units, slots=132)
             assert 0 <= split.whole <= tiles
-            assert 1 <= split.parts <= min(units, int4_waves.MAX_PARTS)
+            assert 1 <= split.parts <= min(units, int4_invariant.MAX_PARTS)
             assert split.parts > 1 or split.whole == tiles
-            assert tiles - split.whole < int4_hopper.ARRIVALS
+            assert tiles - split.whole < int4_invariant.ARRIVALS
 
 
 def test_few_tiles_are_split_and_a_full_wave_is_not():
-    assert int4_waves.split_of(64, 16, slots=396).parts > 1
-    assert int4_waves.split_of(396, 16, slots=396).parts == 1
+    assert int4_invariant.split_of(64, 16, slots=396).parts > 1
+    assert int4_invariant.split_of(396, 16, slots=396).parts == 1
 
 
 SHAPES_SERVED = [
@@ -117,8 +117,8 @@ def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
             tiles = -(-m // chosen.tile.m) * -(-n // chosen.tile.n)
             assert chosen.tile in int4_hopper.TILES
             assert 1 <= chosen.count <= tiles * -(-k // chosen.tile.unit)
-            slots = int4_waves.MULTIPROCESSORS * chosen.tile.resident
-            assert chosen.count == tiles or chosen.count <= min(slots, int4_hopper.ARRIVALS)
+            slots = int4_invariant.MULTIPROCESSORS * chosen.tile.resident
+            assert chosen.count == tiles or chosen.count <= min(slots, int4_invariant.ARRIVALS)
 
 
 @pytest.mark.parametrize(
@@ -218,5 +218,32 @@ def test_what_a_cut_costs_is_counted_where_it_arises():
 
 
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():
-    assert int4_hopper.invariant_parts(4096, 12288) > 1
-    assert int4_hopper.invariant_parts(24576, 4096) == 1
+    assert int4_invariant.parts_of(4096, 12288) > 1
+    assert int4_invariant.parts_of(24576, 4096) == 1
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("m", [0, 1, 40, 700, int4_hopper.MOST_ROWS + 300])
+def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatch):
+    """With as many counters as parts that are awaited."""
+    launches = []
+
+    def shares(x, words, meta, arrivals, y, group_size, fractional, tile, count, cuts):
+        assert count <= len(arrivals) and len(cuts) <= 4
+        launches.append((x, y))
+
+    def invariant(x, words, meta, arrivals, y, group_size, fractional, tile, parts, ordered):
+        tiles = -(-len(x) // tile.m) * -(-y.shape[1] // tile.n)
+        assert parts == 1 or ordered or tiles <= len(arrivals)
+        launches.append((x, y))
+
+    monkeypatch.setattr(int4_shares, "launch", shares)
+    monkeypatch.setattr(int4_invariant, "launch", invariant)
+    n, k = 4096, 12288
+    arrivals = torch.zeros(int4_invariant.ARRIVALS, dtype=torch.int32)
+    x = torch.empty(m, 1).expand(m, k)
+    y = int4_hopper.matmul(x, x, x, arrivals, n, 128, False, batch_invariant)
+    assert y.shape == (m, n)
+    rows = [(part.storage_offset() // n, len(part)) for _, part in launches]
+    assert all(len(part_x) == len(part_y) for part_x, part_y in launches)
+    assert [row for first, count in rows for row in range(first, first + count)] == list(range(m))

@@ -1,7 +1,6 @@
-"""INT4 product on Hopper, in Gluon: whole waves of tiles first, then the K of the rest split.
+"""INT4 product on Hopper for batch-invariant serving, in Gluon: one order of summation for every M.
 
-For batch-invariant serving, where the order of summation must not depend on M; else `int4_shares.py` is
-faster. `int4_hopper.py` says with which tile.
+Where it may depend on M, `int4_shares.py` is faster.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
@@ -12,9 +11,9 @@ cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
     the others      ld.shared.v4: a lane's four words of a tile, unpacked by `int4_unpack.py`
                     wgmma from registers, asynchronous; the next chunk is unpacked meanwhile
 
-Few tiles: those that do not fill a whole wave of the chip are split along K. Each part leaves its fp32 sums
-in a scratch buffer; the part that arrives last adds all of them in order of K, so the bits are the same
-whoever is last.
+A weight with few tiles is split along K, in as many parts as suit a single row of x. Each part leaves its
+fp32 sums in a scratch buffer; the part that arrives last adds all of them in order of K, so the bits are the
+same whoever is last. For more rows one CTA sums a tile's parts, one after the other, to these (`ordered`).
 
 Programmatic dependent launch: the producer fetches weights before the kernel ahead has ended; activations,
 and everything that is written, wait for its end.
@@ -244,7 +243,7 @@ def write(
 
 
 @gluon.jit(do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "split"])
-def int4_waves_kernel(
+def int4_invariant_kernel(
     x_desc,
     words_desc,
     meta_desc,
@@ -362,6 +361,12 @@ BUCKETS = {
     ),
 }
 MULTIPROCESSORS = 132
+ARRIVALS = 1024
+"""Counters of the parts of tiles that are done; zero, and left so."""
+LONG_K = 8192
+TWO_A_MULTIPROCESSOR = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
+ORDERED_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
+"""Where one CTA sums all parts of K: up to 64 rows; few tiles; many."""
 UNIT = 256
 MAX_PARTS = 16
 
@@ -407,6 +412,38 @@ def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
     return tile, split(tile)
 
 
+def parts_of(n: int, k: int) -> int:
+    """Parts of K, by the shape of the weight alone."""
+    split = plan(1, n, k)[1]
+    return 1 if split.whole else split.parts
+
+
+def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
+    """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
+    if m <= 32 or (m <= 64 and k > LONG_K) or parts_of(n, k) == 1:
+        return plan(m, n, k)[0], False
+    small, alone, many = ORDERED_TILES
+    if m <= small.m:
+        return small, True
+    tiles = triton.cdiv(m, alone.m) * triton.cdiv(n, alone.n)
+    return (alone if tiles <= MULTIPROCESSORS else many), True
+
+
+def matmul(
+    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
+) -> None:
+    """x [M, K] @ w.T into y [M, N]; as `int4_hopper.matmul` but for the order of summation."""
+    m, n = y.shape
+    if m == 0:
+        return
+    tile, ordered = tile_for(m, n, x.shape[1])
+    parts = parts_of(n, x.shape[1])
+    rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
+    for first in range(0, m, rows):
+        some = slice(first, first + rows)
+        launch(x[some], words, meta, arrivals, y[some], group_size, fractional, tile, parts, ordered)
+
+
 def launch(
     x: Tensor,
     words: Tensor,
@@ -416,20 +453,15 @@ def launch(
     group_size: int,
     fractional: bool,
     tile: Tile,
-    whole: int,
     parts: int,
-    ordered: bool = False,
+    ordered: bool,
 ) -> None:
-    """One launch: the first `whole` tiles in one go each, the others in `parts` parts of K.
-
-    With `ordered` no tile is split: its CTA sums part after part by itself, to the same bits.
-    """
+    """One launch: every tile in `parts` parts of K; with `ordered` by one CTA, else each by its own."""
     m, n = y.shape
     row_tiles, k_tiles, _ = words.shape
     tiles_m = triton.cdiv(m, tile.m)
     tiles = tiles_m * triton.cdiv(n, tile.n)
-    if parts == 1 or ordered:
-        whole = tiles
+    whole = tiles if parts == 1 or ordered else 0
     scratch = (tiles - whole) * parts * tile.n * tile.m
     partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
     meta_rows = max(1, tile.tiles * 64 // group_size)
@@ -437,7 +469,7 @@ def launch(
     x_desc = TensorDescriptor.from_tensor(x, [tile.m, tile.tiles * 64], x_layout())
     # A bulk store wants rows of y on 16 bytes.
     bulk = tile.tiles == 1 and n % 8 == 0
-    int4_waves_kernel[(whole + (tiles - whole) * parts,)](
+    int4_invariant_kernel[(whole + (tiles - whole) * parts,)](
         x_desc,
         TensorDescriptor.from_tensor(word_rows, [tile.n // 64, tile.tiles * 8, 64], words_layout()),
         TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
