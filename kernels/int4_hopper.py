@@ -3,12 +3,13 @@
     int4_shares.py    all tiles' K in one row, every CTA an equal share
     int4_products.py  what it does with a share: words unpacked, multiplied, summed up
     int4_sums.py      what it does with the sums of a tile that others have a part of
-    int4_copies.py    how both kernels bring bytes into shared memory
+    int4_tile.py      what both kernels have in common on the host
+    int4_copies.py    how both bring bytes into shared memory
     int4_unpack.py    what both make of the bytes of `int4_swap_ab.py`, where the reference is
 
 Not for other chips. Tile and cut depend on the bucket of M and on the shape, so nothing compiles for a new M;
 what chose them is measured, by `tests/bench/int4_cuts.py`. Batch-invariant serving has a kernel and rules of
-its own, in `int4_invariant.py`.
+its own, in `int4_invariant.py` and `int4_invariant_plan.py`.
 """
 
 import itertools
@@ -20,9 +21,9 @@ import torch
 import triton
 from torch import Tensor
 
-from . import int4_invariant, int4_shares
-from .int4_invariant import MULTIPROCESSORS
+from . import int4_invariant_plan, int4_shares
 from .int4_shares import Tile
+from .int4_tile import MULTIPROCESSORS
 
 MOST_ROWS = 16384
 LONG_K = 8192
@@ -81,27 +82,23 @@ def plan(m: int, n: int, k: int) -> Shares:
 
 def tile_of(m: int, n: int, k: int) -> Tile:
     """The tile for more than 64 rows."""
-    narrow_tiles = number_of_tiles(ALONE, m, n)
+    narrow_tiles = ALONE.number(m, n)
     if m <= 128:
         return ALONE if narrow_tiles <= MULTIPROCESSORS and k <= VERY_LONG_K else WIDE
     if 1.05 * WIDE.m * triton.cdiv(m, WIDE.m) < TALL.m * triton.cdiv(m, TALL.m):
         return WIDE  # half of the last tall tiles would be empty
-    if number_of_tiles(TALL, m, n) >= (0.9 if m <= 512 else 0.6) * MULTIPROCESSORS or k > VERY_LONG_K:
+    if TALL.number(m, n) >= (0.9 if m <= 512 else 0.6) * MULTIPROCESSORS or k > VERY_LONG_K:
         return TALL
     return ALONE if narrow_tiles <= MULTIPROCESSORS and k <= LONG_K else FLAT
 
 
-def number_of_tiles(tile: Tile, m: int, n: int) -> int:
-    return triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-
-
 def of_bucket(bucket: Bucket, m: int, n: int, k: int) -> Shares:
-    tiles = number_of_tiles(bucket.whole, m, n)
+    tiles = bucket.whole.number(m, n)
     slots = MULTIPROCESSORS * bucket.whole.resident
     fill = bucket.fill if tiles <= slots else 0.9
     if tiles >= fill * triton.cdiv(tiles, slots) * slots:
         return Shares(bucket.whole, tiles)
-    units = number_of_tiles(bucket.shared, m, n) * triton.cdiv(k, bucket.shared.unit)
+    units = bucket.shared.number(m, n) * triton.cdiv(k, bucket.shared.unit)
     if units <= bucket.few * MULTIPROCESSORS:
         return Shares(bucket.shared, min(MULTIPROCESSORS, units))
     return shared(bucket.shared, m, n, k)
@@ -109,7 +106,7 @@ def of_bucket(bucket: Bucket, m: int, n: int, k: int) -> Shares:
 
 def whole_or_shared(tile: Tile, m: int, n: int, k: int) -> Shares:
     """Whole tiles where they come out almost even, or where cutting them costs more than it gains."""
-    tiles, slots = number_of_tiles(tile, m, n), MULTIPROCESSORS * tile.resident
+    tiles, slots = tile.number(m, n), MULTIPROCESSORS * tile.resident
     each = triton.cdiv(tiles, slots)
     if tiles % each == 0 and tiles // each >= 0.95 * slots:
         return Shares(tile, tiles // each)
@@ -123,7 +120,7 @@ def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
     CTAs at the same columns of K find x in L2 together (`int4_shares.py`). And where a tile has many parts,
     they are as equal as its units allow.
     """
-    tiles, units_k = number_of_tiles(tile, m, n), triton.cdiv(k, tile.unit)
+    tiles, units_k = tile.number(m, n), triton.cdiv(k, tile.unit)
     slots = MULTIPROCESSORS * tile.resident
     parts = slots // tiles
     if parts >= 4:
@@ -135,8 +132,8 @@ def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
         return Shares(tile, tiles * units_k)
     again = math.gcd(count, tiles)
     turn = count // again
-    if tile.m < int4_shares.FEWEST_CUT.value or not 1 < turn <= 4:
-        return Shares(tile, count)
+    if tile.m < int4_shares.FEWEST_CUT.value or not 1 < turn <= 4 or tiles > 2 * count:
+        return Shares(tile, count)  # also where a cut is little of a share, and takes long to find
     return Shares(tile, count, balanced(turn, tiles // again, units_k, tile.unit))
 
 
@@ -223,7 +220,7 @@ def matmul(
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     operands = words, meta, arrivals
     if batch_invariant:
-        int4_invariant.matmul(x, *operands, y, group_size, fractional)
+        int4_invariant_plan.matmul(x, *operands, y, group_size, fractional)
         return y
     for first in range(0, m, MOST_ROWS):
         some = slice(first, first + MOST_ROWS)

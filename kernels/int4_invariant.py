@@ -1,6 +1,6 @@
 """INT4 product on Hopper for batch-invariant serving, in Gluon: one order of summation for every M.
 
-Where it may depend on M, `int4_shares.py` is faster.
+Where it may depend on M, `int4_shares.py` is faster. `int4_invariant_plan.py` chooses tiles and parts.
 
 Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
 
@@ -36,8 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import int4_tile
 from .int4_copies import copy_activations, copy_weights, stage_bytes
-from .int4_unpack import meta_layout, operand_of, words_layout, x_layout, zero_and_scale
+from .int4_unpack import operand_of, x_layout, zero_and_scale
 
 
 @gluon.constexpr_function
@@ -327,121 +328,20 @@ def int4_invariant_kernel(
             write(y, y_desc, staging, total.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One compiled form of the kernel: a tile of y, and how many of its CTAs a multiprocessor holds.
+UNIT = 256
+"""Columns of K of which a part has a whole number."""
 
-    tiles    tiles of 64 columns in a stage: 1, 2 or 4; slices: of 16 columns unpacked together: 2, 4 or 8
+
+@dataclass(frozen=True)
+class Tile(int4_tile.Tile):
+    """Slices unpacked together: 2, 4 or 8.
+
     unit_us  measured on an H200: microseconds of 256 columns of K where every CTA slot is taken
     combine  measured: what splitting K costs at all, in the same units of K
     """
 
-    m: int
-    n: int
-    tiles: int
-    stages: int
-    slices: int
-    registers: int
-    resident: int
     unit_us: float
     combine: float = 0.0
-
-
-# By the number of rows of x. A bucket and not a shape: nothing compiles for a new M. Those of few rows serve
-# where a row's bits must not depend on M.
-BUCKETS = {
-    8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
-    16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
-    32: (Tile(32, 64, 2, 8, 8, 128, 2, 1.0), Tile(32, 64, 2, 6, 8, 80, 3, 1.5)),
-    64: (Tile(64, 64, 2, 5, 8, 128, 2, 1.27), Tile(64, 64, 2, 3, 8, 80, 3, 1.9)),
-    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, combine=5.0),),
-    256: (
-        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, combine=5.0),
-        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, combine=9.0),
-    ),
-}
-MULTIPROCESSORS = 132
-ARRIVALS = 1024
-"""Counters of the parts of tiles that are done; zero, and left so."""
-LONG_K = 8192
-TWO_A_MULTIPROCESSOR = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
-ORDERED_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
-"""Where one CTA sums all parts of K: up to 64 rows; few tiles; many."""
-UNIT = 256
-MAX_PARTS = 16
-
-
-@dataclass(frozen=True)
-class Split:
-    """The first `whole` tiles of y are taken in one go each, the others in `parts` parts of K."""
-
-    whole: int
-    parts: int
-    cost: float
-    """In units of K, one after the other."""
-
-
-def split_of(tiles: int, units: int, slots: int, combine: float = 0.0) -> Split:
-    """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
-
-    A part costs one and a half units to start and two fifths to be added up.
-    """
-    waves = tiles // slots
-    rest = tiles - waves * slots
-    if rest == 0:
-        return Split(tiles, 1, waves * (units + 1.5))
-
-    def cost(parts: int) -> float:
-        adding = parts * 0.4 + combine if parts > 1 else 0.0
-        return -(-rest * parts // slots) * (-(-units // parts) + 1.5) + adding
-
-    parts = min(range(1, min(MAX_PARTS, units) + 1), key=cost)
-    return Split(tiles if parts == 1 else tiles - rest, parts, waves * (units + 1.5) + cost(parts))
-
-
-def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
-    """The tile and the split for y [m, n]: of the bucket's tiles the one expected to finish first."""
-    bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
-    units = triton.cdiv(k, UNIT)
-
-    def split(tile: Tile) -> Split:
-        tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-        return split_of(tiles, units, MULTIPROCESSORS * tile.resident, tile.combine)
-
-    tile = min(BUCKETS[bucket], key=lambda tile: tile.unit_us * split(tile).cost)
-    return tile, split(tile)
-
-
-def parts_of(n: int, k: int) -> int:
-    """Parts of K, by the shape of the weight alone."""
-    split = plan(1, n, k)[1]
-    return 1 if split.whole else split.parts
-
-
-def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
-    """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
-    if m <= 32 or (m <= 64 and k > LONG_K) or parts_of(n, k) == 1:
-        return plan(m, n, k)[0], False
-    small, alone, many = ORDERED_TILES
-    if m <= small.m:
-        return small, True
-    tiles = triton.cdiv(m, alone.m) * triton.cdiv(n, alone.n)
-    return (alone if tiles <= MULTIPROCESSORS else many), True
-
-
-def matmul(
-    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
-) -> None:
-    """x [M, K] @ w.T into y [M, N]; as `int4_hopper.matmul` but for the order of summation."""
-    m, n = y.shape
-    if m == 0:
-        return
-    tile, ordered = tile_for(m, n, x.shape[1])
-    parts = parts_of(n, x.shape[1])
-    rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
-    for first in range(0, m, rows):
-        some = slice(first, first + rows)
-        launch(x[some], words, meta, arrivals, y[some], group_size, fractional, tile, parts, ordered)
 
 
 def launch(
@@ -458,51 +358,27 @@ def launch(
 ) -> None:
     """One launch: every tile in `parts` parts of K; with `ordered` by one CTA, else each by its own."""
     m, n = y.shape
-    row_tiles, k_tiles, _ = words.shape
-    tiles_m = triton.cdiv(m, tile.m)
-    tiles = tiles_m * triton.cdiv(n, tile.n)
+    tiles = tile.number(m, n)
     whole = tiles if parts == 1 or ordered else 0
     scratch = (tiles - whole) * parts * tile.n * tile.m
     partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
-    meta_rows = max(1, tile.tiles * 64 // group_size)
-    word_rows = words.view(row_tiles, k_tiles * 8, 64)
-    x_desc = TensorDescriptor.from_tensor(x, [tile.m, tile.tiles * 64], x_layout())
+    x_desc, words_desc, meta_desc = tile.descriptors(x, words, meta, group_size)
     # A bulk store wants rows of y on 16 bytes.
     bulk = tile.tiles == 1 and n % 8 == 0
+    y_desc = TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if bulk else x_desc
     int4_invariant_kernel[(whole + (tiles - whole) * parts,)](
-        x_desc,
-        TensorDescriptor.from_tensor(word_rows, [tile.n // 64, tile.tiles * 8, 64], words_layout()),
-        TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
-        y,
-        TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if bulk else x_desc,
-        partials,
-        arrivals,
-        m,
-        n,
-        triton.cdiv(x.shape[1], UNIT),
-        tiles_m,
-        whole,
-        parts,
+        x_desc, words_desc, meta_desc, y, y_desc, partials, arrivals,
+        m, n, triton.cdiv(x.shape[1], UNIT), triton.cdiv(m, tile.m), whole, parts,
         **constants(tile, group_size, fractional, x.dtype == torch.float16, bulk, ordered),
-        num_warps=tile.n // 16,
-        maxnreg=tile.registers,
-        launch_pdl=True,
-    )
+        **tile.options(),
+    )  # fmt: skip
 
 
 def constants(
     tile: Tile, group_size: int, fractional: bool, half: bool, bulk: bool, ordered: bool = False
 ) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
-    return {
-        "BM": tile.m,
-        "BN": tile.n,
-        "GROUP": group_size,
-        "FRACTIONAL": fractional,
-        "HALF": half,
-        "STAGES": tile.stages,
-        "TILES": tile.tiles,
-        "SLICES": tile.slices,
+    return tile.constants(group_size, fractional, half) | {
         "TOGETHER": 8 if tile.m <= 16 else 4 if tile.m <= 64 else 1,
         "BULK": bulk,
         "ORDERED": ordered,

@@ -35,6 +35,7 @@ Programmatic dependent launch as in `int4_invariant.py`.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -42,14 +43,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import int4_tile
 from .int4_copies import copy_activations, copy_weights, stage_bytes
 from .int4_products import by_chunks, by_slices, places_of_lanes
 from .int4_ptx import arrive_at, barriers_asm, expect_asm, wait_for
 from .int4_sums import finish
-from .int4_unpack import meta_layout, words_layout, x_layout
 
 FEWEST_CUT = gl.constexpr(128)
 """Rows of x in a tile from which on a CTA may begin elsewhere than at an equal share: it costs 0.05 us."""
@@ -249,20 +249,8 @@ def int4_shares_kernel(
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One compiled form of the kernel: a tile of y, and how many of its CTAs a multiprocessor holds.
-
-    tiles    tiles of 64 columns in a stage: 1, 2 or 4
-    slices   of 16 columns unpacked together: 4 or 8 by chunks, or 1, between products
-    """
-
-    m: int
-    n: int
-    tiles: int
-    stages: int
-    slices: int
-    registers: int
-    resident: int
+class Tile(int4_tile.Tile):
+    """Slices unpacked together: 4 or 8 by chunks, or 1, between products."""
 
     @property
     def unit_stages(self) -> int:
@@ -296,27 +284,25 @@ def launch(
     time after time; within a tile, and the first of them at an equal one.
     """
     m, n = y.shape
-    row_tiles, k_tiles, _ = words.shape
     tiles_m = triton.cdiv(m, tile.m)
     units_k = triton.cdiv(x.shape[1], tile.unit)
-    tiles = tiles_m * triton.cdiv(n, tile.n)
+    tiles = tile.number(m, n)
     total = tiles * units_k
     scratch = 1 if count == tiles else count * tile.n * tile.m
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
-    meta_rows = max(1, tile.tiles * 64 // group_size)
-    word_rows = words.view(row_tiles, k_tiles * 8, 64)
     int4_shares_kernel[(count,)](
-        TensorDescriptor.from_tensor(x, [tile.m, tile.tiles * 64], x_layout()),
-        TensorDescriptor.from_tensor(word_rows, [tile.n // 64, tile.tiles * 8, 64], words_layout()),
-        TensorDescriptor.from_tensor(meta, [meta_rows, tile.n], meta_layout()),
-        y, partials, arrivals, m, n, tiles_m, units_k, total, count,
-        len(cuts), int.from_bytes(bytes(cut & 255 for cut in cuts).ljust(4, b"\0"), "little", signed=True),
+        *tile.descriptors(x, words, meta, group_size),
+        y, partials, arrivals, m, n, tiles_m, units_k, total, count, len(cuts), bytes_of(cuts),
         1 / tiles_m, 1 / units_k, 1 / total, 1 / count, 1 / len(cuts),
         **constants(tile, group_size, fractional, x.dtype == torch.float16, n),
-        num_warps=tile.n // 16,
-        maxnreg=tile.registers,
-        launch_pdl=True,
+        **tile.options(),
     )  # fmt: skip
+
+
+@lru_cache
+def bytes_of(cuts: tuple[int, ...]) -> int:
+    """Up to four cuts as the signed bytes of an int32, the first one lowest."""
+    return int.from_bytes(bytes(cut & 255 for cut in cuts).ljust(4, b"\0"), "little", signed=True)
 
 
 def constants(tile: Tile, group_size: int, fractional: bool, half: bool, n: int) -> dict[str, int | bool]:
@@ -325,15 +311,7 @@ def constants(tile: Tile, group_size: int, fractional: bool, half: bool, n: int)
     With few rows of x, where a chunk is a group, the scale multiplies its sums, fewer than its weights.
     """
     scales_sums = tile.m <= MAX_SCALED_SUMS and tile.slices == 8 and group_size == 128 and not fractional
-    return {
-        "BM": tile.m,
-        "BN": tile.n,
-        "GROUP": group_size,
-        "FRACTIONAL": fractional,
-        "HALF": half,
-        "STAGES": tile.stages,
-        "TILES": tile.tiles,
-        "SLICES": tile.slices,
+    return tile.constants(group_size, fractional, half) | {
         "QUADS": n % 4 == 0,
         "UNIT": tile.unit_stages,
         "SCALED": not scales_sums,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import int4_hopper, int4_invariant, int4_swap_ab
+from ..kernels import int4_hopper, int4_swap_ab, int4_tile
 from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
 from .layout import PackedWeight, Problem, QuantizedWeight
@@ -40,9 +40,7 @@ class SwapAB:
 
     def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         packed = pack(self.name, weight, dtype)
-        arrivals = torch.zeros(
-            int4_invariant.ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device
-        )
+        arrivals = torch.zeros(int4_tile.ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
         tensors = {**packed.tensors, "arrivals": arrivals}
         return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
 

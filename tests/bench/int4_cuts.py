@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from scalegate.kernels import int4_hopper, int4_shares
+from scalegate.kernels import int4_hopper, int4_shares, int4_tile
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import SWAP_AB
@@ -40,12 +40,12 @@ def counts_for(tile: int4_shares.Tile, m: int, n: int, k: int) -> list[int]:
     """Numbers of CTAs that keep most of the chip busy."""
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     units_k = triton.cdiv(k, tile.unit)
-    slots = int4_hopper.MULTIPROCESSORS * tile.resident
+    slots = int4_tile.MULTIPROCESSORS * tile.resident
     parts = {tiles * p for p in range(2, units_k + 1) if 0.6 * slots <= tiles * p <= slots}
     each = triton.cdiv(tiles, slots)
     whole = {tiles // each} if tiles % each == 0 else set()
     alike = int4_hopper.in_step(tiles, slots, 4 * tile.resident)
-    counts = {tiles, int4_hopper.MULTIPROCESSORS, slots, alike, *parts, *whole}
+    counts = {tiles, int4_tile.MULTIPROCESSORS, slots, alike, *parts, *whole}
     return sorted(count for count in counts if 80 <= count <= tiles * units_k)
 
 

@@ -11,6 +11,7 @@ import triton
 from scalegate.kernels import (
     int4_hopper,
     int4_invariant,
+    int4_invariant_plan,
     int4_shares,
     int4_swap_ab,
     int4_unpack,
@@ -20,9 +21,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INVARIANT = [tile for tiles in int4_invariant.BUCKETS.values() for tile in tiles]
+INVARIANT = [tile for tiles in int4_invariant_plan.BUCKETS.values() for tile in tiles]
 SHARES = list(int4_hopper.TILES)
-ORDERED = list(int4_invariant.ORDERED_TILES)
+ORDERED = list(int4_invariant_plan.ORDERED_TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
@@ -69,7 +70,7 @@ def compiled(
     odd_rows: bool = False,
     ordered: bool = False,
 ):
-    options = {"num_warps": tile.n // 16, "maxnreg": tile.registers, "launch_pdl": True}
+    options = tile.options()
     source = hopper_source(tile, group_size, fractional, half, odd_rows, ordered)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_shares
+from scalegate.kernels import int4_hopper, int4_shares, int4_tile
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
@@ -72,7 +72,7 @@ def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractiona
     x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
     tiles, units = 2 * -(-n // tile.n), -(-k // tile.unit)
-    slots = int4_hopper.MULTIPROCESSORS * tile.resident
+    slots = int4_tile.MULTIPROCESSORS * tile.resident
     counts = {tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4, tiles * 3 // 2}
     for count in sorted(counts):
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_invariant, int4_shares, int4_swap_ab
+from scalegate.kernels import (
+    int4_hopper,
+    int4_invariant,
+    int4_invariant_plan,
+    int4_shares,
+    int4_swap_ab,
+    int4_tile,
+)
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -80,16 +87,16 @@ def test_the_portable_kernel_agrees_with_the_reference_under_the_interpreter():
 def test_a_split_covers_every_tile_once_and_never_overfills_the_last_wave():
     for tiles in (1, 31, 64, 96, 131, 132, 133, 384, 1000):
         for units in (1, 7, 16, 48):
-            split = int4_invariant.split_of(tiles, units, slots=132)
+            split = int4_invariant_plan.split_of(tiles, units, slots=132)
             assert 0 <= split.whole <= tiles
-            assert 1 <= split.parts <= min(units, int4_invariant.MAX_PARTS)
+            assert 1 <= split.parts <= min(units, int4_invariant_plan.MAX_PARTS)
             assert split.parts > 1 or split.whole == tiles
-            assert tiles - split.whole < int4_invariant.ARRIVALS
+            assert tiles - split.whole < int4_tile.ARRIVALS
 
 
 def test_few_tiles_are_split_and_a_full_wave_is_not():
-    assert int4_invariant.split_of(64, 16, slots=396).parts > 1
-    assert int4_invariant.split_of(396, 16, slots=396).parts == 1
+    assert int4_invariant_plan.split_of(64, 16, slots=396).parts > 1
+    assert int4_invariant_plan.split_of(396, 16, slots=396).parts == 1
 
 
 SHAPES_SERVED = [
@@ -117,8 +124,8 @@ def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
             tiles = -(-m // chosen.tile.m) * -(-n // chosen.tile.n)
             assert chosen.tile in int4_hopper.TILES
             assert 1 <= chosen.count <= tiles * -(-k // chosen.tile.unit)
-            slots = int4_invariant.MULTIPROCESSORS * chosen.tile.resident
-            assert chosen.count == tiles or chosen.count <= min(slots, int4_invariant.ARRIVALS)
+            slots = int4_tile.MULTIPROCESSORS * chosen.tile.resident
+            assert chosen.count == tiles or chosen.count <= min(slots, int4_tile.ARRIVALS)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +161,7 @@ def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, 
         (640, 4096, 4096, int4_hopper.WIDE, 128, (0, 0, -1, -1)),  # five of 128 rows, not three of 256
         (1024, 4096, 4096, int4_hopper.TALL, 128, (0,)),
         (768, 2560, 4096, int4_hopper.FLAT, 120, (0,)),
+        (1024, 19456, 2560, int4_hopper.TALL, 128, (0,)),  # nearly five tiles each: not worth a search
     ],
 )
 def test_tiles_and_cuts_are_those_that_were_fastest(m, n, k, tile, count, cuts):
@@ -193,7 +201,7 @@ def test_shares_are_divided_right_up_to_the_most_rows(n, k):
         chosen = int4_hopper.plan(m, n, k)
         tile, count, turn = chosen.tile, chosen.count, len(chosen.cuts)
         units_k = -(-k // tile.unit)
-        total = int4_hopper.number_of_tiles(tile, m, n) * units_k
+        total = tile.number(m, n) * units_k
         index = np.arange(count + 1)
         equal = quotients(index * total, count)
         assert np.array_equal(equal, index * total // count) and count * total < 2**31
@@ -218,8 +226,8 @@ def test_what_a_cut_costs_is_counted_where_it_arises():
 
 
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():
-    assert int4_invariant.parts_of(4096, 12288) > 1
-    assert int4_invariant.parts_of(24576, 4096) == 1
+    assert int4_invariant_plan.parts_of(4096, 12288) > 1
+    assert int4_invariant_plan.parts_of(24576, 4096) == 1
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -240,10 +248,63 @@ def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatc
     monkeypatch.setattr(int4_shares, "launch", shares)
     monkeypatch.setattr(int4_invariant, "launch", invariant)
     n, k = 4096, 12288
-    arrivals = torch.zeros(int4_invariant.ARRIVALS, dtype=torch.int32)
+    arrivals = torch.zeros(int4_tile.ARRIVALS, dtype=torch.int32)
     x = torch.empty(m, 1).expand(m, k)
     y = int4_hopper.matmul(x, x, x, arrivals, n, 128, False, batch_invariant)
     assert y.shape == (m, n)
     rows = [(part.storage_offset() // n, len(part)) for _, part in launches]
     assert all(len(part_x) == len(part_y) for part_x, part_y in launches)
     assert [row for first, count in rows for row in range(first, first + count)] == list(range(m))
+
+
+class Recorder:
+    """In place of a kernel: what it is launched with, by the names of its parameters."""
+
+    def __init__(self, kernel):
+        self.names = kernel.arg_names
+        self.launches: list[tuple[tuple[int, ...], dict[str, object], dict[str, object]]] = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg, launch_pdl, **constants):
+            assert self.names == [*self.names[: len(arguments)], *constants]
+            options = {"num_warps": num_warps, "maxnreg": maxnreg, "launch_pdl": launch_pdl}
+            self.launches.append((grid, dict(zip(self.names, arguments, strict=False)) | constants, options))
+
+        return launch
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("n", "k", "group_size"), [(2560, 4096, 128), (1001, 416, 32)])
+def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monkeypatch):
+    packed = pack("swap_ab", random_weight(n, k, group_size, False), torch.bfloat16).tensors
+    arrivals = torch.zeros(int4_tile.ARRIVALS, dtype=torch.int32)
+    module = int4_invariant if batch_invariant else int4_shares
+    name = "int4_invariant_kernel" if batch_invariant else "int4_shares_kernel"
+    recorder = Recorder(getattr(module, name))
+    monkeypatch.setattr(module, name, recorder)
+    for m in (1, 40, 128, 512):
+        x = torch.randn(m, k).bfloat16()
+        int4_hopper.matmul(
+            x, packed["words"], packed["meta"], arrivals, n, group_size, False, batch_invariant
+        )
+        grid, given, options = recorder.launches.pop()
+        assert not recorder.launches
+        assert (given["M"], given["N"], given["GROUP"]) == (m, n, group_size)
+        rows, columns = given["BM"], 64 * given["TILES"]
+        assert tuple(given["x_desc"].shape) == (m, k) and given["x_desc"].block_shape == [rows, columns]
+        assert given["words_desc"].block_shape == [given["BN"] // 64, given["TILES"] * 8, 64]
+        assert given["meta_desc"].block_shape == [max(1, columns // group_size), given["BN"]]
+        assert given["y"].shape == (m, n) and given["arrivals"] is arrivals
+        assert options["num_warps"] == given["BN"] // 16 and options["launch_pdl"]
+        tiles = -(-m // rows) * -(-n // given["BN"])
+        if batch_invariant:
+            whole = given["whole_tiles"]
+            assert grid == (whole + (tiles - whole) * given["split"],)
+            assert given["partials"].numel() >= (tiles - whole) * given["split"] * rows * given["BN"]
+        else:
+            assert grid == (given["count"],) and given["total"] == tiles * given["units_k"]
+            cuts = int4_hopper.plan(m, n, k).cuts
+            assert [(given["cuts"] << 24 - 8 * i & 0xFFFFFFFF) >> 24 for i in range(given["turn"])] == [
+                cut & 255 for cut in cuts
+            ]
+            assert grid[0] == tiles or given["partials"].numel() >= grid[0] * rows * given["BN"]

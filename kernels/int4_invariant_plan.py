@@ -1,0 +1,106 @@
+"""Which tile of `int4_invariant.py` serves how many rows, and in how many parts the K of a weight is summed.
+
+By the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. In how many parts
+depends on the shape of the weight alone, so that a row's bits do not depend on what comes with it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import triton
+from torch import Tensor
+
+from . import int4_invariant
+from .int4_invariant import UNIT, Tile
+from .int4_tile import ARRIVALS, MULTIPROCESSORS
+
+BUCKETS = {
+    8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
+    16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
+    32: (Tile(32, 64, 2, 8, 8, 128, 2, 1.0), Tile(32, 64, 2, 6, 8, 80, 3, 1.5)),
+    64: (Tile(64, 64, 2, 5, 8, 128, 2, 1.27), Tile(64, 64, 2, 3, 8, 80, 3, 1.9)),
+    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, combine=5.0),),
+    256: (
+        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, combine=5.0),
+        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, combine=9.0),
+    ),
+}
+LONG_K = 8192
+TWO_A_MULTIPROCESSOR = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
+ORDERED_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
+"""Where one CTA sums all parts of K: up to 64 rows; few tiles; many."""
+MAX_PARTS = 16
+
+
+@dataclass(frozen=True)
+class Split:
+    """The first `whole` tiles of y are taken in one go each, the others in `parts` parts of K."""
+
+    whole: int
+    parts: int
+    cost: float
+    """In units of K, one after the other."""
+
+
+def split_of(tiles: int, units: int, slots: int, combine: float = 0.0) -> Split:
+    """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
+
+    A part costs one and a half units to start and two fifths to be added up.
+    """
+    waves = tiles // slots
+    rest = tiles - waves * slots
+    if rest == 0:
+        return Split(tiles, 1, waves * (units + 1.5))
+
+    def cost(parts: int) -> float:
+        adding = parts * 0.4 + combine if parts > 1 else 0.0
+        return -(-rest * parts // slots) * (-(-units // parts) + 1.5) + adding
+
+    parts = min(range(1, min(MAX_PARTS, units) + 1), key=cost)
+    return Split(tiles if parts == 1 else tiles - rest, parts, waves * (units + 1.5) + cost(parts))
+
+
+@lru_cache(maxsize=4096)
+def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
+    """The tile and the split for y [m, n]: of the bucket's tiles the one expected to finish first."""
+    bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
+    units = triton.cdiv(k, UNIT)
+
+    def split(tile: Tile) -> Split:
+        return split_of(tile.number(m, n), units, MULTIPROCESSORS * tile.resident, tile.combine)
+
+    tile = min(BUCKETS[bucket], key=lambda tile: tile.unit_us * split(tile).cost)
+    return tile, split(tile)
+
+
+def parts_of(n: int, k: int) -> int:
+    """Parts of K, by the shape of the weight alone."""
+    split = plan(1, n, k)[1]
+    return 1 if split.whole else split.parts
+
+
+def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
+    """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
+    if m <= 32 or (m <= 64 and k > LONG_K) or parts_of(n, k) == 1:
+        return plan(m, n, k)[0], False
+    small, alone, many = ORDERED_TILES
+    if m <= small.m:
+        return small, True
+    return (alone if alone.number(m, n) <= MULTIPROCESSORS else many), True
+
+
+def matmul(
+    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
+) -> None:
+    """x [M, K] @ w.T into y [M, N]; as `int4_hopper.matmul` but for the order of summation."""
+    m, n = y.shape
+    if m == 0:
+        return
+    tile, ordered = tile_for(m, n, x.shape[1])
+    parts = parts_of(n, x.shape[1])
+    rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
+    for first in range(0, m, rows):
+        some = slice(first, first + rows)
+        int4_invariant.launch(
+            x[some], words, meta, arrivals, y[some], group_size, fractional, tile, parts, ordered
+        )
