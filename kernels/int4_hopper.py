@@ -59,7 +59,7 @@ TILES = (*OF_BUCKETS, ALONE, WIDE, FLAT, TALL)
 """All that `plan` may choose."""
 
 VERY_LONG_K = 16384
-CUT = 3.2 * 256
+CUT = 2.4 * 256
 """Columns of K whose products take as long as what cutting tiles costs: to start another, send, wait, add."""
 
 

@@ -115,6 +115,50 @@ def fetch_asm(offset):
 
 
 @gluon.constexpr_function
+def greatest_asm():
+    """The greatest of four sums' magnitudes and `$8`, four times."""
+    results = [f"mov.f32 ${i}, a;" for i in range(4)]
+    return lines(
+        ".reg .f32 a, b;", "abs.f32 a, $4;", "abs.f32 b, $5;", "max.f32 a, a, b;", "abs.f32 b, $6;",
+        "max.f32 a, a, b;", "abs.f32 b, $7;", "max.f32 a, a, b;", "max.f32 a, a, $8;", *results,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def send_halves_asm(offset):
+    """Eight sums times `$12`, in fp16, to scratch memory, `offset` bytes behind an address."""
+    halves = []
+    for i in range(4):
+        halves += [f"mul.f32 a, ${4 + 2 * i}, $12;", f"mul.f32 b, ${5 + 2 * i}, $12;"]
+        halves.append(f"cvt.rn.f16x2.f32 h{i}, b, a;")
+    results = [f"mov.u32 ${i}, 0;" for i in range(4)]
+    store = f"st.global.v4.b32 [$16+{offset}], {{h0,h1,h2,h3}};"
+    return lines(".reg .f32 a, b;", ".reg .b32 h<4>;", *halves, store, *results)
+
+
+@gluon.constexpr_function
+def send_scale_asm(offset):
+    results = [f"mov.u32 ${i}, 0;" for i in range(4)]
+    return lines(f"st.global.f32 [$8+{offset}], $4;", *results)
+
+
+@gluon.constexpr_function
+def fetch_halves_asm(offset):
+    """Eight of another CTA's sums in fp16, as fp32."""
+    parts = [
+        f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 ${2 * i}, a; cvt.f32.f16 ${2 * i + 1}, b;" for i in range(4)
+    ]
+    load = f"ld.global.cg.v4.b32 {{h0,h1,h2,h3}}, [$8+{offset}];"
+    return lines(".reg .b16 a, b;", ".reg .b32 h<4>;", load, *parts)
+
+
+@gluon.constexpr_function
+def fetch_scale_asm(offset):
+    copies = [f"mov.f32 ${i}, a;" for i in range(4)]
+    return lines(".reg .f32 a;", f"ld.global.cg.f32 a, [$4+{offset}];", *copies)
+
+
+@gluon.constexpr_function
 def count_asm():
     return lines(
         ".reg .pred p;", ".reg .b32 t;", "mov.u32 t, %tid.x;", "setp.eq.u32 p, t, 0;",

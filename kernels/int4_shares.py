@@ -49,7 +49,7 @@ from . import int4_tile
 from .int4_copies import copy_activations, copy_weights, stage_bytes
 from .int4_products import by_chunks, by_slices, places_of_lanes
 from .int4_ptx import arrive_at, barriers_asm, expect_asm, wait_for
-from .int4_sums import finish
+from .int4_sums import add, by_eight, numbers_of, places_of_sums, send, write
 
 FEWEST_CUT = gl.constexpr(128)
 """Rows of x in a tile from which on a CTA may begin elsewhere than at an equal share: it costs 0.05 us."""
@@ -158,10 +158,15 @@ def consume(
             )  # fmt: skip
         previous = gl.where(slot - 1 < 0, slot - 1 + STAGES, slot - 1)
         arrive_at(FREE + previous * 8, slot >= 0)
-        finish(
-            accumulator, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, M, N, index,
-            owner, last, BN, BM, HALF, QUADS,
-        )  # fmt: skip
+        parts = by_eight(accumulator, BN, BM)
+        at = places_of_sums(BN)
+        if piece > 0:
+            send(parts, partials, arrivals, at, index, owner, BN, BM)
+        else:
+            # Who has the first part of a tile owns it.
+            if piece_end < stages_k:
+                parts = add(parts, partials, arrivals, at, index, last, BN, BM)
+            write(parts, y, tile_n, tile_m, M, N, BN, BM, HALF, QUADS)
         left -= piece_end - piece
         piece = 0
         tile_m += 1
@@ -258,6 +263,11 @@ class Tile(int4_tile.Tile):
         return 2 if self.tiles * 4 == self.slices else 1
 
     @property
+    def sums(self) -> int:
+        """fp32 numbers of scratch memory that the sums of a CTA take."""
+        return numbers_of(self.n, self.m)
+
+    @property
     def unit(self) -> int:
         """Columns of K in a unit of work."""
         return 64 * self.tiles * self.unit_stages
@@ -288,7 +298,7 @@ def launch(
     units_k = triton.cdiv(x.shape[1], tile.unit)
     tiles = tile.number(m, n)
     total = tiles * units_k
-    scratch = 1 if count == tiles else count * tile.n * tile.m
+    scratch = 1 if count == tiles else count * tile.sums
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
     int4_shares_kernel[(count,)](
         *tile.descriptors(x, words, meta, group_size),

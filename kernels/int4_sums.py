@@ -7,7 +7,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from .int4_ptx import await_count, clear, count_one, fetch_asm, here, send_asm, store_asm
+from .int4_ptx import (
+    await_count,
+    clear,
+    count_one,
+    fetch_asm,
+    fetch_halves_asm,
+    fetch_scale_asm,
+    greatest_asm,
+    here,
+    send_asm,
+    send_halves_asm,
+    send_scale_asm,
+    store_asm,
+)
+
+HALVES = gl.constexpr(128)
+"""Rows of x in a tile from which on sums travel in fp16."""
 
 
 @gluon.constexpr_function
@@ -26,62 +42,124 @@ def by_eight(sums, BN: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def finish(
-    sums, y, partials, arrivals, tile_n, tile_m, piece, piece_end, stages_k, M, N, index, owner, last,
-    BN: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr, QUADS: gl.constexpr,
-):  # fmt: skip
-    """What becomes of the sums [BN, BM] of stages `piece` to `piece_end` of a tile.
-
-    A part that is not a tile's first goes to CTA `owner`; who has the first part adds those of the CTAs up to
-    `last`.
-
-    Eight columns at a time, a number of bytes apart that the compiler knows: an address each would take the
-    registers that hold loads in flight.
-    """
-    eights: gl.constexpr = BM // 8
-    parts = by_eight(sums, BN, BM)
+def places_of_sums(BN: gl.constexpr):
+    """Where a thread's four sums of an eight lie in scratch memory, in bytes: threads side by side."""
     n = gl.arange(0, BN, gl.SliceLayout(1, by_eight_layout(BN)))[:, None]
     m = gl.arange(0, 8, gl.SliceLayout(0, by_eight_layout(BN)))[None, :]
-    # Where a thread's four sums of an eight lie in scratch memory, in bytes: threads side by side.
-    at = ((n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 16
-    if piece > 0:
-        gdc_wait()
-        where = here(partials + index * (BN * BM)) + at
-        for eight in gl.static_range(eights):
+    return ((n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 16
+
+
+@gluon.constexpr_function
+def numbers_of(rows, columns):
+    """fp32 numbers of scratch memory that the sums of a CTA take, in fp16 with their scales."""
+    return rows * columns // 2 + rows * 2 if columns >= HALVES else rows * columns
+
+
+@gluon.jit
+def send(parts, partials, arrivals, at, index, owner, BN: gl.constexpr, BM: gl.constexpr):
+    """Sums [BN, BM] as eights to scratch memory, counted for the CTA that owns the tile.
+
+    A number of bytes apart that the compiler knows: an address each would take the registers that hold loads
+    in flight.
+    """
+    gdc_wait()
+    ours = here(partials + index * numbers_of(BN, BM))
+    if BM >= HALVES:
+        send_halves(parts, ours, at, BN, BM)
+    else:
+        where = ours + at
+        for eight in gl.static_range(BM // 8):
             gl.inline_asm_elementwise(
                 send_asm(eight * BN * 32), "=r,=r,=r,=r,r,r,r,r,l,l,l,l", [parts[eight], where],
                 dtype=gl.int32, is_pure=False, pack=4,
             )  # fmt: skip
-        gl.thread_barrier()
-        count_one(arrivals + owner)
+    gl.thread_barrier()
+    count_one(arrivals + owner)
+
+
+@gluon.jit
+def send_halves(parts, ours, at, BN: gl.constexpr, BM: gl.constexpr):
+    """Sums in fp16, times the power of two that brings a thread's greatest to 2^14 .. 2^15.
+
+    With an infinite one among them the thread's others go as they are.
+    """
+    greatest = gl.zeros_like(parts[0])
+    for eight in gl.static_range(BM // 8):
+        greatest = gl.inline_asm_elementwise(
+            greatest_asm(), "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [parts[eight], greatest],
+            dtype=gl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    exponent = greatest.to(gl.int32, bitcast=True) >> 23
+    shift = gl.where(exponent == 255, 127, gl.minimum(268 - exponent, 253)) << 23
+    scale = shift.to(gl.float32, bitcast=True)
+    inverse = ((254 << 23) - shift).to(gl.float32, bitcast=True)
+    where = ours + at
+    for pair in gl.static_range(BM // 16):
+        gl.inline_asm_elementwise(
+            send_halves_asm(pair * BN * 32), "=r,=r,=r,=r,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l",
+            [parts[2 * pair], parts[2 * pair + 1], scale, where], dtype=gl.int32, is_pure=False, pack=4,
+        )  # fmt: skip
+    gl.inline_asm_elementwise(
+        send_scale_asm(BN * BM * 2), "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [inverse, ours + at // 4],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add(parts, partials, arrivals, at, index, last, BN: gl.constexpr, BM: gl.constexpr):
+    """The sums, as eights, and those of the CTAs up to `last`."""
+    await_count(arrivals + index, last - index)
+    if BM >= HALVES:
+        for other in range(index + 1, last + 1):
+            parts = add_halves(parts, here(partials + other * numbers_of(BN, BM)), at, BN, BM)
     else:
-        if piece_end < stages_k:
-            await_count(arrivals + index, last - index)
-            together: gl.constexpr = max(1, min(8, 128 // BM))
-            for first in range(index + 1, last + 1, together):
-                for i in gl.static_range(together):
-                    other = first + i
-                    where = here(partials + other * (BN * BM)) + at
-                    wanted = (other <= last).to(gl.int32) + at * 0
-                    for eight in gl.static_range(eights):
-                        theirs = gl.inline_asm_elementwise(
-                            fetch_asm(eight * BN * 32), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [where, wanted],
-                            dtype=gl.float32, is_pure=False, pack=4,
-                        )  # fmt: skip
-                        # The sums go round: after all eights each is in its place.
-                        parts = parts[1:] + (parts[0] + theirs,)  # noqa: RUF005
-            gl.thread_barrier()
-            clear(arrivals + index)
-        gdc_wait()
-        corner = here(y + (tile_m.to(gl.int64) * BM * N + tile_n * BN))
-        write(parts, y, corner, n, m, M - tile_m * BM, N - tile_n * BN, N, BM, HALF, QUADS)
+        together: gl.constexpr = max(1, min(8, 128 // BM))
+        for first in range(index + 1, last + 1, together):
+            for i in gl.static_range(together):
+                other = first + i
+                where = here(partials + other * numbers_of(BN, BM)) + at
+                wanted = (other <= last).to(gl.int32) + at * 0
+                for eight in gl.static_range(BM // 8):
+                    theirs = gl.inline_asm_elementwise(
+                        fetch_asm(eight * BN * 32), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [where, wanted],
+                        dtype=gl.float32, is_pure=False, pack=4,
+                    )  # fmt: skip
+                    # The sums go round: after all eights each is in its place.
+                    parts = parts[1:] + (parts[0] + theirs,)  # noqa: RUF005
+    gl.thread_barrier()
+    clear(arrivals + index)
+    return parts
+
+
+@gluon.jit
+def add_halves(parts, theirs, at, BN: gl.constexpr, BM: gl.constexpr):
+    inverse = gl.inline_asm_elementwise(
+        fetch_scale_asm(BN * BM * 2), "=f,=f,=f,=f,l,l,l,l", [theirs + at // 4], dtype=gl.float32,
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    where = theirs + at
+    for pair in gl.static_range(BM // 16):
+        one, two = gl.inline_asm_elementwise(
+            fetch_halves_asm(pair * BN * 32), "=f,=f,=f,=f,=f,=f,=f,=f,l,l,l,l", [where],
+            dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
+        )  # fmt: skip
+        # The sums go round: after all pairs each is in its place.
+        parts = parts[2:] + (parts[0] + one * inverse, parts[1] + two * inverse)  # noqa: RUF005
+    return parts
 
 
 @gluon.jit
 def write(
-    parts, y, corner, n, m, rows, columns, N, BM: gl.constexpr, HALF: gl.constexpr, QUADS: gl.constexpr
-):
-    """Sums of rows n of the weight and m of x, eight by eight, to y, which has so many from `corner` on."""
+    parts, y, tile_n, tile_m, M, N, BN: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr,
+    QUADS: gl.constexpr,
+):  # fmt: skip
+    """Sums as eights to y, where that has rows and columns for them."""
+    gdc_wait()
+    corner = here(y + (tile_m.to(gl.int64) * BM * N + tile_n * BN))
+    n = gl.arange(0, BN, gl.SliceLayout(1, by_eight_layout(BN)))[:, None]
+    m = gl.arange(0, 8, gl.SliceLayout(0, by_eight_layout(BN)))[None, :]
+    rows = M - tile_m * BM
+    columns = N - tile_n * BN
     if QUADS:
         # As `store_asm` leaves them: every second lane has neighbours from the lower eight of sixteen rows.
         target_n = (n & -16) + (m & 6) + (m & 2) * 3

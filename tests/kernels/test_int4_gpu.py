@@ -106,6 +106,31 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
         assert torch.equal(y, again) and not operands[2].any(), tiles
 
 
+@pytest.mark.parametrize("tile", [int4_hopper.ALONE, int4_hopper.WIDE, int4_hopper.FLAT, int4_hopper.TALL])
+@pytest.mark.parametrize("infinite", [False, True])
+def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, infinite):
+    """Sums travel in fp16 by scales that rows share: small ones beside large, or beside infinite ones."""
+    n, k = 6 * tile.n, 16 * tile.unit
+    weight = random_weight(n, k, 128, False)
+    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
+        return
+    packed = SWAP_AB.pack(weight, torch.bfloat16)
+    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    decades = 0 if infinite else 8
+    sizes = 10 ** (decades * (torch.rand(tile.m, 1, device="cuda") - 0.5))
+    x = (torch.randn(tile.m, k, device="cuda") * sizes).to(torch.bfloat16)
+    expected = x.double() @ exact(weight).T
+    finite = torch.arange(tile.m, device="cuda") != (5 if infinite else -1)
+    if infinite:
+        x[5] = float("inf")
+    for count in (4, 9, 16, 33):
+        y = torch.full((tile.m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        int4_shares.launch(x, *operands, y, 128, False, tile, count)
+        errors = (y.double() - expected)[finite].norm(dim=1) / expected[finite].norm(dim=1)
+        assert errors.max() <= 1.5 * MAX_ERROR, count
+        assert not y[~finite].isfinite().any()
+
+
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 12288), (6144, 4096), (712, 1088)])
 def test_a_row_keeps_its_bits_whatever_comes_with_it(n, k):
     weight = random_weight(n, k, 64, False)

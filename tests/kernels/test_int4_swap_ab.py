@@ -13,6 +13,7 @@ from scalegate.kernels import (
     int4_invariant,
     int4_invariant_plan,
     int4_shares,
+    int4_sums,
     int4_swap_ab,
     int4_tile,
 )
@@ -150,7 +151,8 @@ def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, 
         (512, 6144, 4096, int4_hopper.FLAT, 128, (0, 0)),
         (512, 24576, 4096, int4_hopper.TALL, 128, (0,)),
         (512, 2560, 4096, int4_hopper.FLAT, 120, (0, 2, 1)),
-        (256, 6144, 2560, int4_hopper.FLAT, 96, (0,)),  # whole tiles: too little K to cut
+        (256, 6144, 2560, int4_hopper.FLAT, 128, (0, 2, 1, 0)),
+        (256, 6144, 2048, int4_hopper.FLAT, 96, (0,)),  # whole tiles: too little K to cut
         (256, 2560, 4096, int4_hopper.ALONE, 120, (0, 2, 1)),
         (256, 6144, 4096, int4_hopper.FLAT, 128, (0, 2, 1, 0)),
         (128, 24576, 4096, int4_hopper.WIDE, 128, (0, 0)),
@@ -307,4 +309,5 @@ def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monk
             assert [(given["cuts"] << 24 - 8 * i & 0xFFFFFFFF) >> 24 for i in range(given["turn"])] == [
                 cut & 255 for cut in cuts
             ]
-            assert grid[0] == tiles or given["partials"].numel() >= grid[0] * rows * given["BN"]
+            sums = int4_sums.numbers_of(given["BN"], rows)
+            assert grid[0] == tiles or given["partials"].numel() >= grid[0] * sums
