@@ -3,6 +3,7 @@
     int4_shares.py    all tiles' K in one row, every CTA an equal share
     int4_products.py  what it does with a share: words unpacked, multiplied, summed up
     int4_sums.py      what it does with the sums of a tile that others have a part of
+    int4_tails.py     the same where some CTAs have only tails of tiles, and the others' sums come early
     int4_tile.py      what both kernels have in common on the host
     int4_copies.py    how both bring bytes into shared memory
     int4_unpack.py    what both make of the bytes of `int4_swap_ab.py`, where the reference is
@@ -21,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import int4_invariant_plan, int4_shares
+from . import int4_invariant_plan, int4_shares, int4_tails
 from .int4_shares import Tile
 from .int4_tile import MULTIPROCESSORS
 
@@ -65,11 +66,15 @@ CUT = 2.4 * 256
 
 @dataclass(frozen=True)
 class Shares:
-    """A tile of `int4_shares.py`, the number of CTAs, and what some of them begin later."""
+    """A tile of `int4_shares.py`, the number of CTAs, and what some of them begin later.
+
+    head: units of K that the CTA of a tile has, where others have the tails (`int4_tails.py`); or 0
+    """
 
     tile: Tile
     count: int
     cuts: tuple[int, ...] = (0,)
+    head: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -110,8 +115,29 @@ def whole_or_shared(tile: Tile, m: int, n: int, k: int) -> Shares:
     each = triton.cdiv(tiles, slots)
     if tiles % each == 0 and tiles // each >= 0.95 * slots:
         return Shares(tile, tiles // each)
+    with_tails = heads_and_tails(tiles, triton.cdiv(k, tile.unit)) if tile == FLAT else None
+    if with_tails is not None:
+        return with_tails
     cut = shared(tile, m, n, k)
     return Shares(tile, tiles) if each == 1 and k * (1 - tiles / cut.count) <= CUT else cut
+
+
+def heads_and_tails(tiles: int, units_k: int) -> Shares | None:
+    """A CTA for each of so many flat tiles, and one for the tails of every few that has them sent in time."""
+    idle = MULTIPROCESSORS - tiles
+    most = int4_tails.MOST_TAILS.value
+    each = next((e for e in range(2, most + 1) if tiles % e == 0 and tiles // e <= idle), 0)
+    if not each or tiles + tiles // each < 0.9 * MULTIPROCESSORS:
+        return None
+    unit = FLAT.unit
+
+    def last_and_first(head: int) -> tuple[int, int]:
+        return max(head * unit, each * ((units_k - head) * unit + SEND)), -head
+
+    head = min(range(1, units_k), key=last_and_first, default=units_k)
+    if (units_k - head) * unit <= JOIN:
+        return None
+    return Shares(FLAT, tiles + tiles // each, head=head)
 
 
 def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
@@ -154,6 +180,8 @@ def in_step(tiles: int, slots: int, places: int) -> int:
 SEND, ADD, WRITE = 320, 160, 200
 """Columns of K whose products take as long as sending a tile's sums, as adding another CTA's, and as writing
 a tile to y."""
+JOIN = 270
+"""Columns of K whose products take as long as what it costs a head to have a tail."""
 MOST = 1.5 * SEND
 """Columns by which it may pay to begin later or sooner."""
 
@@ -226,6 +254,14 @@ def matmul(
         some = slice(first, first + MOST_ROWS)
         chosen = plan(len(x[some]), n, k)
         int4_shares.launch(
-            x[some], *operands, y[some], group_size, fractional, chosen.tile, chosen.count, chosen.cuts
+            x[some],
+            *operands,
+            y[some],
+            group_size,
+            fractional,
+            chosen.tile,
+            chosen.count,
+            chosen.cuts,
+            chosen.head,
         )
     return y

@@ -17,10 +17,11 @@ def lines(*parts):
 
 
 @gluon.constexpr_function
-def barriers_asm(ready, free, stages, warps):
-    """Thread 0 makes the barriers: one arrival fills a stage, all warps that read it free it."""
+def barriers_asm(ready, free, sent, stages, tails, warps):
+    """Thread 0 makes the barriers: one arrival fills a stage; all warps free it, and send a tail."""
     inits = [f"@p mbarrier.init.shared::cta.b64 [a+{ready + 8 * i}], 1;" for i in range(stages)]
     inits += [f"@p mbarrier.init.shared::cta.b64 [a+{free + 8 * i}], {warps};" for i in range(stages)]
+    inits += [f"@p mbarrier.init.shared::cta.b64 [a+{sent + 8 * i}], {warps};" for i in range(tails)]
     start = (".reg .pred p;", ".reg .b32 a;", "mov.u32 a, %tid.x;", "setp.eq.u32 p, a, 0;")
     return lines(*start, "mov.u32 a, global_smem;", *inits, "mov.u32 $0, 0;")
 
@@ -159,17 +160,17 @@ def fetch_scale_asm(offset):
 
 
 @gluon.constexpr_function
-def count_asm():
+def count_asm(of):
     return lines(
-        ".reg .pred p;", ".reg .b32 t;", "mov.u32 t, %tid.x;", "setp.eq.u32 p, t, 0;",
+        ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
         "@p red.release.gpu.global.add.u32 [$1], 1;", "mov.u32 $0, 0;",
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def clear_asm():
+def clear_asm(of):
     return lines(
-        ".reg .pred p;", ".reg .b32 t;", "mov.u32 t, %tid.x;", "setp.eq.u32 p, t, 0;",
+        ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
         "@p st.global.b32 [$1], 0;", "mov.u32 $0, 0;",
     )  # fmt: skip
 
@@ -183,10 +184,10 @@ def await_asm():
 
 
 @gluon.jit
-def count_one(counter):
-    """Thread 0 counts one; what the group wrote before its last barrier is seen by who sees the count."""
+def count_one(counter, OF: gl.constexpr):
+    """Thread 0 ("tid.x") or lane 0 ("laneid") counts one; who sees that sees what it has seen written."""
     gl.inline_asm_elementwise(
-        count_asm(), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+        count_asm(OF), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -198,9 +199,9 @@ def await_count(counter, wanted):
 
 
 @gluon.jit
-def clear(counter):
+def clear(counter, OF: gl.constexpr):
     gl.inline_asm_elementwise(
-        clear_asm(), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+        clear_asm(OF), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -221,3 +222,48 @@ def store_asm(half):
         "setp.ne.b32 p, $12, 0;", "@p st.global.v2.b32 [$8], {t,u};",
         "mov.u32 $0, 0;", "mov.u32 $1, 0;", "mov.u32 $2, 0;", "mov.u32 $3, 0;",
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def take_halves_asm(offset):
+    """Eight sums in fp16 from shared memory, `offset` bytes behind a place, as fp32."""
+    parts = [
+        f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 ${2 * i}, a; cvt.f32.f16 ${2 * i + 1}, b;" for i in range(4)
+    ]
+    return lines(
+        ".reg .b16 a, b;", ".reg .b32 p, h<4>;", "mov.u32 p, global_smem;", "add.u32 p, p, $8;",
+        f"ld.shared.v4.b32 {{h0,h1,h2,h3}}, [p+{offset}];", *parts,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def take_scale_asm(offset):
+    copies = [f"mov.f32 ${i}, a;" for i in range(4)]
+    return lines(
+        ".reg .f32 a;", ".reg .b32 p;", "mov.u32 p, global_smem;", "add.u32 p, p, $4;",
+        f"ld.shared.f32 a, [p+{offset}];", *copies,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def copy_asm(count, more, ready, words):
+    """Lane 0 copies `count` bytes from `$1` and `more` from `$2`, which other CTAs wrote, to shared memory.
+
+    To `$3`, and to `$4` behind `words`, announced at the barrier `$5` behind `ready`.
+    """
+    copy = "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    return lines(
+        ".reg .pred p;", ".reg .b32 a, b, c, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
+        "mov.u32 l, global_smem;", "add.u32 a, l, $3;", "add.u32 b, l, $4;", f"add.u32 b, b, {words};",
+        "add.u32 c, l, $5;", f"add.u32 c, c, {ready};", "@p fence.proxy.async;",
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], {count + more};",
+        f"{copy} [a], [$1], {count}, [c];", f"{copy} [b], [$2], {more}, [c];", "mov.u32 $0, 0;",
+    )  # fmt: skip
+
+
+@gluon.jit
+def sync_warp():
+    """What this warp's lanes wrote is seen by who sees its next arrival."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )

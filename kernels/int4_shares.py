@@ -10,7 +10,7 @@ columns; CTA i of C takes the units from about i * total / C on, so that it may 
 and begin one more:
 
     CTA 0 |-- tile 0 --|- tile 1           the CTA with a tile's first unit owns it: it adds the others'
-    CTA 1               -|-- tile 2 --|-   fp32 sums to its own, in order of K, so the bits are the same
+    CTA 1               -|-- tile 2 --|-   sums to its own, in order of K, so the bits are the same
     CTA 2                    tile 3 ---|   every time
 
 To send sums, to wait for others' and to add these takes as long as 200 to 400 columns of K, so where the same
@@ -19,6 +19,8 @@ cuts come again every two, three or four CTAs, those who send get less to multip
 
 An owner waits for CTAs with higher numbers, which the grid starts first (it counts backwards), so it never
 waits for one that has yet to find room. With as many CTAs as tiles each does one, and nobody waits.
+
+Some numbers of tiles are cut otherwise, a head and a tail each: `int4_tails.py`.
 
 All CTAs read x, and where many of them are at the same columns at the same time, L2 sends these to several at
 once. So a number of CTAs that cuts few tiles alike is worth more than one that keeps every multiprocessor
@@ -50,6 +52,7 @@ from .int4_copies import copy_activations, copy_weights, stage_bytes
 from .int4_products import by_chunks, by_slices, places_of_lanes
 from .int4_ptx import arrive_at, barriers_asm, expect_asm, wait_for
 from .int4_sums import add, by_eight, numbers_of, places_of_sums, send, write
+from .int4_tails import MOST_TAILS, add_tail, count_tails, fetch_tail, send_tail
 
 FEWEST_CUT = gl.constexpr(128)
 """Rows of x in a tile from which on a CTA may begin elsewhere than at an equal share: it costs 0.05 us."""
@@ -79,11 +82,11 @@ def start_copies(
 
 
 @gluon.jit
-def after(tile_n, tile_m, k, stages_k, tiles_m):
+def after(tile_n, tile_m, k, base, stages_k, tiles_m):
     """The place one stage on: along K, then the next rows of x, then the next of the weight."""
     k += 1
     over = k == stages_k
-    k = gl.where(over, 0, k)
+    k = gl.where(over, base, k)
     tile_m = gl.where(over, tile_m + 1, tile_m)
     over = tile_m == tiles_m
     return gl.where(over, tile_n + 1, tile_n), gl.where(over, 0, tile_m), k
@@ -91,8 +94,9 @@ def after(tile_n, tile_m, k, stages_k, tiles_m):
 
 @gluon.jit
 def produce(
-    x_desc, words_desc, meta_desc, ring, place, number, stages_k, tiles_m,
-    STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr,
+    x_desc, words_desc, meta_desc, ring, partials, arrivals, place, base, number, stages_k, tiles_m, owner,
+    BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
+    WORDS: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr, SENT: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
     """The one warp that starts the copies of `number` stages from `place` on."""
     tile_n, tile_m, first = place
@@ -106,7 +110,7 @@ def produce(
             words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, True, False,
             TILES, GROUP, READY,
         )  # fmt: skip
-        n, m, k = after(n, m, k, stages_k, tiles_m)
+        n, m, k = after(n, m, k, base, stages_k, tiles_m)
     gdc_wait()
     n = tile_n
     m = tile_m
@@ -116,7 +120,7 @@ def produce(
             words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, False, True,
             TILES, GROUP, READY,
         )  # fmt: skip
-        n, m, k = after(n, m, k, stages_k, tiles_m)
+        n, m, k = after(n, m, k, base, stages_k, tiles_m)
     slot = 0
     phase = 0
     for _stage in range(STAGES, number):
@@ -127,16 +131,21 @@ def produce(
         wraps = slot + 1 == STAGES
         slot = gl.where(wraps, 0, slot + 1)
         phase = gl.where(wraps, phase ^ 1, phase)
-        n, m, k = after(n, m, k, stages_k, tiles_m)
+        n, m, k = after(n, m, k, base, stages_k, tiles_m)
+    if TAILS:
+        if base > 0:
+            count_tails(arrivals, owner, number // (stages_k - base), SENT)
+        else:
+            fetch_tail(partials, arrivals, owner, number, BN, BM, STAGES, TILES, WORDS, READY, FREE)
 
 
 @gluon.jit
 def consume(
-    x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, owner, last,
+    x_ring, y, partials, arrivals, place, base, number, stages_k, tiles_m, M, N, index, owner, last,
     BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, QUADS: gl.constexpr, UNIT: gl.constexpr,
     WORDS: gl.constexpr, META: gl.constexpr, META_BYTES: gl.constexpr, READY: gl.constexpr,
-    FREE: gl.constexpr, SCALED: gl.constexpr, MMA: gl.constexpr,
+    FREE: gl.constexpr, SENT: gl.constexpr, TAILS: gl.constexpr, SCALED: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """What `number` stages from `place` on give, tile by tile."""
     lane, row = places_of_lanes(BN, TILES)
@@ -144,6 +153,7 @@ def consume(
     left = number
     slot = number * 0
     phase = 0
+    sent = SENT + number * 0
     while left > 0:
         piece_end = gl.minimum(stages_k, piece + left)
         if SLICES == 1:
@@ -161,14 +171,21 @@ def consume(
         parts = by_eight(accumulator, BN, BM)
         at = places_of_sums(BN)
         if piece > 0:
-            send(parts, partials, arrivals, at, index, owner, BN, BM)
+            if TAILS:
+                send_tail(parts, partials, at, owner, sent, BN, BM)
+                owner += 1
+                sent += 8
+            else:
+                send(parts, partials, arrivals, at, index, owner, BN, BM)
         else:
             # Who has the first part of a tile owns it.
-            if piece_end < stages_k:
+            if TAILS:
+                parts = add_tail(parts, slot, phase, at, BN, BM, TILES, WORDS, READY)
+            elif piece_end < stages_k:
                 parts = add(parts, partials, arrivals, at, index, last, BN, BM)
             write(parts, y, tile_n, tile_m, M, N, BN, BM, HALF, QUADS)
         left -= piece_end - piece
-        piece = 0
+        piece = base
         tile_m += 1
         over = tile_m == tiles_m
         tile_n = gl.where(over, tile_n + 1, tile_n)
@@ -196,27 +213,39 @@ def begin_of(index, total, count, of_count, turn, of_turn, cuts, CUTS: gl.conste
     return begin
 
 
-@gluon.jit(do_not_specialize=["M", "N", "tiles_m", "units_k", "total", "count", "turn", "cuts"])
+@gluon.jit(
+    do_not_specialize=["M", "N", "tiles_m", "units_k", "total", "count", "turn", "cuts", "head", "each"]
+)
 def int4_shares_kernel(
     x_desc, words_desc, meta_desc, y, partials, arrivals, M, N, tiles_m, units_k, total, count, turn,
-    cuts, of_tiles_m, of_units_k, of_total, of_count, of_turn,
+    cuts, head, each, of_tiles_m, of_units_k, of_total, of_count, of_turn,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLICES: gl.constexpr, QUADS: gl.constexpr,
-    UNIT: gl.constexpr, SCALED: gl.constexpr,
+    UNIT: gl.constexpr, SCALED: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
     index = gl.num_programs(0) - 1 - gl.program_id(0)
-    begin = begin_of(index, total, count, of_count, turn, of_turn, cuts, BM >= FEWEST_CUT)
-    end = begin_of(index + 1, total, count, of_count, turn, of_turn, cuts, BM >= FEWEST_CUT)
-    tile = quotient(begin, units_k, of_units_k)
+    if TAILS:
+        tiles = quotient(total, units_k, of_units_k)
+        behind = index - tiles
+        begin = gl.where(behind >= 0, head, 0)
+        tile = gl.where(behind >= 0, behind * each, index)
+        number = gl.where(behind >= 0, (units_k - head) * each, head) * UNIT
+        base = begin * UNIT
+    else:
+        begin = begin_of(index, total, count, of_count, turn, of_turn, cuts, BM >= FEWEST_CUT)
+        end = begin_of(index + 1, total, count, of_count, turn, of_turn, cuts, BM >= FEWEST_CUT)
+        tile = quotient(begin, units_k, of_units_k)
+        number = (end - begin) * UNIT
+        begin -= tile * units_k
+        base = begin * 0
     tile_n = tile
     tile_m = tile * 0
     if tiles_m > 1:
         tile_n = quotient(tile, tiles_m, of_tiles_m)
         tile_m = tile - tile_n * tiles_m
-    place = (tile_n, tile_m, (begin - tile * units_k) * UNIT)
-    number = (end - begin) * UNIT
+    place = (tile_n, tile_m, begin * UNIT)
     stages_k = units_k * UNIT
 
     # Shared memory, each part on 1024 bytes: x, words, zeros and scales of all stages, then the barriers.
@@ -226,6 +255,7 @@ def int4_shares_kernel(
     META: gl.constexpr = WORDS + (STAGES * BN * TILES * 32 + 1023) // 1024 * 1024
     READY: gl.constexpr = META + (STAGES * META_BYTES + 1023) // 1024 * 1024
     FREE: gl.constexpr = READY + 128
+    SENT: gl.constexpr = FREE + 128
     memory = gl.allocate_shared_memory(gl.int8, [READY // 1024 + 1, 1024], PLAIN_1D)
     x_ring = memory.index(0)._reinterpret(dtype, [STAGES, BM, TILES * 64], x_desc.layout)
     words_ring = memory.index(WORDS // 1024)._reinterpret(
@@ -234,22 +264,30 @@ def int4_shares_kernel(
     meta_ring = memory.index(META // 1024)._reinterpret(gl.int32, [STAGES, meta_rows, BN], meta_desc.layout)
     barriers = memory.index(READY // 1024)._reinterpret(gl.int64, [128, 1], mbarrier.MBarrierLayout())
     gl.inline_asm_elementwise(
-        barriers_asm(READY, FREE, STAGES, BN // 16), "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1
+        barriers_asm(READY, FREE, SENT, STAGES, MOST_TAILS if TAILS else 0, BN // 16),
+        "=r,r",
+        [M],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
     gl.thread_barrier()
     gdc_launch_dependents()
     ring = (words_ring, meta_ring, x_ring, barriers)
-    # Who has the first unit of the first tile, and who the last of the last: unit u is with the last CTA that
-    # begins no later. `cuts` move no beginning from one tile into another.
-    owner = quotient((tile * units_k + 1) * count - 1, total, of_total)
-    last_tile = quotient(end - 1, units_k, of_units_k)
-    last = quotient((last_tile + 1) * units_k * count - 1, total, of_total)
+    owner = tile
+    last = index
+    if not TAILS:
+        # Who has the first unit of the first tile, and who the last of the last: unit u is with the last CTA
+        # that begins no later. `cuts` move no beginning from one tile into another.
+        owner = quotient((tile * units_k + 1) * count - 1, total, of_total)
+        last_tile = quotient(end - 1, units_k, of_units_k)
+        last = quotient((last_tile + 1) * units_k * count - 1, total, of_total)
     gl.warp_specialize([
-        (consume, (x_ring, y, partials, arrivals, place, number, stages_k, tiles_m, M, N, index, owner, last,
-                   BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, QUADS, UNIT,
-                   WORDS, META, META_BYTES, READY, FREE, SCALED, mma)),
-        (produce, (x_desc, words_desc, meta_desc, ring, place, number, stages_k, tiles_m,
-                   STAGES, TILES, GROUP, READY, FREE)),
+        (consume, (x_ring, y, partials, arrivals, place, base, number, stages_k, tiles_m, M, N, index, owner,
+                   last, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, QUADS, UNIT, WORDS, META,
+                   META_BYTES, READY, FREE, SENT, TAILS, SCALED, mma)),
+        (produce, (x_desc, words_desc, meta_desc, ring, partials, arrivals, place, base, number, stages_k,
+                   tiles_m, owner, BN, BM, STAGES, TILES, GROUP, WORDS, READY, FREE, SENT, TAILS)),
     ], [1], [24])  # fmt: skip
 
 
@@ -287,8 +325,12 @@ def launch(
     tile: Tile,
     count: int,
     cuts: tuple[int, ...] = (0,),
+    head: int = 0,
 ) -> None:
     """y by `count` CTAs: one for each tile of y, or as many as the chip holds at once, at most `arrivals`.
+
+    head: the units of K that a tile's own CTA has, if the CTAs beyond one a tile have the others of so many
+    tiles each; tiles of 64 rows of the weight, 128 of x or more. Or 0.
 
     cuts: by how many units of K later than at an equal share each of so many CTAs, at most four, begins,
     time after time; within a tile, and the first of them at an equal one.
@@ -299,12 +341,14 @@ def launch(
     tiles = tile.number(m, n)
     total = tiles * units_k
     scratch = 1 if count == tiles else count * tile.sums
+    each = tiles // (count - tiles) if head else 0
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
     int4_shares_kernel[(count,)](
         *tile.descriptors(x, words, meta, group_size),
         y, partials, arrivals, m, n, tiles_m, units_k, total, count, len(cuts), bytes_of(cuts),
+        head, each,
         1 / tiles_m, 1 / units_k, 1 / total, 1 / count, 1 / len(cuts),
-        **constants(tile, group_size, fractional, x.dtype == torch.float16, n),
+        **constants(tile, group_size, fractional, x.dtype == torch.float16, n, head > 0),
         **tile.options(),
     )  # fmt: skip
 
@@ -315,7 +359,9 @@ def bytes_of(cuts: tuple[int, ...]) -> int:
     return int.from_bytes(bytes(cut & 255 for cut in cuts).ljust(4, b"\0"), "little", signed=True)
 
 
-def constants(tile: Tile, group_size: int, fractional: bool, half: bool, n: int) -> dict[str, int | bool]:
+def constants(
+    tile: Tile, group_size: int, fractional: bool, half: bool, n: int, tails: bool
+) -> dict[str, int | bool]:
     """What the kernel is compiled for; of n only whether rows of y have whole groups of four.
 
     With few rows of x, where a chunk is a group, the scale multiplies its sums, fewer than its weights.
@@ -325,4 +371,5 @@ def constants(tile: Tile, group_size: int, fractional: bool, half: bool, n: int)
         "QUADS": n % 4 == 0,
         "UNIT": tile.unit_stages,
         "SCALED": not scales_sums,
+        "TAILS": tails,
     }

@@ -1,5 +1,8 @@
 """What becomes of a tile's sums in `int4_shares.py`: sent to the tile's owner, or completed and written to y.
 
+A multiprocessor stores 22 to 29 bytes a cycle, in whatever way, so from 128 rows of x on sums travel in fp16,
+times a power of two for each thread: 2^-12 of a sum is lost, where y in bf16 keeps 2^-9.
+
 Not for the sums of `int4_invariant.py`, where the part of K that arrives last adds them.
 """
 
@@ -74,7 +77,7 @@ def send(parts, partials, arrivals, at, index, owner, BN: gl.constexpr, BM: gl.c
                 dtype=gl.int32, is_pure=False, pack=4,
             )  # fmt: skip
     gl.thread_barrier()
-    count_one(arrivals + owner)
+    count_one(arrivals + owner, "tid.x")
 
 
 @gluon.jit
@@ -127,7 +130,7 @@ def add(parts, partials, arrivals, at, index, last, BN: gl.constexpr, BM: gl.con
                     # The sums go round: after all eights each is in its place.
                     parts = parts[1:] + (parts[0] + theirs,)  # noqa: RUF005
     gl.thread_barrier()
-    clear(arrivals + index)
+    clear(arrivals + index, "tid.x")
     return parts
 
 

@@ -28,7 +28,7 @@ CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
 def hopper_source(
-    tile, group_size: int, fractional: bool, half: bool, odd_rows: bool, ordered: bool
+    tile, group_size: int, fractional: bool, half: bool, odd_rows: bool, ordered: bool, tails: bool
 ) -> GluonASTSource:
     element = "fp16" if half else "bf16"
     meta_rows = max(1, tile.tiles * 64 // group_size)
@@ -42,7 +42,9 @@ def hopper_source(
         constants = int4_invariant.constants(tile, group_size, fractional, half, bulk, ordered)
     else:
         kernel = int4_shares.int4_shares_kernel
-        constants = int4_shares.constants(tile, group_size, fractional, half, 1001 if odd_rows else 1024)
+        constants = int4_shares.constants(
+            tile, group_size, fractional, half, 1001 if odd_rows else 1024, tails
+        )
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{element}[{tile.m}, {tile.tiles * 64}],{x_layout}>",
         "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.tiles * 8}, 64],{words_layout}>",
@@ -69,9 +71,10 @@ def compiled(
     half: bool = False,
     odd_rows: bool = False,
     ordered: bool = False,
+    tails: bool = False,
 ):
     options = tile.options()
-    source = hopper_source(tile, group_size, fractional, half, odd_rows, ordered)
+    source = hopper_source(tile, group_size, fractional, half, odd_rows, ordered, tails)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -94,12 +97,16 @@ def name_of(tile) -> str:
 
 
 @pytest.mark.parametrize(
-    ("tile", "ordered"),
-    [(tile, False) for tile in INVARIANT + SHARES] + [(tile, True) for tile in ORDERED],
-    ids=lambda one: one if isinstance(one, bool) else name_of(one),
+    ("tile", "form"),
+    [
+        *((tile, {}) for tile in INVARIANT + SHARES),
+        *((tile, {"ordered": True}) for tile in ORDERED),
+        (int4_hopper.FLAT, {"tails": True}),
+    ],
+    ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
 )
-def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, ordered, tmp_path):
-    kernel = compiled(tile, ordered=ordered)
+def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, form, tmp_path):
+    kernel = compiled(tile, **form)
     instructions = disassembled(kernel, tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
     assert len(products) >= 4
@@ -114,9 +121,11 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
     assert tile.resident * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
 
 
-@pytest.mark.parametrize("tile", SHARES, ids=name_of)
-def test_warps_of_a_share_do_not_wait_for_each_other(tile, tmp_path):
-    instructions = disassembled(compiled(tile), tmp_path)
+@pytest.mark.parametrize(
+    ("tile", "tails"), [*((tile, False) for tile in SHARES), (int4_hopper.FLAT, True)], ids=str
+)
+def test_warps_of_a_share_do_not_wait_for_each_other(tile, tails, tmp_path):
+    instructions = disassembled(compiled(tile, tails=tails), tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
     between = instructions[products[0] : products[-1]]
     assert not [text for text in between if text.startswith(("BAR", "MEMBAR"))]

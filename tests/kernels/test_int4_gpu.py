@@ -106,6 +106,35 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
         assert torch.equal(y, again) and not operands[2].any(), tiles
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "group_size", "fractional", "dtype"), [PROBLEMS[1], PROBLEMS[4], PROBLEMS[6]]
+)
+@pytest.mark.parametrize("each", [1, 2, 4, 8])
+def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fractional, dtype):
+    tile = int4_hopper.FLAT
+    weight = random_weight(n, k, group_size, fractional)
+    if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
+        return
+    packed = SWAP_AB.pack(weight, dtype)
+    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    units = -(-k // tile.unit)
+    for m in (tile.m - 3, 2 * tile.m - 3):
+        tiles = tile.number(m, n)
+        if tiles % each or tiles + tiles // each > int4_tile.MULTIPROCESSORS:
+            continue
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        expected = x.double() @ exact(weight).T
+        for head in {1, 2, units // 2, units - 1}:
+            y = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+            again = torch.full_like(y, float("nan"))
+            for answer in (y, again):
+                int4_shares.launch(
+                    x, *operands, answer, group_size, fractional, tile, tiles + tiles // each, head=head
+                )
+            assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), (m, head)
+            assert torch.equal(y, again) and not operands[2].any(), (m, head)
+
+
 @pytest.mark.parametrize("tile", [int4_hopper.ALONE, int4_hopper.WIDE, int4_hopper.FLAT, int4_hopper.TALL])
 @pytest.mark.parametrize("infinite", [False, True])
 def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, infinite):
@@ -123,11 +152,12 @@ def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, 
     finite = torch.arange(tile.m, device="cuda") != (5 if infinite else -1)
     if infinite:
         x[5] = float("inf")
-    for count in (4, 9, 16, 33):
+    cuts = [(4, 0), (9, 0), (16, 0), (33, 0)] + [(9, 11)] * (tile == int4_hopper.FLAT)
+    for count, head in cuts:
         y = torch.full((tile.m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        int4_shares.launch(x, *operands, y, 128, False, tile, count)
+        int4_shares.launch(x, *operands, y, 128, False, tile, count, head=head)
         errors = (y.double() - expected)[finite].norm(dim=1) / expected[finite].norm(dim=1)
-        assert errors.max() <= 1.5 * MAX_ERROR, count
+        assert errors.max() <= 1.5 * MAX_ERROR, (count, head)
         assert not y[~finite].isfinite().any()
 
 

@@ -150,11 +150,9 @@ def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, 
     [
         (512, 6144, 4096, int4_hopper.FLAT, 128, (0, 0)),
         (512, 24576, 4096, int4_hopper.TALL, 128, (0,)),
-        (512, 2560, 4096, int4_hopper.FLAT, 120, (0, 2, 1)),
-        (256, 6144, 2560, int4_hopper.FLAT, 128, (0, 2, 1, 0)),
+        (512, 4096, 12288, int4_hopper.FLAT, 128, (0,)),
         (256, 6144, 2048, int4_hopper.FLAT, 96, (0,)),  # whole tiles: too little K to cut
         (256, 2560, 4096, int4_hopper.ALONE, 120, (0, 2, 1)),
-        (256, 6144, 4096, int4_hopper.FLAT, 128, (0, 2, 1, 0)),
         (128, 24576, 4096, int4_hopper.WIDE, 128, (0, 0)),
         (128, 4096, 4096, int4_hopper.ALONE, 128, (0, 1)),
         (8, 2560, 4096, int4_hopper.BUCKETS[8].shared, 320, (0,)),  # 8 parts of 2 units, not 9 unlike ones
@@ -168,6 +166,36 @@ def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, 
 )
 def test_tiles_and_cuts_are_those_that_were_fastest(m, n, k, tile, count, cuts):
     assert int4_hopper.plan(m, n, k) == int4_hopper.Shares(tile, count, cuts)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "count", "head"),
+    [
+        (512, 2560, 4096, 120, 23),  # of 32 units; two tails each
+        (256, 6144, 2560, 128, 17),  # of 20; three tails
+        (256, 6144, 4096, 128, 26),
+        (512, 2560, 9728, 120, 53),  # of 76
+        (256, 6656, 4096, 130, 28),  # four tails; not timed
+    ],
+)
+def test_heads_are_as_long_as_was_fastest(m, n, k, count, head):
+    assert int4_hopper.plan(m, n, k) == int4_hopper.Shares(int4_hopper.FLAT, count, head=head)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "units_k"),
+    [
+        (64, 96),  # one tail each would come too late
+        (72, 32),  # 36 CTAs with two: too little of the chip
+        (97, 32),  # a prime
+        (120, 32),  # ten
+        (96, 16),  # as long whole
+        (96, 1),
+        (200, 32),
+    ],
+)
+def test_tiles_have_no_tails_where_these_do_not_come_out_even_or_gain_nothing(tiles, units_k):
+    assert int4_hopper.heads_and_tails(tiles, units_k) is None
 
 
 def begins_of(cuts: tuple[int, ...], tiles: int, units_k: int) -> list[int]:
@@ -238,7 +266,7 @@ def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatc
     """With as many counters as parts that are awaited."""
     launches = []
 
-    def shares(x, words, meta, arrivals, y, group_size, fractional, tile, count, cuts):
+    def shares(x, words, meta, arrivals, y, group_size, fractional, tile, count, cuts, head):
         assert count <= len(arrivals) and len(cuts) <= 4
         launches.append((x, y))
 
@@ -305,6 +333,8 @@ def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monk
             assert given["partials"].numel() >= (tiles - whole) * given["split"] * rows * given["BN"]
         else:
             assert grid == (given["count"],) and given["total"] == tiles * given["units_k"]
+            assert given["TAILS"] == (given["head"] > 0) == (m == 512 and n == 2560)
+            assert not given["TAILS"] or grid[0] == tiles + tiles // given["each"]
             cuts = int4_hopper.plan(m, n, k).cuts
             assert [(given["cuts"] << 24 - 8 * i & 0xFFFFFFFF) >> 24 for i in range(given["turn"])] == [
                 cut & 255 for cut in cuts

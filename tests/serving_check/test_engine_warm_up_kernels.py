@@ -22,7 +22,8 @@ def compiled_for(m: int, n: int, k: int, batch_invariant: bool) -> tuple[object,
     """What a launch for m rows of a weight is compiled for, as far as that depends on m."""
     if batch_invariant:
         return "invariant", *int4_invariant_plan.tile_for(m, n, k)
-    return "tuned", int4_hopper.plan(m, n, k).tile
+    chosen = int4_hopper.plan(m, n, k)
+    return "tuned", chosen.tile, chosen.head > 0
 
 
 def launched(ms: list[int], shapes: list[tuple[int, int]], batch_invariant: bool) -> set[tuple[object, ...]]:

@@ -1,0 +1,88 @@
+"""Heads and tails in `int4_shares.py`: one CTA has the first part of each tile, others what is left of a few.
+
+    CTA 0 |---- tile 0 ----|          two tiles by three CTAs
+    CTA 1 |---- tile 1 ----|
+    CTA 2   tile 0 |--| tile 1 |--|   sends both, before the others have come to their end
+
+So those who complete tiles find the other sums there, and their producer warp copies them into the ring
+before they are wanted; those who send have their producer wait until sums are seen everywhere. For tiles of
+64 rows of the weight, whose sums in fp16 take no more than the activations of a stage.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .int4_ptx import (
+    arrive_at,
+    await_count,
+    clear,
+    copy_asm,
+    count_one,
+    here,
+    sync_warp,
+    take_halves_asm,
+    take_scale_asm,
+    wait_for,
+)
+from .int4_sums import numbers_of, send_halves
+
+MOST_TAILS = gl.constexpr(8)
+"""Tails of a CTA, which has a barrier for each."""
+
+
+@gluon.jit
+def send_tail(parts, partials, at, tile, barrier, BN: gl.constexpr, BM: gl.constexpr):
+    """Sums [BN, BM] as eights to scratch memory; `count_tails` does the rest."""
+    send_halves(parts, here(partials + tile * numbers_of(BN, BM)), at, BN, BM)
+    sync_warp()
+    arrive_at(barrier, tile >= 0)
+
+
+@gluon.jit
+def count_tails(arrivals, tile, number, SENT: gl.constexpr):
+    """For the producer warp: so many tiles' tails are counted as they are sent."""
+    for i in range(number):
+        wait_for(SENT + i * 8, 0)
+        count_one(arrivals + tile + i, "laneid")
+
+
+@gluon.jit
+def fetch_tail(
+    partials, arrivals, tile, stage, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, WORDS: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr,
+):  # fmt: skip
+    """For the producer warp: a tile's other sums into the slot behind so many stages, scales to its words."""
+    await_count(arrivals + tile, 1)
+    clear(arrivals + tile, "laneid")
+    turn = stage // STAGES
+    slot = stage - turn * STAGES
+    if turn > 0:
+        wait_for(FREE + slot * 8, (turn - 1) & 1)
+    theirs = here(partials + tile * numbers_of(BN, BM))
+    gl.inline_asm_elementwise(
+        copy_asm(BN * BM * 2, BN * 8, READY, WORDS), "=r,l,l,r,r,r",
+        [theirs, theirs + BN * BM * 2, slot * (BM * TILES * 128), slot * (BN * TILES * 32), slot * 8],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_tail(
+    parts, slot, phase, at, BN: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr, WORDS: gl.constexpr,
+    READY: gl.constexpr,
+):  # fmt: skip
+    """The sums, as eights, and those that `fetch_tail` brings."""
+    wait_for(READY + slot * 8, phase)
+    inverse = gl.inline_asm_elementwise(
+        take_scale_asm(WORDS), "=f,=f,=f,=f,r,r,r,r", [at // 4 + slot * (BN * TILES * 32)],
+        dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+    place = at + slot * (BM * TILES * 128)
+    for pair in gl.static_range(BM // 16):
+        one, two = gl.inline_asm_elementwise(
+            take_halves_asm(pair * BN * 32), "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r", [place],
+            dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
+        )  # fmt: skip
+        # The sums go round: after all pairs each is in its place.
+        parts = parts[2:] + (parts[0] + one * inverse, parts[1] + two * inverse)  # noqa: RUF005
+    return parts
