@@ -94,7 +94,7 @@ def after(tile_n, tile_m, k, base, stages_k, tiles_m):
 
 @gluon.jit
 def produce(
-    x_desc, words_desc, meta_desc, ring, partials, arrivals, place, base, number, stages_k, tiles_m, owner,
+    x_desc, words_desc, meta_desc, ring, tails, place, base, number, stages_k, tiles_m,
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
     WORDS: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr, SENT: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
@@ -133,6 +133,7 @@ def produce(
         phase = gl.where(wraps, phase ^ 1, phase)
         n, m, k = after(n, m, k, base, stages_k, tiles_m)
     if TAILS:
+        partials, arrivals, owner = tails
         if base > 0:
             count_tails(arrivals, owner, number // (stages_k - base), SENT)
         else:
@@ -239,7 +240,7 @@ def int4_shares_kernel(
         tile = quotient(begin, units_k, of_units_k)
         number = (end - begin) * UNIT
         begin -= tile * units_k
-        base = begin * 0
+        base = 0
     tile_n = tile
     tile_m = tile * 0
     if tiles_m > 1:
@@ -276,7 +277,9 @@ def int4_shares_kernel(
     ring = (words_ring, meta_ring, x_ring, barriers)
     owner = tile
     last = index
+    tails = (partials, arrivals, owner)
     if not TAILS:
+        tails = ()
         # Who has the first unit of the first tile, and who the last of the last: unit u is with the last CTA
         # that begins no later. `cuts` move no beginning from one tile into another.
         owner = quotient((tile * units_k + 1) * count - 1, total, of_total)
@@ -286,8 +289,8 @@ def int4_shares_kernel(
         (consume, (x_ring, y, partials, arrivals, place, base, number, stages_k, tiles_m, M, N, index, owner,
                    last, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES, QUADS, UNIT, WORDS, META,
                    META_BYTES, READY, FREE, SENT, TAILS, SCALED, mma)),
-        (produce, (x_desc, words_desc, meta_desc, ring, partials, arrivals, place, base, number, stages_k,
-                   tiles_m, owner, BN, BM, STAGES, TILES, GROUP, WORDS, READY, FREE, SENT, TAILS)),
+        (produce, (x_desc, words_desc, meta_desc, ring, tails, place, base, number, stages_k, tiles_m,
+                   BN, BM, STAGES, TILES, GROUP, WORDS, READY, FREE, SENT, TAILS)),
     ], [1], [24])  # fmt: skip
 
 
