@@ -277,9 +277,8 @@ def int4_shares_kernel(
     ring = (words_ring, meta_ring, x_ring, barriers)
     owner = tile
     last = index
-    tails = (partials, arrivals, owner)
+    tails = (partials, arrivals, tile) if TAILS else ()
     if not TAILS:
-        tails = ()
         # Who has the first unit of the first tile, and who the last of the last: unit u is with the last CTA
         # that begins no later. `cuts` move no beginning from one tile into another.
         owner = quotient((tile * units_k + 1) * count - 1, total, of_total)
