@@ -188,7 +188,7 @@ def test_heads_are_as_long_as_was_fastest(m, n, k, count, head):
         (64, 96),  # one tail each would come too late
         (72, 32),  # 36 CTAs with two: too little of the chip
         (97, 32),  # a prime
-        (120, 32),  # ten
+        (120, 400),  # ten
         (96, 16),  # as long whole
         (96, 1),
         (200, 32),
