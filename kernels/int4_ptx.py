@@ -144,22 +144,6 @@ def send_scale_asm(offset):
 
 
 @gluon.constexpr_function
-def fetch_halves_asm(offset):
-    """Eight of another CTA's sums in fp16, as fp32."""
-    parts = [
-        f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 ${2 * i}, a; cvt.f32.f16 ${2 * i + 1}, b;" for i in range(4)
-    ]
-    load = f"ld.global.cg.v4.b32 {{h0,h1,h2,h3}}, [$8+{offset}];"
-    return lines(".reg .b16 a, b;", ".reg .b32 h<4>;", load, *parts)
-
-
-@gluon.constexpr_function
-def fetch_scale_asm(offset):
-    copies = [f"mov.f32 ${i}, a;" for i in range(4)]
-    return lines(".reg .f32 a;", f"ld.global.cg.f32 a, [$4+{offset}];", *copies)
-
-
-@gluon.constexpr_function
 def count_asm(of):
     return lines(
         ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
@@ -225,24 +209,34 @@ def store_asm(half):
 
 
 @gluon.constexpr_function
-def take_halves_asm(offset):
-    """Eight sums in fp16 from shared memory, `offset` bytes behind a place, as fp32."""
+def halves_asm(offset, shared):
+    """Eight sums in fp16 from shared or from scratch memory, `offset` bytes behind a place, as fp32."""
     parts = [
         f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 ${2 * i}, a; cvt.f32.f16 ${2 * i + 1}, b;" for i in range(4)
     ]
     return lines(
-        ".reg .b16 a, b;", ".reg .b32 p, h<4>;", "mov.u32 p, global_smem;", "add.u32 p, p, $8;",
-        f"ld.shared.v4.b32 {{h0,h1,h2,h3}}, [p+{offset}];", *parts,
-    )  # fmt: skip
+        ".reg .b16 a, b;", ".reg .b32 p, h<4>;", *loads("v4.b32 {h0,h1,h2,h3}", 8, offset, shared), *parts
+    )
 
 
 @gluon.constexpr_function
-def take_scale_asm(offset):
+def scale_asm(offset, shared):
+    """A number from there, four times."""
     copies = [f"mov.f32 ${i}, a;" for i in range(4)]
-    return lines(
-        ".reg .f32 a;", ".reg .b32 p;", "mov.u32 p, global_smem;", "add.u32 p, p, $4;",
-        f"ld.shared.f32 a, [p+{offset}];", *copies,
-    )  # fmt: skip
+    return lines(".reg .f32 a;", ".reg .b32 p;", *loads("f32 a", 4, offset, shared), *copies)
+
+
+@gluon.constexpr_function
+def loads(what, operand, offset, shared):
+    if shared:
+        place = ("mov.u32 p, global_smem;", f"add.u32 p, p, ${operand};")
+        return (*place, f"ld.shared.{what}, [p+{offset}];")
+    return (f"ld.global.cg.{what}, [${operand}+{offset}];",)
+
+
+@gluon.constexpr_function
+def loads_constraints(results, shared):
+    return ",".join(["=f"] * results + ["r" if shared else "l"] * 4)
 
 
 @gluon.constexpr_function

@@ -15,10 +15,11 @@ from .int4_ptx import (
     clear,
     count_one,
     fetch_asm,
-    fetch_halves_asm,
-    fetch_scale_asm,
     greatest_asm,
+    halves_asm,
     here,
+    loads_constraints,
+    scale_asm,
     send_asm,
     send_halves_asm,
     send_scale_asm,
@@ -114,7 +115,8 @@ def add(parts, partials, arrivals, at, index, last, BN: gl.constexpr, BM: gl.con
     await_count(arrivals + index, last - index)
     if BM >= HALVES:
         for other in range(index + 1, last + 1):
-            parts = add_halves(parts, here(partials + other * numbers_of(BN, BM)), at, BN, BM)
+            theirs = here(partials + other * numbers_of(BN, BM))
+            parts = add_halves(parts, theirs + at // 4, theirs + at, BN * BM * 2, False, BN, BM)
     else:
         together: gl.constexpr = max(1, min(8, 128 // BM))
         for first in range(index + 1, last + 1, together):
@@ -135,15 +137,17 @@ def add(parts, partials, arrivals, at, index, last, BN: gl.constexpr, BM: gl.con
 
 
 @gluon.jit
-def add_halves(parts, theirs, at, BN: gl.constexpr, BM: gl.constexpr):
+def add_halves(
+    parts, scale_at, where, OFFSET: gl.constexpr, SHARED: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
+):
+    """The sums, as eights, and those that `send_halves` has sent, in scratch or since in shared memory."""
     inverse = gl.inline_asm_elementwise(
-        fetch_scale_asm(BN * BM * 2), "=f,=f,=f,=f,l,l,l,l", [theirs + at // 4], dtype=gl.float32,
-        is_pure=False, pack=4,
+        scale_asm(OFFSET, SHARED), loads_constraints(4, SHARED), [scale_at], dtype=gl.float32, is_pure=False,
+        pack=4,
     )  # fmt: skip
-    where = theirs + at
     for pair in gl.static_range(BM // 16):
         one, two = gl.inline_asm_elementwise(
-            fetch_halves_asm(pair * BN * 32), "=f,=f,=f,=f,=f,=f,=f,=f,l,l,l,l", [where],
+            halves_asm(pair * BN * 32, SHARED), loads_constraints(8, SHARED), [where],
             dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
         )  # fmt: skip
         # The sums go round: after all pairs each is in its place.

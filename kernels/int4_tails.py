@@ -20,11 +20,9 @@ from .int4_ptx import (
     count_one,
     here,
     sync_warp,
-    take_halves_asm,
-    take_scale_asm,
     wait_for,
 )
-from .int4_sums import numbers_of, send_halves
+from .int4_sums import add_halves, numbers_of, send_halves
 
 MOST_TAILS = gl.constexpr(8)
 """Tails of a CTA, which has a barrier for each."""
@@ -32,7 +30,10 @@ MOST_TAILS = gl.constexpr(8)
 
 @gluon.jit
 def send_tail(parts, partials, at, tile, barrier, BN: gl.constexpr, BM: gl.constexpr):
-    """Sums [BN, BM] as eights to scratch memory; `count_tails` does the rest."""
+    """Sums [BN, BM] as eights to scratch memory; `count_tails` does the rest.
+
+    Activations have come, so the kernel before this one has ended, and reads nothing there any more.
+    """
     send_halves(parts, here(partials + tile * numbers_of(BN, BM)), at, BN, BM)
     sync_warp()
     arrive_at(barrier, tile >= 0)
@@ -73,16 +74,5 @@ def add_tail(
 ):  # fmt: skip
     """The sums, as eights, and those that `fetch_tail` brings."""
     wait_for(READY + slot * 8, phase)
-    inverse = gl.inline_asm_elementwise(
-        take_scale_asm(WORDS), "=f,=f,=f,=f,r,r,r,r", [at // 4 + slot * (BN * TILES * 32)],
-        dtype=gl.float32, is_pure=False, pack=4,
-    )  # fmt: skip
-    place = at + slot * (BM * TILES * 128)
-    for pair in gl.static_range(BM // 16):
-        one, two = gl.inline_asm_elementwise(
-            take_halves_asm(pair * BN * 32), "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r", [place],
-            dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
-        )  # fmt: skip
-        # The sums go round: after all pairs each is in its place.
-        parts = parts[2:] + (parts[0] + one * inverse, parts[1] + two * inverse)  # noqa: RUF005
-    return parts
+    scale_at = at // 4 + slot * (BN * TILES * 32)
+    return add_halves(parts, scale_at, at + slot * (BM * TILES * 128), WORDS, True, BN, BM)
