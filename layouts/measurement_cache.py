@@ -52,17 +52,16 @@ def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[st
     return {
         "device": device_name(problem.device),
         "versions": kernel_versions(),
-        "source": _source_digest(),
+        "source": source_digest(Path(__file__).resolve().parents[1]),
         "shape": shape_key(problem),
         "ms": list(ms),
         "layouts": list(layouts),
     }
 
 
-def _source_digest() -> str:
+def source_digest(root: Path) -> str:
     """Changes whenever a layout or a kernel of ours does, which a version number does not."""
     digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
-    for path in sorted(path for folder in _SOURCE_FOLDERS for path in (root / folder).glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """Our own INT4 layout: the weight in the order of the matrix unit's registers, unpacked without conversions.
 
-What the bytes are and why they are fast is in `kernels/int4_swap_ab.py`; here are the layouts that read them.
+What the bytes are and why they are fast is in `kernels/int4/swap_ab.py`; here are the layouts that read them.
 Not for the CPU.
 
     swap_ab            Hopper; tile and cut by the bucket of M and the shape
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import int4_hopper, int4_swap_ab, int4_tile
+from ..kernels.int4 import hopper, swap_ab
+from ..kernels.int4.tile import ARRIVALS
 from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
 from .layout import PackedWeight, Problem, QuantizedWeight
@@ -40,7 +41,7 @@ class SwapAB:
 
     def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         packed = pack(self.name, weight, dtype)
-        arrivals = torch.zeros(int4_tile.ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
+        arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
         tensors = {**packed.tensors, "arrivals": arrivals}
         return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
 
@@ -54,7 +55,7 @@ class SwapAB:
             x = x.clone()
         rest = packed.shape[0], meta["group_size"], bool(meta["fractional"])
         operands = x, tensors["words"], tensors["meta"], tensors["arrivals"]
-        return int4_hopper.matmul(*operands, *rest, self.batch_invariant)
+        return hopper.matmul(*operands, *rest, self.batch_invariant)
 
 
 class SwapABPortable:
@@ -77,7 +78,7 @@ class SwapABPortable:
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, meta = packed.tensors, packed.meta
-        return int4_swap_ab.matmul(
+        return swap_ab.matmul(
             x.contiguous(), tensors["words"], tensors["meta"],
             packed.shape[0], meta["group_size"], bool(meta["fractional"]),
         )  # fmt: skip
@@ -99,8 +100,8 @@ def refuses_format(problem: Problem) -> str | None:
 def pack(layout: str, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     weight = require_int4(weight, layout)
     tensors = {
-        "words": int4_swap_ab.pack_words(unpack_nibbles(weight.codes)),
-        "meta": int4_swap_ab.pack_meta(weight.scale, weight.zero_point, weight.group_size, dtype),
+        "words": swap_ab.pack_words(unpack_nibbles(weight.codes)),
+        "meta": swap_ab.pack_meta(weight.scale, weight.zero_point, weight.group_size, dtype),
     }
     meta = {"group_size": min(weight.group_size, 128), "fractional": int(not weight.has_integer_zero)}
     return PackedWeight(layout, weight.shape, dtype, tensors, meta)
@@ -108,7 +109,7 @@ def pack(layout: str, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeig
 
 def join(packed: Sequence[PackedWeight]) -> PackedWeight | None:
     """Tiles of rows one after another: every weight but the last must fill its own."""
-    if any(one.shape[0] % int4_swap_ab.TILE for one in packed[:-1]):
+    if any(one.shape[0] % swap_ab.TILE for one in packed[:-1]):
         return None
     tensors = {
         **packed[0].tensors,

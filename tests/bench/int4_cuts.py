@@ -1,10 +1,11 @@
-"""Times every cut of the INT4 products that `kernels/int4_hopper.py` could choose beside the one it chooses.
+"""Times every cut of the INT4 products that `kernels/int4/hopper.py` could choose beside the one it chooses.
 
     python -P tests/bench/int4_cuts.py --model qwen3-8b --m 16,64,512 --out cuts.json
 
 For whoever changes its rules: all tiles of a bucket of M, each as one CTA a tile, one a multiprocessor, as
-many as fit, whole parts of every tile, and those in step. Every answer is compared with fp32 before it is
-timed and again afterwards. Not for comparing layouts: that is `linear.py`.
+many as fit, whole parts of every tile, and those in step; of flat tiles also heads a unit longer or shorter.
+Every answer is compared with fp32 before it is timed and again afterwards. Not for comparing layouts: that is
+`linear.py`.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 import triton
-from scalegate.kernels import int4_hopper, int4_shares, int4_tile
+from scalegate.kernels.int4 import hopper, shares
+from scalegate.kernels.int4.tile import MULTIPROCESSORS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import SWAP_AB
@@ -30,30 +32,39 @@ MAX_ERROR = 4e-3
 GROUP_SIZE = 128
 
 
-def tiles_for(m: int) -> list[int4_shares.Tile]:
+def tiles_for(m: int) -> list[shares.Tile]:
     """The tiles that the kernel is compiled for, as far as so many rows can use them."""
-    rows = next((tile.m for tile in int4_hopper.TILES if m <= tile.m), 128)
-    return [tile for tile in int4_hopper.TILES if tile.m == rows or m > 128 <= tile.m]
+    rows = next((tile.m for tile in hopper.TILES if m <= tile.m), 128)
+    return [tile for tile in hopper.TILES if tile.m == rows or m > 128 <= tile.m]
 
 
-def counts_for(tile: int4_shares.Tile, m: int, n: int, k: int) -> list[int]:
+def counts_for(tile: shares.Tile, m: int, n: int, k: int) -> list[int]:
     """Numbers of CTAs that keep most of the chip busy."""
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     units_k = triton.cdiv(k, tile.unit)
-    slots = int4_tile.MULTIPROCESSORS * tile.resident
+    slots = MULTIPROCESSORS * tile.resident
     parts = {tiles * p for p in range(2, units_k + 1) if 0.6 * slots <= tiles * p <= slots}
     each = triton.cdiv(tiles, slots)
     whole = {tiles // each} if tiles % each == 0 else set()
-    alike = int4_hopper.in_step(tiles, slots, 4 * tile.resident)
-    counts = {tiles, int4_tile.MULTIPROCESSORS, slots, alike, *parts, *whole}
+    alike = hopper.in_step(tiles, slots, 4 * tile.resident)
+    counts = {tiles, MULTIPROCESSORS, slots, alike, *parts, *whole}
     return sorted(count for count in counts if 80 <= count <= tiles * units_k)
 
 
-def product(packed: PackedWeight, x: Tensor, tile: int4_shares.Tile, count: int) -> Tensor:
+def heads_for(m: int, n: int, k: int) -> list[tuple[int, int]]:
+    """Numbers of CTAs and units of a head, of flat tiles with tails."""
+    tile = hopper.FLAT
+    chosen = hopper.heads_and_tails(tile.number(m, n), triton.cdiv(k, tile.unit))
+    if m <= 128 or chosen is None:
+        return []
+    return [(chosen.count, chosen.head + longer) for longer in (-1, 0, 1)]
+
+
+def product(packed: PackedWeight, x: Tensor, tile: shares.Tile, count: int, head: int = 0) -> Tensor:
     y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
     tensors = packed.tensors
     operands = tensors["words"], tensors["meta"], tensors["arrivals"]
-    int4_shares.launch(x, *operands, y, GROUP_SIZE, False, tile, count)
+    shares.launch(x, *operands, y, GROUP_SIZE, False, tile, count, head=head)
     return y
 
 
@@ -65,6 +76,11 @@ def contestants(
         for count in counts_for(tile, m, n, k):
             name = f"{tile.m}x{tile.n}, {tile.tiles * 64} columns x {tile.stages}, {count} CTAs"
             yield name, lambda i, tile=tile, count=count: product(copies[i % len(copies)], x, tile, count)
+    for count, head in heads_for(m, n, k):
+        yield (
+            f"flat, {count} CTAs, heads of {head}",
+            lambda i, count=count, head=head: product(copies[i % len(copies)], x, hopper.FLAT, count, head),
+        )
 
 
 def wrong(call: Callable[[int], Tensor], expected: Tensor) -> bool:

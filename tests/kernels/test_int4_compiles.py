@@ -8,22 +8,15 @@ from pathlib import Path
 
 import pytest
 import triton
-from scalegate.kernels import (
-    int4_hopper,
-    int4_invariant,
-    int4_invariant_plan,
-    int4_shares,
-    int4_swap_ab,
-    int4_unpack,
-)
+from scalegate.kernels.int4 import hopper, invariant, invariant_plan, shares, swap_ab, unpack
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INVARIANT = [tile for tiles in int4_invariant_plan.BUCKETS.values() for tile in tiles]
-SHARES = list(int4_hopper.TILES)
-ORDERED = list(int4_invariant_plan.ORDERED_TILES)
+INVARIANT = [tile for tiles in invariant_plan.BUCKETS.values() for tile in tiles]
+SHARES = list(hopper.TILES)
+ORDERED = list(invariant_plan.ORDERED_TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
@@ -33,18 +26,16 @@ def hopper_source(
     element = "fp16" if half else "bf16"
     meta_rows = max(1, tile.tiles * 64 // group_size)
     x_layout, words_layout, meta_layout = (
-        repr(layout()) for layout in (int4_unpack.x_layout, int4_unpack.words_layout, int4_unpack.meta_layout)
+        repr(layout()) for layout in (unpack.x_layout, unpack.words_layout, unpack.meta_layout)
     )
-    invariant = isinstance(tile, int4_invariant.Tile)
-    bulk = invariant and tile.tiles == 1 and not odd_rows
-    if invariant:
-        kernel = int4_invariant.int4_invariant_kernel
-        constants = int4_invariant.constants(tile, group_size, fractional, half, bulk, ordered)
+    is_invariant = isinstance(tile, invariant.Tile)
+    bulk = is_invariant and tile.tiles == 1 and not odd_rows
+    if is_invariant:
+        kernel = invariant.int4_invariant_kernel
+        constants = invariant.constants(tile, group_size, fractional, half, bulk, ordered)
     else:
-        kernel = int4_shares.int4_shares_kernel
-        constants = int4_shares.constants(
-            tile, group_size, fractional, half, 1001 if odd_rows else 1024, tails
-        )
+        kernel = shares.int4_shares_kernel
+        constants = shares.constants(tile, group_size, fractional, half, 1001 if odd_rows else 1024, tails)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{element}[{tile.m}, {tile.tiles * 64}],{x_layout}>",
         "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.tiles * 8}, 64],{words_layout}>",
@@ -54,7 +45,7 @@ def hopper_source(
         "arrivals": "*i32",
     }
     signature |= {name: "fp32" for name in kernel.arg_names if name.startswith("of_")}
-    if invariant:
+    if is_invariant:
         columns = tile.n if bulk else tile.tiles * 64
         signature["y_desc"] = f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>"
     signature |= dict.fromkeys(constants, "constexpr")
@@ -101,7 +92,7 @@ def name_of(tile) -> str:
     [
         *((tile, {}) for tile in INVARIANT + SHARES),
         *((tile, {"ordered": True}) for tile in ORDERED),
-        (int4_hopper.FLAT, {"tails": True}),
+        (hopper.FLAT, {"tails": True}),
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
 )
@@ -122,7 +113,7 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
 
 
 @pytest.mark.parametrize(
-    ("tile", "tails"), [*((tile, False) for tile in SHARES), (int4_hopper.FLAT, True)], ids=str
+    ("tile", "tails"), [*((tile, False) for tile in SHARES), (hopper.FLAT, True)], ids=str
 )
 def test_warps_of_a_share_do_not_wait_for_each_other(tile, tails, tmp_path):
     instructions = disassembled(compiled(tile, tails=tails), tmp_path)
@@ -152,7 +143,7 @@ def test_every_form_of_the_weight_compiles_without_spills(tile, group_size, frac
 
 @pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (89, "HMMA"), (100, None)])
 def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_path):
-    kernel = int4_swap_ab.int4_swap_ab_kernel
+    kernel = swap_ab.int4_swap_ab_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x": "*bf16",
         "words": "*i32",

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from scalegate.kernels import int4_hopper, int4_shares, int4_tile
+from scalegate.kernels.int4 import hopper, shares
+from scalegate.kernels.int4.tile import MULTIPROCESSORS
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
@@ -60,7 +61,7 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
         assert all(torch.equal(answers[0], again) for again in answers[1:]), m
 
 
-@pytest.mark.parametrize("tile", int4_hopper.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.tiles}")
+@pytest.mark.parametrize("tile", hopper.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.tiles}")
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), [PROBLEMS[0], PROBLEMS[4]])
 def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractional, dtype):
     """A CTA for a tile, some, parts of one, two of three; and shares that begin and end within tiles."""
@@ -72,16 +73,16 @@ def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractiona
     x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
     tiles, units = 2 * -(-n // tile.n), -(-k // tile.unit)
-    slots = int4_tile.MULTIPROCESSORS * tile.resident
+    slots = MULTIPROCESSORS * tile.resident
     counts = {tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4, tiles * 3 // 2}
     for count in sorted(counts):
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)
-        int4_shares.launch(x, *operands, y, packed.meta["group_size"], fractional, tile, min(count, slots))
+        shares.launch(x, *operands, y, packed.meta["group_size"], fractional, tile, min(count, slots))
         assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), count
         assert not operands[2].any(), count
 
 
-@pytest.mark.parametrize("tile", [int4_hopper.ALONE, int4_hopper.WIDE, int4_hopper.FLAT, int4_hopper.TALL])
+@pytest.mark.parametrize("tile", [hopper.ALONE, hopper.WIDE, hopper.FLAT, hopper.TALL])
 @pytest.mark.parametrize(
     ("turn", "cuts"), [(1, (0,)), (2, (0, 3)), (2, (0, -2)), (3, (0, 3, -1)), (4, (0, 2, 1, -1))]
 )
@@ -101,7 +102,7 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=torch.bfloat16)
         again = torch.full_like(y, float("nan"))
         for answer in (y, again):
-            int4_shares.launch(x, *operands, answer, 128, False, tile, 6 // tiles * turn, cuts)
+            shares.launch(x, *operands, answer, 128, False, tile, 6 // tiles * turn, cuts)
         assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), tiles
         assert torch.equal(y, again) and not operands[2].any(), tiles
 
@@ -111,7 +112,7 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
 )
 @pytest.mark.parametrize("each", [1, 2, 4, 8])
 def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fractional, dtype):
-    tile = int4_hopper.FLAT
+    tile = hopper.FLAT
     weight = random_weight(n, k, group_size, fractional)
     if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
         return
@@ -120,7 +121,7 @@ def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fraction
     units = -(-k // tile.unit)
     for m in (tile.m - 3, 2 * tile.m - 3):
         tiles = tile.number(m, n)
-        if tiles % each or tiles + tiles // each > int4_tile.MULTIPROCESSORS:
+        if tiles % each or tiles + tiles // each > MULTIPROCESSORS:
             continue
         x = torch.randn(m, k, device="cuda").to(dtype)
         expected = x.double() @ exact(weight).T
@@ -128,14 +129,14 @@ def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fraction
             y = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
             again = torch.full_like(y, float("nan"))
             for answer in (y, again):
-                int4_shares.launch(
+                shares.launch(
                     x, *operands, answer, group_size, fractional, tile, tiles + tiles // each, head=head
                 )
             assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), (m, head)
             assert torch.equal(y, again) and not operands[2].any(), (m, head)
 
 
-@pytest.mark.parametrize("tile", [int4_hopper.ALONE, int4_hopper.WIDE, int4_hopper.FLAT, int4_hopper.TALL])
+@pytest.mark.parametrize("tile", [hopper.ALONE, hopper.WIDE, hopper.FLAT, hopper.TALL])
 @pytest.mark.parametrize("infinite", [False, True])
 def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, infinite):
     """Sums travel in fp16 by scales that rows share: small ones beside large, or beside infinite ones."""
@@ -152,10 +153,10 @@ def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, 
     finite = torch.arange(tile.m, device="cuda") != (5 if infinite else -1)
     if infinite:
         x[5, -1] = float("inf")  # infinite sums, not NaN, and of the part of K that is sent
-    cuts = [(4, 0), (9, 0), (16, 0), (33, 0)] + [(9, 11)] * (tile == int4_hopper.FLAT)
+    cuts = [(4, 0), (9, 0), (16, 0), (33, 0)] + [(9, 11)] * (tile == hopper.FLAT)
     for count, head in cuts:
         y = torch.full((tile.m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        int4_shares.launch(x, *operands, y, 128, False, tile, count, head=head)
+        shares.launch(x, *operands, y, 128, False, tile, count, head=head)
         errors = (y.double() - expected)[finite].norm(dim=1) / expected[finite].norm(dim=1)
         assert errors.max() <= 1.5 * MAX_ERROR, (count, head)
         assert not y[~finite].isfinite().any()

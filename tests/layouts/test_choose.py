@@ -15,6 +15,7 @@ from scalegate.layouts.explain import explain_slow_layout
 from scalegate.layouts.int4 import Int4Weight
 from scalegate.layouts.layout import PackedWeight, Problem
 from scalegate.layouts.measure import ShapeMeasurements, measure
+from scalegate.layouts.measurement_cache import source_digest
 from scalegate.layouts.nvfp4 import NVFP4Weight
 from scalegate.layouts.plan import LayoutPlan, Measurement, device_name, kernel_versions
 from scalegate.layouts.time_limit import OutOfTime, time_limit
@@ -252,6 +253,18 @@ def test_measurements_are_kept_and_fresh_measures_again(monkeypatch):
     choose({"layer": problem()}, (1, 2), fresh=True, progress=False)
     choose({"layer": problem()}, (1, 4), progress=False)
     assert measured == [64, 64, 64]
+
+
+@pytest.mark.parametrize("changed", ["kernels/append.py", "kernels/int4/shares.py", "layouts/choose.py"])
+def test_what_is_cached_is_not_for_another_source(changed, tmp_path):
+    for name in ("kernels/append.py", "kernels/int4/shares.py", "layouts/choose.py", "pipeline/cli.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one", encoding="utf-8")
+    before = source_digest(tmp_path)
+    (tmp_path / "pipeline/cli.py").write_text("two", encoding="utf-8")
+    assert source_digest(tmp_path) == before
+    (tmp_path / changed).write_text("two", encoding="utf-8")
+    assert source_digest(tmp_path) != before
 
 
 def test_a_damaged_cache_is_as_good_as_none(tmp_path):

@@ -1,9 +1,9 @@
 """INT4 product on Hopper, in Gluon: all tiles' K in one row, every CTA an equal share of it.
 
-For any number of rows of x. Not for batch-invariant serving (`int4_invariant.py`): where a tile is cut
+For any number of rows of x. Not for batch-invariant serving (`invariant.py`): where a tile is cut
 depends on how many there are.
 
-Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
+Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`swap_ab.py`), y [M, N].
 
 The tiles of y are numbered down M, then along N, and each has as many units of work as K has 128 or 256
 columns; CTA i of C takes the units from about i * total / C on, so that it may end one tile, do others whole
@@ -15,25 +15,25 @@ and begin one more:
 
 To send sums, to wait for others' and to add these takes as long as 200 to 400 columns of K, so where the same
 cuts come again every two, three or four CTAs, those who send get less to multiply (`cuts`, of
-`int4_hopper.py`).
+`hopper.py`).
 
 An owner waits for CTAs with higher numbers, which the grid starts first (it counts backwards), so it never
 waits for one that has yet to find room. With as many CTAs as tiles each does one, and nobody waits.
 
-Some numbers of tiles are cut otherwise, a head and a tail each: `int4_tails.py`.
+Some numbers of tiles are cut otherwise, a head and a tail each: `tails.py`.
 
 All CTAs read x, and where many of them are at the same columns at the same time, L2 sends these to several at
 once. So a number of CTAs that cuts few tiles alike is worth more than one that keeps every multiprocessor
 busy: 80 tiles of 256 rows by 120 CTAs, two tiles for three of them, take 40 us, by 132 CTAs 51.
 
     producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
-    the others      ld.shared.v4: a lane's four words of a tile, unpacked by `int4_unpack.py`
+    the others      ld.shared.v4: a lane's four words of a tile, unpacked by `unpack.py`
                     wgmma from registers, asynchronous ("swap AB": the weight is the M operand);
-                    both in the order that `int4_products.py` has found best
-                    a tile's sums to its owner or to y: `int4_sums.py`
+                    both in the order that `products.py` has found best
+                    a tile's sums to its owner or to y: `sums.py`
 
-No barrier of the group in the loop (`int4_ptx.py`): each warp waits for stages and frees them by itself.
-Programmatic dependent launch as in `int4_invariant.py`.
+No barrier of the group in the loop (`ptx.py`): each warp waits for stages and frees them by itself.
+Programmatic dependent launch as in `invariant.py`.
 """
 
 from dataclasses import dataclass
@@ -47,12 +47,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import int4_tile
-from .int4_copies import copy_activations, copy_weights, stage_bytes
-from .int4_products import by_chunks, by_slices, places_of_lanes
-from .int4_ptx import arrive_at, barriers_asm, expect_asm, wait_for
-from .int4_sums import add, by_eight, numbers_of, places_of_sums, send, write
-from .int4_tails import MOST_TAILS, add_tail, count_tails, fetch_tail, send_tail
+from .copies import copy_activations, copy_weights, stage_bytes
+from .products import by_chunks, by_slices, places_of_lanes
+from .ptx import arrive_at, barriers_asm, expect_asm, wait_for
+from .sums import add, by_eight, numbers_of, places_of_sums, send, write
+from .tails import MOST_TAILS, add_tail, count_tails, fetch_tail, send_tail
+from .tile import HopperTile
 
 FEWEST_CUT = gl.constexpr(128)
 """Rows of x in a tile from which on a CTA may begin elsewhere than at an equal share: it costs 0.05 us."""
@@ -294,7 +294,7 @@ def int4_shares_kernel(
 
 
 @dataclass(frozen=True)
-class Tile(int4_tile.Tile):
+class Tile(HopperTile):
     """Slices unpacked together: 4 or 8 by chunks, or 1, between products."""
 
     @property

@@ -1,4 +1,4 @@
-"""The products of a CTA's part of a tile in `int4_shares.py`: words unpacked, multiplied, summed up in fp32.
+"""The products of a CTA's part of a tile in `shares.py`: words unpacked, multiplied, summed up in fp32.
 
 What one warpgroup starts waits in the matrix unit's queue, which takes two or three products of 16 columns;
 at the next it stands still until there is room. So what is unpacked behind all products of a chunk is hidden
@@ -9,16 +9,16 @@ by the last of them only:
     by_slices   unpack 16 columns, start their product, unpack the next 16: more rows. Their words are read
                 while products of the stage before are in the queue
 
-Both wait for a stage of the ring with all lanes and free it once per warp (`int4_ptx.py`), and return the
-sums, the slot behind their last stage and its phase. Not for `int4_invariant.py`, which has its own loop.
+Both wait for a stage of the ring with all lanes and free it once per warp (`ptx.py`), and return the
+sums, the slot behind their last stage and its phase. Not for `invariant.py`, which has its own loop.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .int4_ptx import arrive_at, load4_asm, load_asm, load_pair_asm, wait_for
-from .int4_unpack import operand_of, scale_of, zero_and_scale
+from .ptx import arrive_at, load4_asm, load_asm, load_pair_asm, wait_for
+from .unpack import operand_of, scale_of, zero_and_scale
 
 
 @gluon.constexpr_function

@@ -1,6 +1,6 @@
 """INT4 weights in the order of the matrix unit's registers: packing, reference, portable Triton kernels.
 
-The same bytes feed `int4_hopper.py`, which is the fast path on Hopper; the kernels here run on any GPU that
+The same bytes feed `hopper.py`, which is the fast path on Hopper; the kernels here run on any GPU that
 Triton compiles for, and under its interpreter. Not for activations in fp32.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as

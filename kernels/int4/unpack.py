@@ -1,6 +1,6 @@
-"""INT4 to wgmma's register operand on Hopper: what the two kernels of `int4_hopper.py` share.
+"""INT4 to wgmma's register operand on Hopper: what the two kernels of `hopper.py` share.
 
-Nothing here reads or writes memory. The bytes are those of `int4_swap_ab.py`, where the reference is:
+Nothing here reads or writes memory. The bytes are those of `swap_ab.py`, where the reference is:
 
     shift, lop3      32 numbers 128 + q of a lane's four words, where wgmma wants them: no value changes lanes
     sub 128 + z      q - z, exact;   mul: times the scale                                 (integer zero)

@@ -1,16 +1,17 @@
 """The INT4 product on Hopper: which kernel serves how many rows of which weight, and how its work is cut.
 
-    int4_shares.py    all tiles' K in one row, every CTA an equal share
-    int4_products.py  what it does with a share: words unpacked, multiplied, summed up
-    int4_sums.py      what it does with the sums of a tile that others have a part of
-    int4_tails.py     the same where some CTAs have only tails of tiles, and the others' sums come early
-    int4_tile.py      what both kernels have in common on the host
-    int4_copies.py    how both bring bytes into shared memory
-    int4_unpack.py    what both make of the bytes of `int4_swap_ab.py`, where the reference is
+    shares.py    all tiles' K in one row, every CTA an equal share
+    products.py  what it does with a share: words unpacked, multiplied, summed up
+    sums.py      what it does with the sums of a tile that others have a part of
+    tails.py     the same where some CTAs have only tails of tiles, and the others' sums come early
+    ptx.py       what these four say in PTX
+    tile.py      what both kernels have in common on the host
+    copies.py    how both bring bytes into shared memory
+    unpack.py    what both make of the bytes of `swap_ab.py`, where the reference is
 
 Not for other chips. Tile and cut depend on the bucket of M and on the shape, so nothing compiles for a new M;
 what chose them is measured, by `tests/bench/int4_cuts.py`. Batch-invariant serving has a kernel and rules of
-its own, in `int4_invariant.py` and `int4_invariant_plan.py`.
+its own, in `invariant.py` and `invariant_plan.py`.
 """
 
 import itertools
@@ -22,9 +23,9 @@ import torch
 import triton
 from torch import Tensor
 
-from . import int4_invariant_plan, int4_shares, int4_tails
-from .int4_shares import Tile
-from .int4_tile import MULTIPROCESSORS
+from . import invariant_plan, shares, tails
+from .shares import Tile
+from .tile import MULTIPROCESSORS
 
 MOST_ROWS = 16384
 LONG_K = 8192
@@ -66,9 +67,9 @@ CUT = 2.4 * 256
 
 @dataclass(frozen=True)
 class Shares:
-    """A tile of `int4_shares.py`, the number of CTAs, and what some of them begin later.
+    """A tile of `shares.py`, the number of CTAs, and what some of them begin later.
 
-    head: units of K that the CTA of a tile has, where others have the tails (`int4_tails.py`); or 0
+    head: units of K that the CTA of a tile has, where others have the tails (`tails.py`); or 0
     """
 
     tile: Tile
@@ -125,7 +126,7 @@ def whole_or_shared(tile: Tile, m: int, n: int, k: int) -> Shares:
 def heads_and_tails(tiles: int, units_k: int) -> Shares | None:
     """A CTA for each of so many flat tiles, and one for the tails of every few that has them sent in time."""
     idle = MULTIPROCESSORS - tiles
-    most = int4_tails.MOST_TAILS.value
+    most = tails.MOST_TAILS.value
     each = next((e for e in range(2, most + 1) if tiles % e == 0 and tiles // e <= idle), 0)
     if not each or tiles + tiles // each < 0.9 * MULTIPROCESSORS:
         return None
@@ -143,7 +144,7 @@ def heads_and_tails(tiles: int, units_k: int) -> Shares | None:
 def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
     """Shares for about as many CTAs as the chip holds at once, but rather for so many that cut tiles alike.
 
-    CTAs at the same columns of K find x in L2 together (`int4_shares.py`). And where a tile has many parts,
+    CTAs at the same columns of K find x in L2 together (`shares.py`). And where a tile has many parts,
     they are as equal as its units allow.
     """
     tiles, units_k = tile.number(m, n), triton.cdiv(k, tile.unit)
@@ -158,7 +159,7 @@ def shared(tile: Tile, m: int, n: int, k: int) -> Shares:
         return Shares(tile, tiles * units_k)
     again = math.gcd(count, tiles)
     turn = count // again
-    if tile.m < int4_shares.FEWEST_CUT.value or not 1 < turn <= 4 or tiles > 2 * count:
+    if tile.m < shares.FEWEST_CUT.value or not 1 < turn <= 4 or tiles > 2 * count:
         return Shares(tile, count)  # also where a cut is little of a share, and takes long to find
     return Shares(tile, count, balanced(turn, tiles // again, units_k, tile.unit))
 
@@ -248,12 +249,12 @@ def matmul(
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     operands = words, meta, arrivals
     if batch_invariant:
-        int4_invariant_plan.matmul(x, *operands, y, group_size, fractional)
+        invariant_plan.matmul(x, *operands, y, group_size, fractional)
         return y
     for first in range(0, m, MOST_ROWS):
         some = slice(first, first + MOST_ROWS)
         chosen = plan(len(x[some]), n, k)
-        int4_shares.launch(
+        shares.launch(
             x[some],
             *operands,
             y[some],

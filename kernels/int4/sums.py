@@ -1,16 +1,16 @@
-"""What becomes of a tile's sums in `int4_shares.py`: sent to the tile's owner, or completed and written to y.
+"""What becomes of a tile's sums in `shares.py`: sent to the tile's owner, or completed and written to y.
 
 A multiprocessor stores 22 to 29 bytes a cycle, in whatever way, so from 128 rows of x on sums travel in fp16,
 times a power of two for each thread: 2^-12 of a sum is lost, where y in bf16 keeps 2^-9.
 
-Not for the sums of `int4_invariant.py`, where the part of K that arrives last adds them.
+Not for the sums of `invariant.py`, where the part of K that arrives last adds them.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from .int4_ptx import (
+from .ptx import (
     await_count,
     clear,
     count_one,

@@ -1,4 +1,4 @@
-"""Heads and tails in `int4_shares.py`: one CTA has the first part of each tile, others what is left of a few.
+"""Heads and tails in `shares.py`: one CTA has the first part of each tile, others what is left of a few.
 
     CTA 0 |---- tile 0 ----|          two tiles by three CTAs
     CTA 1 |---- tile 1 ----|
@@ -12,7 +12,7 @@ before they are wanted; those who send have their producer wait until sums are s
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .int4_ptx import (
+from .ptx import (
     arrive_at,
     await_count,
     clear,
@@ -22,7 +22,7 @@ from .int4_ptx import (
     sync_warp,
     wait_for,
 )
-from .int4_sums import add_halves, numbers_of, send_halves
+from .sums import add_halves, numbers_of, send_halves
 
 MOST_TAILS = gl.constexpr(8)
 """Tails of a CTA, which has a barrier for each."""

@@ -1,14 +1,14 @@
 """INT4 product on Hopper for batch-invariant serving, in Gluon: one order of summation for every M.
 
-Where it may depend on M, `int4_shares.py` is faster. `int4_invariant_plan.py` chooses tiles and parts.
+Where it may depend on M, `shares.py` is faster. `invariant_plan.py` chooses tiles and parts.
 
-Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`int4_swap_ab.py`), y [M, N].
+Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`swap_ab.py`), y [M, N].
 
 The weight is the M operand ("swap AB"): `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen requests
 cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
 
     producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
-    the others      ld.shared.v4: a lane's four words of a tile, unpacked by `int4_unpack.py`
+    the others      ld.shared.v4: a lane's four words of a tile, unpacked by `unpack.py`
                     wgmma from registers, asynchronous; the next chunk is unpacked meanwhile
 
 A weight with few tiles is split along K, in as many parts as suit a single row of x. Each part leaves its
@@ -36,9 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import int4_tile
-from .int4_copies import copy_activations, copy_weights, stage_bytes
-from .int4_unpack import operand_of, x_layout, zero_and_scale
+from .copies import copy_activations, copy_weights, stage_bytes
+from .tile import HopperTile
+from .unpack import operand_of, x_layout, zero_and_scale
 
 
 @gluon.constexpr_function
@@ -333,7 +333,7 @@ UNIT = 256
 
 
 @dataclass(frozen=True)
-class Tile(int4_tile.Tile):
+class Tile(HopperTile):
     """Slices unpacked together: 2, 4 or 8.
 
     unit_us  measured on an H200: microseconds of 256 columns of K where every CTA slot is taken

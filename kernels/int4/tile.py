@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .int4_unpack import meta_layout, words_layout, x_layout
+from .unpack import meta_layout, words_layout, x_layout
 
 MULTIPROCESSORS = 132
 ARRIVALS = 1024
@@ -14,7 +14,7 @@ ARRIVALS = 1024
 
 
 @dataclass(frozen=True)
-class Tile:
+class HopperTile:
     """One compiled form of a kernel: a tile of y, and how many of its CTAs a multiprocessor holds.
 
     tiles    tiles of 64 columns in a stage: 1, 2 or 4; slices: of 16 columns unpacked together

@@ -1,4 +1,4 @@
-"""The PTX that `int4_shares.py` speaks where Gluon's own operations would make all warps wait for each other.
+"""The PTX that `shares.py` speaks where Gluon's own operations would make all warps wait for each other.
 
 Gluon puts a barrier of the whole group before every arrival at an mbarrier and every second wait for one, and
 a fence of all memory before a copy into memory it has seen written. Here each warp waits and arrives for

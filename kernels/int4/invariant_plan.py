@@ -1,4 +1,4 @@
-"""Which tile of `int4_invariant.py` serves how many rows, and in how many parts the K of a weight is summed.
+"""Which tile of `invariant.py` serves how many rows, and in how many parts the K of a weight is summed.
 
 By the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. In how many parts
 depends on the shape of the weight alone, so that a row's bits do not depend on what comes with it.
@@ -10,9 +10,9 @@ from functools import lru_cache
 import triton
 from torch import Tensor
 
-from . import int4_invariant
-from .int4_invariant import UNIT, Tile
-from .int4_tile import ARRIVALS, MULTIPROCESSORS
+from . import invariant
+from .invariant import UNIT, Tile
+from .tile import ARRIVALS, MULTIPROCESSORS
 
 BUCKETS = {
     8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
@@ -92,7 +92,7 @@ def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
 def matmul(
     x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
 ) -> None:
-    """x [M, K] @ w.T into y [M, N]; as `int4_hopper.matmul` but for the order of summation."""
+    """x [M, K] @ w.T into y [M, N]; as `hopper.matmul` but for the order of summation."""
     m, n = y.shape
     if m == 0:
         return
@@ -101,6 +101,6 @@ def matmul(
     rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
     for first in range(0, m, rows):
         some = slice(first, first + rows)
-        int4_invariant.launch(
+        invariant.launch(
             x[some], words, meta, arrivals, y[some], group_size, fractional, tile, parts, ordered
         )
