@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from .files import write_json
@@ -52,11 +53,16 @@ def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[st
     return {
         "device": device_name(problem.device),
         "versions": kernel_versions(),
-        "source": source_digest(Path(__file__).resolve().parents[1]),
+        "source": _own_source(),
         "shape": shape_key(problem),
         "ms": list(ms),
         "layouts": list(layouts),
     }
+
+
+@cache
+def _own_source() -> str:
+    return source_digest(Path(__file__).resolve().parents[1])
 
 
 def source_digest(root: Path) -> str:

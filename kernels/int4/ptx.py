@@ -139,23 +139,17 @@ def send_halves_asm(offset):
 
 @gluon.constexpr_function
 def send_scale_asm(offset):
+    """A number to scratch memory, `offset` bytes behind an address."""
     results = [f"mov.u32 ${i}, 0;" for i in range(4)]
     return lines(f"st.global.f32 [$8+{offset}], $4;", *results)
 
 
 @gluon.constexpr_function
-def count_asm(of):
+def by_first_asm(of, instruction):
+    """What thread 0 ("tid.x") or lane 0 ("laneid") does with the counter `$1`."""
     return lines(
         ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
-        "@p red.release.gpu.global.add.u32 [$1], 1;", "mov.u32 $0, 0;",
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def clear_asm(of):
-    return lines(
-        ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
-        "@p st.global.b32 [$1], 0;", "mov.u32 $0, 0;",
+        f"@p {instruction};", "mov.u32 $0, 0;",
     )  # fmt: skip
 
 
@@ -169,10 +163,11 @@ def await_asm():
 
 @gluon.jit
 def count_one(counter, OF: gl.constexpr):
-    """Thread 0 ("tid.x") or lane 0 ("laneid") counts one; who sees that sees what it has seen written."""
+    """The first thread or lane counts one; who sees that sees what it has seen written."""
     gl.inline_asm_elementwise(
-        count_asm(OF), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
+        by_first_asm(OF, "red.release.gpu.global.add.u32 [$1], 1"), "=r,l", [counter.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -185,8 +180,9 @@ def await_count(counter, wanted):
 @gluon.jit
 def clear(counter, OF: gl.constexpr):
     gl.inline_asm_elementwise(
-        clear_asm(OF), "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
+        by_first_asm(OF, "st.global.b32 [$1], 0"), "=r,l", [counter.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

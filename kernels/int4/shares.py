@@ -93,34 +93,40 @@ def after(tile_n, tile_m, k, base, stages_k, tiles_m):
 
 
 @gluon.jit
+def start_first(
+    words_desc, meta_desc, x_desc, ring, place, base, number, stages_k, tiles_m,
+    WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    GROUP: gl.constexpr, READY: gl.constexpr,
+):  # fmt: skip
+    """Start copying to all slots of the empty ring; the place behind them."""
+    n, m, k = place
+    for slot in gl.static_range(STAGES):
+        start_copies(
+            words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, WEIGHTS, ACTIVATIONS,
+            TILES, GROUP, READY,
+        )  # fmt: skip
+        n, m, k = after(n, m, k, base, stages_k, tiles_m)
+    return n, m, k
+
+
+@gluon.jit
 def produce(
     x_desc, words_desc, meta_desc, ring, tails, place, base, number, stages_k, tiles_m,
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
     WORDS: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr, SENT: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
     """The one warp that starts the copies of `number` stages from `place` on."""
-    tile_n, tile_m, first = place
     # The weights do not depend on the kernel before this one, so the first of them need not wait for its end;
     # the activations do.
-    n = tile_n
-    m = tile_m
-    k = first
-    for slot in gl.static_range(STAGES):
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, True, False,
-            TILES, GROUP, READY,
-        )  # fmt: skip
-        n, m, k = after(n, m, k, base, stages_k, tiles_m)
+    start_first(
+        words_desc, meta_desc, x_desc, ring, place, base, number, stages_k, tiles_m, True, False,
+        STAGES, TILES, GROUP, READY,
+    )  # fmt: skip
     gdc_wait()
-    n = tile_n
-    m = tile_m
-    k = first
-    for slot in gl.static_range(STAGES):
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, k, m, n, slot < number, False, True,
-            TILES, GROUP, READY,
-        )  # fmt: skip
-        n, m, k = after(n, m, k, base, stages_k, tiles_m)
+    n, m, k = start_first(
+        words_desc, meta_desc, x_desc, ring, place, base, number, stages_k, tiles_m, False, True,
+        STAGES, TILES, GROUP, READY,
+    )  # fmt: skip
     slot = 0
     phase = 0
     for _stage in range(STAGES, number):

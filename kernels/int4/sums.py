@@ -1,7 +1,8 @@
 """What becomes of a tile's sums in `shares.py`: sent to the tile's owner, or completed and written to y.
 
 A multiprocessor stores 22 to 29 bytes a cycle, in whatever way, so from 128 rows of x on sums travel in fp16,
-times a power of two for each thread: 2^-12 of a sum is lost, where y in bf16 keeps 2^-9.
+times a power of two for each thread: at most 2^-11 of a sum is lost, and of what is under 2^-29 of the
+thread's greatest more. y loses up to 2^-8 in bf16, 2^-11 in fp16.
 
 Not for the sums of `invariant.py`, where the part of K that arrives last adds them.
 """
@@ -55,7 +56,7 @@ def places_of_sums(BN: gl.constexpr):
 
 @gluon.constexpr_function
 def numbers_of(rows, columns):
-    """fp32 numbers of scratch memory that the sums of a CTA take, in fp16 with their scales."""
+    """Scratch memory for the sums of a CTA, in fp32 numbers; from `HALVES` rows of x on fp16 and scales."""
     return rows * columns // 2 + rows * 2 if columns >= HALVES else rows * columns
 
 

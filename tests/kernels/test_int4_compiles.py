@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INVARIANT = [tile for tiles in invariant_plan.BUCKETS.values() for tile in tiles]
 SHARES = list(hopper.TILES)
+SHARES_AND_TAILS = [*((tile, False) for tile in SHARES), (hopper.FLAT, True)]
 ORDERED = list(invariant_plan.ORDERED_TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
@@ -87,6 +88,10 @@ def name_of(tile) -> str:
     return f"{type(tile).__module__[-6:]}{tile.m}x{tile.n}r{tile.resident}"
 
 
+def form_of(one) -> str:
+    return ("tails" if one else "shares") if isinstance(one, bool) else name_of(one)
+
+
 @pytest.mark.parametrize(
     ("tile", "form"),
     [
@@ -112,9 +117,7 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
     assert tile.resident * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
 
 
-@pytest.mark.parametrize(
-    ("tile", "tails"), [*((tile, False) for tile in SHARES), (hopper.FLAT, True)], ids=str
-)
+@pytest.mark.parametrize(("tile", "tails"), SHARES_AND_TAILS, ids=form_of)
 def test_warps_of_a_share_do_not_wait_for_each_other(tile, tails, tmp_path):
     instructions = disassembled(compiled(tile, tails=tails), tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
@@ -122,21 +125,28 @@ def test_warps_of_a_share_do_not_wait_for_each_other(tile, tails, tmp_path):
     assert not [text for text in between if text.startswith(("BAR", "MEMBAR"))]
 
 
-@pytest.mark.parametrize("tile", SHARES, ids=name_of)
-def test_the_ring_lies_where_the_ptx_looks_for_it(tile):
-    kernel = compiled(tile)
+@pytest.mark.parametrize(("tile", "tails"), SHARES_AND_TAILS, ids=form_of)
+def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
+    kernel = compiled(tile, tails=tails)
     others = [int(offset) for offset in re.findall(r"global_smem\+(\d+)", kernel.asm["ptx"])]
     # Whatever else the compiler keeps in shared memory comes behind, so the ring is at the start.
     assert others
     assert 0 < kernel.metadata.shared - min(others) < 1024
 
 
-@pytest.mark.parametrize("tile", [INVARIANT[1], SHARES[0], *SHARES[-3:-1]], ids=name_of)
+@pytest.mark.parametrize(
+    ("tile", "tails"),
+    [(INVARIANT[1], False), SHARES_AND_TAILS[0], *SHARES_AND_TAILS[-4:-2], SHARES_AND_TAILS[-1]],
+    ids=form_of,
+)
 @pytest.mark.parametrize(
     ("group_size", "fractional", "half"), [(64, False, True), (32, True, False), (128, True, True)]
 )
-def test_every_form_of_the_weight_compiles_without_spills(tile, group_size, fractional, half, tmp_path):
-    notes = assembler_notes(compiled(tile, group_size, fractional, half, odd_rows=True), tmp_path)
+def test_every_form_of_the_weight_compiles_without_spills(
+    tile, tails, group_size, fractional, half, tmp_path
+):
+    kernel = compiled(tile, group_size, fractional, half, odd_rows=True, tails=tails)
+    notes = assembler_notes(kernel, tmp_path)
     assert "0 bytes spill stores" in notes
     assert "serialized" not in notes
 

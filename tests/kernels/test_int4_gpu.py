@@ -33,6 +33,15 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
     return Int4Weight(codes, scale, zero if fractional else zero.to(torch.uint8), group_size)
 
 
+def operands_of(weight: Int4Weight, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the shares are launched with; skips on a chip that they are not for."""
+    refusal = SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda")))
+    if refusal is not None:
+        pytest.skip(refusal)
+    packed = SWAP_AB.pack(weight, dtype)
+    return [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+
+
 def exact(weight: Int4Weight) -> torch.Tensor:
     codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(weight.shape).double()
     spread = weight.group_size
@@ -66,10 +75,7 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
 def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractional, dtype):
     """A CTA for a tile, some, parts of one, two of three; and shares that begin and end within tiles."""
     weight = random_weight(n, k, group_size, fractional)
-    if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
-        return
-    packed = SWAP_AB.pack(weight, dtype)
-    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    operands = operands_of(weight, dtype)
     x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
     tiles, units = 2 * -(-n // tile.n), -(-k // tile.unit)
@@ -77,7 +83,7 @@ def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractiona
     counts = {tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4, tiles * 3 // 2}
     for count in sorted(counts):
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)
-        shares.launch(x, *operands, y, packed.meta["group_size"], fractional, tile, min(count, slots))
+        shares.launch(x, *operands, y, group_size, fractional, tile, min(count, slots))
         assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), count
         assert not operands[2].any(), count
 
@@ -90,10 +96,7 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
     """Turns of CTAs for one, two or three tiles of sixteen units and more, as `balanced` may cut them."""
     n, k = 6 * tile.n, 16 * tile.unit
     weight = random_weight(n, k, 128, False)
-    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
-        return
-    packed = SWAP_AB.pack(weight, torch.bfloat16)
-    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    operands = operands_of(weight, torch.bfloat16)
     x = torch.randn(tile.m, k, device="cuda", dtype=torch.bfloat16)
     expected = x.double() @ exact(weight).T
     for tiles in (1, 2, 3):
@@ -114,10 +117,7 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
 def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fractional, dtype):
     tile = hopper.FLAT
     weight = random_weight(n, k, group_size, fractional)
-    if SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda"))) is not None:
-        return
-    packed = SWAP_AB.pack(weight, dtype)
-    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    operands = operands_of(weight, dtype)
     units = -(-k // tile.unit)
     for m in (tile.m - 3, 2 * tile.m - 3):
         tiles = tile.number(m, n)
@@ -142,10 +142,7 @@ def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, 
     """Sums travel in fp16 by scales that rows share: small ones beside large, or beside infinite ones."""
     n, k = 6 * tile.n, 16 * tile.unit
     weight = random_weight(n, k, 128, False)
-    if SWAP_AB.refuses(Problem.of(weight, torch.bfloat16, torch.device("cuda"))) is not None:
-        return
-    packed = SWAP_AB.pack(weight, torch.bfloat16)
-    operands = [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    operands = operands_of(weight, torch.bfloat16)
     decades = 0 if infinite else 8
     sizes = 10 ** (decades * (torch.rand(tile.m, 1, device="cuda") - 0.5))
     x = (torch.randn(tile.m, k, device="cuda") * sizes).to(torch.bfloat16)
@@ -158,7 +155,7 @@ def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, 
         y = torch.full((tile.m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         shares.launch(x, *operands, y, 128, False, tile, count, head=head)
         errors = (y.double() - expected)[finite].norm(dim=1) / expected[finite].norm(dim=1)
-        assert errors.max() <= 1.5 * MAX_ERROR, (count, head)
+        assert errors.max() <= MAX_ERROR, (count, head)
         assert not y[~finite].isfinite().any()
 
 
