@@ -79,14 +79,14 @@ PARTS = [
     bench("streaming", 130, "streaming.py", "qwen3-8b", "--n", "128"),
     bench("kv-formats", 230, "kv_formats.py", "--formats", "unquantized", "fp8"),
     bench("attention", 120, "attention.py"),
-    bench("int4-engine", 100, "int4_engine.py"),
+    bench("int4-engine", 150, "int4_engine.py"),
     bench("linear-8b", 60, "linear.py", "--model", "qwen3-8b", "--layouts", "swap_ab"),
     bench("linear-4b", 60, "linear.py", "--model", "qwen3-4b", "--layouts", "swap_ab"),
     bench("linear-70b", 90, "linear.py", "--model", "llama3-70b", "--layouts", "swap_ab"),
     bench("linear-peers", 300, "linear.py", "--m", "1,8,16,32,64,128,256,512", "--tuning-ms", "20"),
     bench("chooser", 120, "chooser.py"),
     bench("load", 70, "load.py", *IN_MEMORY),
-    bench("replay", 200, "replay.py", "--layers", "4"),
+    bench("replay", 240, "replay.py", "--layers", "4"),
 ]  # fmt: skip
 
 
