@@ -17,7 +17,7 @@ from ..layouts.plan import LayoutPlan, ShapeChoice, shape_key
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.checkpoint import open_checkpoint
 from .device import resolve_device, resolve_dtype
-from .load import problems
+from .model_loader.load_model import problems
 
 
 @dataclass(frozen=True)

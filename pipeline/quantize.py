@@ -1,6 +1,6 @@
 """Quantizing a checkpoint into an artifact folder: shard by shard, in bounded memory, resumable.
 
-What is quantized, and how, is the recipe's (`quantization_plan.py`); the bytes are the convention's.
+What is quantized, and how, is the recipe's (`quantization/tasks.py`); the bytes are the convention's.
 """
 
 import errno
@@ -23,12 +23,12 @@ from .checkpoints.baseline import remember_source
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
 from .conventions.all_conventions import EXPORTS
 from .conventions.convention import ExportConvention
-from .loading.skeleton import default_dtype
-from .quantizing.base_metadata import read_base_metadata
-from .quantizing.quantization_plan import QuantizationPlan, Step, make_plan
-from .quantizing.shard_writer import ShardWriter, header_room
-from .quantizing.step_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
-from .quantizing.work_record import (
+from .model_loader.skeleton import default_dtype
+from .quantization.base_metadata import read_base_metadata
+from .quantization.shard_writer import ShardWriter, header_room
+from .quantization.tasks import QuantizationPlan, Step, make_plan
+from .quantization.weight_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
+from .quantization.work_record import (
     FinishedShard,
     WorkRecord,
     clear_folder,

@@ -1,6 +1,6 @@
 """Recipes: a YAML file that says how each linear layer is quantized, read and checked line by line.
 
-Not for applying one to a model; `quantization_plan.py` does that.
+Not for applying one to a model; `quantization/tasks.py` does that.
 """
 
 import difflib

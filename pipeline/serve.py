@@ -100,7 +100,7 @@ def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
     from .checkpoints.checkpoint import open_checkpoint
     from .checkpoints.kv_cache import FP8, kv_cache_of
     from .device import resolve_device, resolve_dtype
-    from .load import load_model
+    from .model_loader.load_model import load_model
 
     kv_cache = kv_cache_of(open_checkpoint(options.folder), options.kv_cache_dtype)
     if kv_cache.kv_format == FP8 and not kv_cache.scales:
@@ -118,7 +118,7 @@ def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
 def describe(folder: Path) -> ModelDescription:
     """What the API process has to know of the model: its tokenizer and its maker's sampling defaults."""
     from .checkpoints.checkpoint import open_checkpoint
-    from .load import load_tokenizer
+    from .model_loader.load_model import load_tokenizer
 
     checkpoint = open_checkpoint(str(folder))
     defaults = sampling_defaults(checkpoint)

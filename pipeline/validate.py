@@ -27,11 +27,11 @@ from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.kv_cache import AUTO, kv_cache_of
 from .device import DTYPES, resolve_device
-from .load import problems
+from .model_loader.load_model import problems
 from .report.write import write_report
-from .validating.engines import EMBEDDED, EngineOptions, endpoint_of, is_url
-from .validating.in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
-from .validating.subject import describe_subject
+from .validation.engines import EMBEDDED, EngineOptions, endpoint_of, is_url
+from .validation.in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
+from .validation.subject import describe_subject
 
 REPORT_FOLDER = "serving_check"
 QUALITY_TOKENS = 8192

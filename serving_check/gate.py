@@ -20,12 +20,12 @@ from .checks.quality import check_quality
 from .checks.reached import check_reached, most_running
 from .checks.throughput import check_throughput
 from .endpoints import Endpoint
-from .load import LoadResult, LoadSpec, run_load
 from .measurement import Block, MeasuredM, output_throughput
 from .quality import Comparison
 from .settings import Bounds, LoadSettings
 from .statistics import FIRST_LOOK, Decision, SequentialPlan, block_order, decide
 from .verdict import CheckResult, CurvePoint
+from .workload import LoadResult, LoadSpec, run_load
 
 CANARY_LENGTH = 32
 CANARY_PROMPT = 32

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from .load import LoadResult, RequestRecord, percentile
-from .load.engine_work import EngineWork
 from .statistics import Decision, block_log_ratio
 from .verdict import CurvePoint, ServingFigures, finite
+from .workload import LoadResult, RequestRecord, percentile
+from .workload.engine_work import EngineWork
 
 SLOWEST = 95
 """The percentile of a repeat's requests that stands for its slowest: one straggler is not yet a pattern."""

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ..load import LoadResult
 from ..measurement import MeasuredM
 from ..verdict import CheckResult
+from ..workload import LoadResult
 
 NAME = "no failed requests"
 SHOWN = 3

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from ..load import LoadResult
 from ..measurement import MeasuredM, slowest_tpot, slowest_ttft
 from ..settings import Bounds
 from ..statistics import interval
 from ..verdict import CheckResult, Status
+from ..workload import LoadResult
 
 NAME = "latency"
 ERROR = 0.05

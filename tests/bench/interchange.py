@@ -25,7 +25,7 @@ from scalegate.layouts.files import write_json
 from scalegate.layouts.int4 import Int4Weight, pack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.verdict import Verdict
 from transformers import AutoTokenizer

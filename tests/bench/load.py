@@ -24,7 +24,7 @@ WEIGHTS = {
 }  # fmt: skip
 CHILD = """
 import json, sys, time, torch
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
 folder, device, layout = sys.argv[1:]
 on_gpu = device != "cpu"
 if on_gpu:

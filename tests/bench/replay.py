@@ -22,7 +22,7 @@ from scalegate.layouts.files import write_json
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
-from scalegate.pipeline.validating.engines import EMBEDDED, EngineOptions, endpoint_of
+from scalegate.pipeline.validation.engines import EMBEDDED, EngineOptions, endpoint_of
 from scalegate.serving_check.settings import LoadSettings
 from scalegate.serving_check.verdict import Verdict
 from transformers import AutoModelForCausalLM, Qwen3Config

@@ -26,7 +26,7 @@ from scalegate.layouts.files import write_json
 from scalegate.serving_check.checks.compilations import compilations
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.endpoints.prometheus_text import total
-from scalegate.serving_check.load.engine_work import EngineWork, difference
+from scalegate.serving_check.workload.engine_work import EngineWork, difference
 from transformers import AutoTokenizer
 
 TEXT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from scalegate.pipeline.quantizers.hqq import quantize_int4
+from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 
 GROUP_SIZE = 128
 QWEN3_8B = {

@@ -61,7 +61,7 @@ def timed_start(checkpoint: Path, device: str, caches: dict[str, str]) -> dict[s
 
 def first_token(checkpoint: Path, device: str) -> dict[str, float]:
     """Seconds since this process began to run, at the end of each stage."""
-    import scalegate.pipeline.load  # noqa: F401 - its share of the time is shown
+    import scalegate.pipeline.model_loader.load_model  # noqa: F401 - its share of the time is shown
     from scalegate.pipeline.serve import ModelOptions, build_engine
     from scalegate.serving_check.engine.engine import Engine  # noqa: F401
     from scalegate.serving_check.engine.request import EngineConfig, SamplingParams

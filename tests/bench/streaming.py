@@ -24,9 +24,9 @@ import scalegate.pipeline  # noqa: F401
 from scalegate.layouts.files import write_json
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
-from scalegate.serving_check.load import LoadResult, LoadSpec, run_load
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
+from scalegate.serving_check.workload import LoadResult, LoadSpec, run_load
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import SHAPES, random_model, random_prompts

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.validating.engines import EMBEDDED, VLLM, EngineOptions, endpoint_of
-from scalegate.pipeline.validating.in_process import LoadOptions, read_held_out, take_figures
+from scalegate.pipeline.validation.engines import EMBEDDED, VLLM, EngineOptions, endpoint_of
+from scalegate.pipeline.validation.in_process import LoadOptions, read_held_out, take_figures
 from scalegate.serving_check.settings import LoadSettings
 
 

@@ -14,7 +14,7 @@ from scalegate.layouts.timing import TimingBudget
 from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.layout import layout
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.report.layout_table import layout_table
 

@@ -15,8 +15,8 @@ from scalegate.pipeline.checkpoints.baseline import open_baseline
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.quantizers.hqq import quantize_int4
 from scalegate.pipeline.recipe import Recipe
 
 RECIPE = Recipe("test", group_size=128)

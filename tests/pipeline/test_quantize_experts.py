@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.artifact import Artifact
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.quantizers.hqq import quantize_int4
 from scalegate.pipeline.recipe import Recipe, Rule
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline import quantize as module
+from scalegate.pipeline.quantization.work_record import RECORD_NAME
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.quantizing.work_record import RECORD_NAME
 from scalegate.pipeline.recipe import Recipe
 
 RECIPE = Recipe("test", group_size=128)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantizing.quantization_plan import make_plan
+from scalegate.pipeline.quantization.tasks import make_plan
 from scalegate.pipeline.recipe import Recipe, Rule, load_recipe, shipped_recipes
 
 LAYER = "model.layers.0"

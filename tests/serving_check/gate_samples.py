@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from scalegate.serving_check.endpoints import Endpoint
 from scalegate.serving_check.environment import describe_environment
-from scalegate.serving_check.load import LoadResult, LoadSpec, MetricsSample, RequestRecord
 from scalegate.serving_check.measurement import Block, MeasuredM
 from scalegate.serving_check.settings import Bounds, LoadSettings
 from scalegate.serving_check.statistics import SequentialPlan, decide
 from scalegate.serving_check.verdict import CheckResult, Subject, Verdict, overall_status
+from scalegate.serving_check.workload import LoadResult, LoadSpec, MetricsSample, RequestRecord
 
 ARTIFACT = Endpoint("http://artifact", "artifact")
 BASELINE = Endpoint("http://baseline", "baseline")

@@ -6,10 +6,10 @@ import pytest
 from scalegate.serving_check.checks.diagnosis import Diagnosis
 from scalegate.serving_check.checks.loads import Loaded
 from scalegate.serving_check.gate import Served, canary_prompts, judge, load_spec, measure
-from scalegate.serving_check.load.prompts import prompts
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, LoadSettings
 from scalegate.serving_check.verdict import overall_status
+from scalegate.serving_check.workload.prompts import prompts
 
 from .gate_samples import ARTIFACT, BASELINE, simulated_run
 

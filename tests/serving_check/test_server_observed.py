@@ -10,9 +10,9 @@ from scalegate.serving_check.checks.compilations import check_compilations, comp
 from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
 from scalegate.serving_check.checks.reached import check_reached, most_running
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.load import LoadSpec, run_load
 from scalegate.serving_check.measurement import serving_figures
 from scalegate.serving_check.settings import Bounds
+from scalegate.serving_check.workload import LoadSpec, run_load
 
 from .gate_samples import sample_verdict
 

@@ -11,9 +11,9 @@ from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.publishing import card
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.push import require_passing_verdict
-from scalegate.pipeline.quantizing.base_metadata import read_base_metadata
+from scalegate.pipeline.quantization.base_metadata import read_base_metadata
 from scalegate.pipeline.recipe import load_recipe
-from scalegate.pipeline.validating import engines
+from scalegate.pipeline.validation import engines
 from scalegate.serving_check.settings import Bounds, LoadSettings
 
 NAME = "org/base-INT4"

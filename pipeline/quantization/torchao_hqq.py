@@ -1,6 +1,6 @@
 """torchao's own HQQ, with its fractional zero points, in our weight format; only torchao's form stores it.
 
-Not the default: `hqq.py` is faster, more accurate and readable by every engine.
+Not the default: `int4_least_squares.py` is faster, more accurate and readable by every engine.
 """
 
 import torch

@@ -21,7 +21,7 @@ from ...serving_check.engine.stored_kv import OverStoredKV
 from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.kv_cache import UNQUANTIZED, kv_cache_of
-from ..load import LoadedModel, load_model, load_tokenizer
+from ..model_loader.load_model import LoadedModel, load_model, load_tokenizer
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
 WINDOW = 512

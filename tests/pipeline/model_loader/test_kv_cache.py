@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.checkpoints.kv_cache import kv_cache_of
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.serve import ModelOptions, build_engine
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
 

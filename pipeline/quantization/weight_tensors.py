@@ -14,10 +14,10 @@ from ...layouts.int4 import Int4Weight
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
-from ..quantizers.hqq import Solved, quantize_int4
-from ..quantizers.torchao_hqq import quantize_int4_fractional
 from ..recipe import Recipe
+from .int4_least_squares import Solved, quantize_int4
 from .linear_weights import LinearWeight
+from .torchao_hqq import quantize_int4_fractional
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
 """Weights read and solved together: besides its result, a step holds no more than fp32 copies of a block."""

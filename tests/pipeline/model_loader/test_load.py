@@ -12,7 +12,7 @@ from scalegate.layouts.layout import Problem
 from scalegate.layouts.linear import QuantizedLinear
 from scalegate.layouts.plan import LayoutPlan, ShapeChoice, shape_key
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.load import load_model, problems
+from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn
 from transformers import AutoModelForCausalLM
 

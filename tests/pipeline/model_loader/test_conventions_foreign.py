@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from scalegate.layouts.linear import QuantizedLinear
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATS = {

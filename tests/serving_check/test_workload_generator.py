@@ -10,9 +10,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.load import LoadResult, LoadSpec, RequestRecord, percentile, run_load
-from scalegate.serving_check.load.generator import run_load_async
-from scalegate.serving_check.load.prompts import prompts
+from scalegate.serving_check.workload import LoadResult, LoadSpec, RequestRecord, percentile, run_load
+from scalegate.serving_check.workload.generator import run_load_async
+from scalegate.serving_check.workload.prompts import prompts
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 

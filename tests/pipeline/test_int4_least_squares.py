@@ -4,9 +4,9 @@ import pytest
 import torch
 from scalegate.layouts.int4 import Int4Weight, unpack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantizers import hqq
-from scalegate.pipeline.quantizers.hqq import quantize_int4
-from scalegate.pipeline.quantizers.torchao_hqq import quantize_int4_fractional
+from scalegate.pipeline.quantization import int4_least_squares as hqq
+from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
+from scalegate.pipeline.quantization.torchao_hqq import quantize_int4_fractional
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.safetensors_file import read_header
-from scalegate.pipeline.loading import device_reader
-from scalegate.pipeline.loading.device_reader import DeviceReader
+from scalegate.pipeline.model_loader import device_reader
+from scalegate.pipeline.model_loader.device_reader import DeviceReader
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

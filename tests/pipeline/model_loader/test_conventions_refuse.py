@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline.load import load_model
+from scalegate.pipeline.model_loader.load_model import load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROJECTION = "model.layers.0.self_attn.q_proj"

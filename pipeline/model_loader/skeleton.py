@@ -1,6 +1,6 @@
 """The unmodified transformers model of a checkpoint with no weights in it: parameters on meta, buffers real.
 
-Not for loading weights (`load.py`) nor for naming them (`weight_map.py`).
+Not for loading weights (`load_model.py`) nor for naming them (`weight_map.py`).
 """
 
 import re

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..layouts.errors import UserError
-from ..layouts.layout import Problem
-from ..layouts.plan import LayoutPlan
-from .artifact import MANIFEST_NAME, Artifact
-from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .conventions.all_conventions import convention_of
-from .conventions.convention import Convention, StoredWeight
-from .loading.skeleton import build_skeleton, default_dtype
-from .loading.weight_loader import LayoutPicker, WeightLoader, listed
+from ...layouts.errors import UserError
+from ...layouts.layout import Problem
+from ...layouts.plan import LayoutPlan
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..conventions.all_conventions import convention_of
+from ..conventions.convention import Convention, StoredWeight
+from .skeleton import build_skeleton, default_dtype
+from .weight_loader import LayoutPicker, WeightLoader, listed
 
 
 @dataclass
