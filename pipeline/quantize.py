@@ -26,7 +26,7 @@ from .conventions.convention import ExportConvention
 from .model_loader.skeleton import default_dtype
 from .quantization.base_metadata import read_base_metadata
 from .quantization.shard_writer import ShardWriter, header_room
-from .quantization.tasks import QuantizationPlan, Step, make_plan
+from .quantization.tasks import QuantizationTasks, WeightTask, make_plan
 from .quantization.weight_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
 from .quantization.work_record import (
     FinishedShard,
@@ -55,7 +55,7 @@ class QuantizeJob:
 
     checkpoint: Checkpoint
     recipe: Recipe
-    plan: QuantizationPlan
+    plan: QuantizationTasks
     export: str
     convention: ExportConvention
     quantization_config: dict[str, Any]
@@ -101,7 +101,7 @@ def quantize(
             _notice(f"{', '.join(damaged)} changed since it was written; making it again", progress)
         for leftover in folder.rglob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
-        shards = _divide(checkpoint, job.plan.steps, max_shard_bytes)
+        shards = _divide(checkpoint, job.plan.tasks, max_shard_bytes)
         _write_shards(job, record, shards, progress)
         _write_rest(job, record, shards, copied)
         artifact = _artifact(job, record, parameters)
@@ -124,9 +124,9 @@ def prepare(
     plan = make_plan(checkpoint, recipe)
     sizes = plan.group_sizes
     config = convention.quantization_config(sizes, recipe.symmetric, plan.ignore, plan.embeddings)
-    steps = [step for step in plan.steps if step.group_size is not None and step.linear is not None]
-    shapes = {step.linear.module: (step.linear.n, step.linear.k) for step in steps if step.linear}
-    plain = [_plain_name(step) for step in plan.steps if step.group_size is None]
+    tasks = [task for task in plan.tasks if task.group_size is not None and task.linear is not None]
+    shapes = {task.linear.module: (task.linear.n, task.linear.k) for task in tasks if task.linear}
+    plain = [_plain_name(task) for task in plan.tasks if task.group_size is None]
     metadata = convention.file_metadata(sizes, shapes, plain)
     dtype = default_dtype(checkpoint)
     solver = WeightSolver(recipe, dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
@@ -143,8 +143,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _plain_name(step: Step) -> str:
-    return f"{step.linear.module}.weight" if step.linear else step.tensor
+def _plain_name(task: WeightTask) -> str:
+    return f"{task.linear.module}.weight" if task.linear else task.tensor
 
 
 def _parameters(job: QuantizeJob, max_shard_bytes: int, progress: bool) -> dict[str, Any]:
@@ -170,16 +170,18 @@ def _parameters(job: QuantizeJob, max_shard_bytes: int, progress: bool) -> dict[
     }
 
 
-def _divide(checkpoint: Checkpoint, steps: list[Step], max_shard_bytes: int) -> dict[str, list[Step]]:
-    """Consecutive steps to files of at most `max_shard_bytes`, unless one step alone is larger."""
-    groups: list[list[Step]] = [[]]
+def _divide(
+    checkpoint: Checkpoint, tasks: list[WeightTask], max_shard_bytes: int
+) -> dict[str, list[WeightTask]]:
+    """Consecutive tasks to files of at most `max_shard_bytes`, unless one task alone is larger."""
+    groups: list[list[WeightTask]] = [[]]
     size = 0
-    for step in steps:
-        nbytes = _output_bytes(checkpoint, step)
+    for task in tasks:
+        nbytes = _output_bytes(checkpoint, task)
         if groups[-1] and size + nbytes > max_shard_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(step)
+        groups[-1].append(task)
         size += nbytes
     if len(groups) == 1:
         return {SINGLE_NAME: groups[0]}
@@ -187,27 +189,27 @@ def _divide(checkpoint: Checkpoint, steps: list[Step], max_shard_bytes: int) -> 
     return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def _output_bytes(checkpoint: Checkpoint, step: Step) -> int:
-    info = checkpoint.tensors[step.tensor]
-    if step.linear is None:
+def _output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
+    info = checkpoint.tensors[task.tensor]
+    if task.linear is None:
         return info.nbytes * (2 if info.dtype.itemsize == 1 else 1)
-    elements = step.linear.n * step.linear.k
-    return elements * 2 if step.group_size is None else elements // 2 + 3 * elements // step.group_size
+    elements = task.linear.n * task.linear.k
+    return elements * 2 if task.group_size is None else elements // 2 + 3 * elements // task.group_size
 
 
-def _source_bytes(checkpoint: Checkpoint, step: Step) -> int:
-    info = checkpoint.tensors[step.tensor]
-    return info.nbytes if step.linear is None else step.linear.n * step.linear.k * info.dtype.itemsize
+def _source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
+    info = checkpoint.tensors[task.tensor]
+    return info.nbytes if task.linear is None else task.linear.n * task.linear.k * info.dtype.itemsize
 
 
 def _write_shards(
-    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[Step]], progress: bool
+    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[WeightTask]], progress: bool
 ) -> None:
-    steps = [step for group in shards.values() for step in group]
-    total = sum(_source_bytes(job.checkpoint, step) for step in steps)
-    done_steps = [step for name in record.shards for step in shards[name]]
-    done = sum(_source_bytes(job.checkpoint, step) for step in done_steps)
-    count = len(done_steps)
+    tasks = [task for group in shards.values() for task in group]
+    total = sum(_source_bytes(job.checkpoint, task) for task in tasks)
+    done_tasks = [task for name in record.shards for task in shards[name]]
+    done = sum(_source_bytes(job.checkpoint, task) for task in done_tasks)
+    count = len(done_tasks)
     with _bar(total, "quantizing", progress, done) as bar:
         for name, group in shards.items():
             if name in record.shards:
@@ -216,44 +218,44 @@ def _write_shards(
             path = record.folder / name
             room = header_room(_names_with_room(group), job.file_metadata)
             with atomic_path(path) as partial, ShardWriter(partial, room, job.file_metadata) as writer:
-                for step in group:
-                    modules |= _carry_out(job, step, writer)
+                for task in group:
+                    modules |= _carry_out(job, task, writer)
                     count += 1
-                    bar.set_postfix_str(f"{count}/{len(steps)} tensors", refresh=False)
-                    bar.update(_source_bytes(job.checkpoint, step))
+                    bar.set_postfix_str(f"{count}/{len(tasks)} tensors", refresh=False)
+                    bar.update(_source_bytes(job.checkpoint, task))
             record.finish(name, FinishedShard(FileRecord(path.stat().st_size, sha256_of(path)), modules))
 
 
-def _names_with_room(steps: list[Step]) -> Iterator[str]:
-    """Names at least as long and as many as the tensors these steps make."""
-    for step in steps:
-        if step.linear is None:
-            yield step.tensor
+def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
+    """Names at least as long and as many as the tensors these tasks make."""
+    for task in tasks:
+        if task.linear is None:
+            yield task.tensor
         else:
             for tensor in TENSORS_OF_A_LINEAR:
-                yield f"{step.linear.module}._weight_{tensor}_and_more"
+                yield f"{task.linear.module}._weight_{tensor}_and_more"
 
 
-def _carry_out(job: QuantizeJob, step: Step, writer: ShardWriter) -> dict[str, dict[str, Any]]:
-    """Write one step's tensors; what was measured on a quantized module, by its name."""
-    checkpoint, linear = job.checkpoint, step.linear
+def _carry_out(job: QuantizeJob, task: WeightTask, writer: ShardWriter) -> dict[str, dict[str, Any]]:
+    """Write one task's tensors; what was measured on a quantized module, by its name."""
+    checkpoint, linear = job.checkpoint, task.linear
     if linear is None:
-        info = checkpoint.tensors[step.tensor]
+        info = checkpoint.tensors[task.tensor]
         dtype, chunks = read_kept(checkpoint, info)
-        writer.add_chunks(step.tensor, dtype, info.shape, chunks)
+        writer.add_chunks(task.tensor, dtype, info.shape, chunks)
         return {}
-    if step.group_size is None:
+    if task.group_size is None:
         values = read_linear(checkpoint, linear, 0, linear.n)
         refuse_non_finite(checkpoint, linear.tensor, values)
         wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
-        writer.add(_plain_name(step), values.to(torch.bfloat16) if wide else values)
+        writer.add(_plain_name(task), values.to(torch.bfloat16) if wide else values)
         return {}
-    solved = job.solver.solve(checkpoint, linear, step.group_size)
+    solved = job.solver.solve(checkpoint, linear, task.group_size)
     for name, tensor in job.convention.tensors(linear.module, solved.weight, job.recipe.symmetric).items():
         writer.add(name, tensor)
     measured = {
         "shape": [linear.n, linear.k],
-        "group_size": step.group_size,
+        "group_size": task.group_size,
         "relative_error": _rounded(solved.relative_error),
         "squared_error": _rounded(solved.squared_error),
         "squared_norm": _rounded(solved.squared_norm),
@@ -266,7 +268,7 @@ def _rounded(value: float) -> float:
 
 
 def _write_rest(
-    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[Step]], copied: Mapping[str, Path]
+    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[WeightTask]], copied: Mapping[str, Path]
 ) -> None:
     """Everything but the shards: the index, the config and the files that travel along."""
     folder = record.folder

@@ -1,7 +1,7 @@
 """The whole way in one call: quantize, layout, validate, push; resumed at the step where it stopped.
 
 What is done is read off the artifact itself, not off a log of steps: a step counts as done when its result is
-there and belongs to the same model, recipe, device, load and bytes. The steps are files of their own.
+there and belongs to the same model, recipe, device, workload and bytes. The steps are files of their own.
 """
 
 import sys
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..serving_check.settings import Bounds, LoadSettings
+from ..serving_check.settings import Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .layout import layout as lay_out
@@ -37,10 +37,10 @@ class ReleaseOptions:
     layout: str | None = None
     """One layout for every layer, whatever is measured; None takes the fastest."""
     baseline: str | None = None
-    m: Sequence[int] = LoadSettings().ms
-    input_len: int = LoadSettings.input_len
-    output_len: int = LoadSettings.output_len
-    max_repeats: int = LoadSettings.max_blocks
+    m: Sequence[int] = WorkloadSettings().ms
+    input_len: int = WorkloadSettings.input_len
+    output_len: int = WorkloadSettings.output_len
+    max_repeats: int = WorkloadSettings.max_blocks
     floor: float | None = None
     engine: str = "embedded"
     text: str | Path | None = None
@@ -52,7 +52,7 @@ class ReleaseOptions:
 
 
 @dataclass(frozen=True)
-class Step:
+class Stage:
     name: str
     skipped: bool
     reason: str
@@ -63,14 +63,14 @@ class ReleaseResult:
     """push is None where the gate did not pass: nothing was published."""
 
     artifact: Path
-    steps: list[Step] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     verdict: Verdict | None = None
     push: PushResult | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "artifact": str(self.artifact),
-            "steps": [vars(step) for step in self.steps],
+            "stages": [vars(stage) for stage in self.stages],
             "verdict": self.verdict.to_json() if self.verdict else None,
             "push": self.push.to_json() if self.push else None,
         }
@@ -150,7 +150,7 @@ def _lay_out(result: ReleaseResult, options: ReleaseOptions, progress: bool) -> 
 def _validate(result: ReleaseResult, options: ReleaseOptions, progress: bool) -> Verdict:
     verdict, why_not = _standing_pass(result.artifact, options)
     if verdict is not None:
-        _note(result, "validate", True, f"a pass of {verdict.created} stands for these bytes and this load")
+        _note(result, "validate", True, f"a pass of {verdict.created} stands for these bytes and workload")
         return verdict
     verdict = validate(
         result.artifact,
@@ -185,9 +185,13 @@ def _standing_pass(folder: Path, options: ReleaseOptions) -> tuple[Verdict | Non
         or verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256()
     ):
         return None, "the verdict there was given for other bytes"
-    load, asked = verdict.load, _asked_load(options)
-    if (load.ms, load.input_len, load.output_len) != (asked.ms, asked.input_len, asked.output_len):
-        return None, "the verdict there was given under another load"
+    workload, asked = verdict.workload, _asked_workload(options)
+    if (workload.ms, workload.input_len, workload.output_len) != (
+        asked.ms,
+        asked.input_len,
+        asked.output_len,
+    ):
+        return None, "the verdict there was given under another workload"
     if verdict.bounds.throughput_floor != _asked_floor(manifest, options):
         return None, "the verdict there was given with another floor"
     if verdict.environment.engine != options.engine:
@@ -197,8 +201,8 @@ def _standing_pass(folder: Path, options: ReleaseOptions) -> tuple[Verdict | Non
     return verdict, ""
 
 
-def _asked_load(options: ReleaseOptions) -> LoadSettings:
-    return LoadSettings(tuple(sorted(options.m)), options.input_len, options.output_len)
+def _asked_workload(options: ReleaseOptions) -> WorkloadSettings:
+    return WorkloadSettings(tuple(sorted(options.m)), options.input_len, options.output_len)
 
 
 def _asked_floor(manifest: Artifact, options: ReleaseOptions) -> float:
@@ -208,6 +212,6 @@ def _asked_floor(manifest: Artifact, options: ReleaseOptions) -> float:
 
 
 def _note(result: ReleaseResult, name: str, skipped: bool, reason: str) -> None:
-    """Record a step, and say it at once: the next one may take hours."""
-    result.steps.append(Step(name, skipped, reason))
+    """record a stage, and say it at once: the next one may take hours."""
+    result.stages.append(Stage(name, skipped, reason))
     print(f"{name}: {'done before, skipped; ' if skipped else ''}{reason}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from ..serving_check.checks.diagnosis import Diagnosis, diagnose
 from ..serving_check.checks.loads import Loaded
 from ..serving_check.environment import describe_environment
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, judge, serve_and_measure
-from ..serving_check.settings import Bounds, LoadSettings
+from ..serving_check.settings import Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict, overall_status
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.baseline import open_baseline
@@ -45,7 +45,7 @@ class _Run:
     baseline: Checkpoint
     manifest: Artifact | None
     """None for a checkpoint that Scalegate did not make."""
-    load: LoadSettings
+    workload: WorkloadSettings
     bounds: Bounds
     engine: str
     baseline_engine: str
@@ -71,13 +71,13 @@ class _Run:
         options = {
             "revision": self.artifact.revision,
             "baseline-revision": self.baseline.revision,
-            "m": ",".join(map(str, self.load.ms)),
-            "input-len": self.load.input_len,
-            "output-len": self.load.output_len,
-            "waves": self.load.waves,
-            "max-repeats": self.load.max_blocks,
-            "warmups": self.load.warmups,
-            "seed": self.load.seed,
+            "m": ",".join(map(str, self.workload.ms)),
+            "input-len": self.workload.input_len,
+            "output-len": self.workload.output_len,
+            "waves": self.workload.waves,
+            "max-repeats": self.workload.max_blocks,
+            "warmups": self.workload.warmups,
+            "seed": self.workload.seed,
             "floor": self.bounds.throughput_floor,
             "text": self.text.name if self.text else None,
             "quality-tokens": self.quality_tokens,
@@ -97,16 +97,16 @@ def validate(
     artifact: str | Path,
     baseline: str | Path | None = None,
     *,
-    m: Sequence[int] = LoadSettings.ms,
+    m: Sequence[int] = WorkloadSettings.ms,
     report: str | Path | None = None,
     engine: str = EMBEDDED,
     baseline_engine: str | None = None,
-    input_len: int = LoadSettings.input_len,
-    output_len: int = LoadSettings.output_len,
-    waves: int = LoadSettings.waves,
-    max_repeats: int = LoadSettings.max_blocks,
-    warmups: int = LoadSettings.warmups,
-    seed: int = LoadSettings.seed,
+    input_len: int = WorkloadSettings.input_len,
+    output_len: int = WorkloadSettings.output_len,
+    waves: int = WorkloadSettings.waves,
+    max_repeats: int = WorkloadSettings.max_blocks,
+    warmups: int = WorkloadSettings.warmups,
+    seed: int = WorkloadSettings.seed,
     floor: float | None = None,
     text: str | Path | None = None,
     quality_tokens: int = QUALITY_TOKENS,
@@ -135,7 +135,7 @@ def validate(
     started = time.monotonic()
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}")
-    load = LoadSettings(tuple(sorted(m)), input_len, output_len, waves, max_repeats, warmups, seed)
+    workload = WorkloadSettings(tuple(sorted(m)), input_len, output_len, waves, max_repeats, warmups, seed)
     checkpoint = open_checkpoint(str(artifact), revision)
     manifest = _unchanged_manifest(checkpoint.folder)
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
@@ -143,7 +143,7 @@ def validate(
         artifact=checkpoint,
         baseline=open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision),
         manifest=manifest,
-        load=load,
+        workload=workload,
         bounds=bounds if floor is None else replace(bounds, throughput_floor=floor),
         engine=engine,
         baseline_engine=baseline_engine or (EMBEDDED if is_url(engine) else engine),
@@ -168,8 +168,8 @@ def validate(
 
 
 def _measure_and_judge(run: _Run, started: float) -> Verdict:
-    _require_context(run.artifact, run.load)
-    _require_context(run.baseline, run.load)
+    _require_context(run.artifact, run.workload)
+    _require_context(run.baseline, run.workload)
     text = read_held_out(run.text, run.artifact, run.baseline, run.quality_tokens)
     figures = take_figures(run.artifact, run.baseline, text, run.in_process)
     served = _serve(run, text)
@@ -181,7 +181,7 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         served,
         BaselineScorer(run.baseline, run.in_process),
         _explainer(run, used),
-        run.load,
+        run.workload,
         run.bounds,
     )
     baseline_layouts = figures.baseline_loaded.layouts if run.baseline_engine == EMBEDDED else {}
@@ -198,7 +198,7 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         checks=tuple(checks),
         curve=tuple(served.curve),
         environment=describe_environment(run.device, figures.dtype, run.engine, run.baseline_engine),
-        load=run.load,
+        workload=run.workload,
         bounds=run.bounds,
         quality_tokens=figures.comparison.tokens,
         quality_text_sha256=text.sha256,
@@ -220,13 +220,13 @@ def _kv_format(engine: str, checkpoint: Checkpoint, asked: str) -> str | None:
 def _serve(run: _Run, text: HeldOutText) -> Served:
     """Both servers up at once, loaded in turn, and down again whatever happens."""
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
-    options = EngineOptions(run.device, run.dtype, run.load, logs, run.progress)
+    options = EngineOptions(run.device, run.dtype, run.workload, logs, run.progress)
     ours = endpoint_of(run.engine, "artifact", run.artifact.folder, options, run.layout, run.kv_cache_dtype)
     theirs = endpoint_of(run.baseline_engine, "baseline", run.baseline.folder, options)
     with ours as artifact, theirs as baseline:
         floor = run.bounds.throughput_floor
         served = serve_and_measure(
-            artifact, baseline, run.load, floor, text.token_ids, text.tokenize, progress=run.progress
+            artifact, baseline, run.workload, floor, text.token_ids, text.tokenize, progress=run.progress
         )
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
@@ -248,14 +248,14 @@ def _unchanged_manifest(folder: Path) -> Artifact | None:
     return manifest
 
 
-def _require_context(checkpoint: Checkpoint, load: LoadSettings) -> None:
+def _require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
     text_config = checkpoint.config.get("text_config") or checkpoint.config
     context = text_config.get("max_position_embeddings")
-    needed = max(load.input_len + load.output_len, CANARY_PROMPT + CANARY_LENGTH)
+    needed = max(workload.input_len + workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
     if isinstance(context, int) and needed > context:
         raise UserError(
-            f"requests of {load.input_len} + {load.output_len} tokens (at least {needed}) do not fit the "
-            f"{context} tokens of {checkpoint.source}'s context; lower --input-len or --output-len"
+            f"requests of {workload.input_len} + {workload.output_len} tokens (at least {needed}) do not fit "
+            f"the {context} tokens of {checkpoint.source}'s context; lower --input-len or --output-len"
         )
 
 
@@ -268,7 +268,7 @@ def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]
         to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
         if recorded and (found := LayoutPlan.from_json(recorded)).covers(to_serve, used):
             return found
-        return choose(to_serve, ms=run.load.ms, progress=run.progress)
+        return choose(to_serve, ms=run.workload.ms, progress=run.progress)
 
     def explain(m: int) -> Diagnosis:
         if not used:

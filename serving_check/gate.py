@@ -22,16 +22,16 @@ from .checks.throughput import check_throughput
 from .endpoints import Endpoint
 from .measurement import Block, MeasuredM, output_throughput
 from .quality import Comparison
-from .settings import Bounds, LoadSettings
-from .statistics import FIRST_LOOK, Decision, SequentialPlan, block_order, decide
+from .settings import Bounds, WorkloadSettings
+from .statistics import FIRST_LOOK, Decision, SequentialTest, block_order, decide
 from .verdict import CheckResult, CurvePoint
-from .workload import LoadResult, LoadSpec, run_load
+from .workload import WorkloadResult, WorkloadSpec, run_workload
 
 CANARY_LENGTH = 32
 CANARY_PROMPT = 32
 CANARY_REQUESTS = 16
 
-Runner = Callable[[Endpoint, LoadSpec], LoadResult]
+Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
 SEEDS_PER_BLOCK = 2
 SEEDS_PER_M = 1000
 SEEDS_PER_RUN = 1_000_000
@@ -64,11 +64,11 @@ class Served:
 def serve_and_measure(
     artifact: Endpoint,
     baseline: Endpoint,
-    load: LoadSettings,
+    workload: WorkloadSettings,
     floor: float,
     text: Sequence[int],
     tokenize: Callable[[str], Sequence[int]],
-    run: Runner = run_load,
+    run: Runner = run_workload,
     progress: bool = True,
 ) -> Served:
     """Canary texts, then the interleaved loads until every M is decided or out of blocks.
@@ -77,12 +77,12 @@ def serve_and_measure(
     """
     said, baseline_said = artifact.metrics(), baseline.metrics()
     capacity = kv_cache_tokens(said)
-    require_capacity("the artifact's server", capacity, load)
-    require_capacity("the baseline's server", kv_cache_tokens(baseline_said), load)
+    require_capacity("the artifact's server", capacity, workload)
+    require_capacity("the baseline's server", kv_cache_tokens(baseline_said), workload)
     prompts = canary_prompts(text)
     canary = continuations(artifact, prompts, CANARY_LENGTH, tokenize)
     baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenize)
-    measured, decisions = measure(artifact, baseline, load, floor, text, run, progress)
+    measured, decisions = measure(artifact, baseline, workload, floor, text, run, progress)
     compiled = compilations(said), compilations(artifact.metrics())
     packed = packed_layers(said), packed_layers(baseline_said)
     return Served(
@@ -93,10 +93,10 @@ def serve_and_measure(
 def measure(
     artifact: Endpoint,
     baseline: Endpoint,
-    load: LoadSettings,
+    workload: WorkloadSettings,
     floor: float,
     text: Sequence[int],
-    run: Runner = run_load,
+    run: Runner = run_workload,
     progress: bool = True,
 ) -> tuple[list[MeasuredM], list[Decision]]:
     """Block after block over all undecided Ms, so that a slow minute of the machine meets every M alike.
@@ -104,17 +104,17 @@ def measure(
     Ends early where every M is decided, where one M has failed and all have their first look, and at the
     first failed request, which decides by itself.
     """
-    plan = SequentialPlan(floor=floor, number_of_ms=len(load.ms), max_blocks=load.max_blocks)
-    measured = [MeasuredM(m) for m in sorted(load.ms)]
+    plan = SequentialTest(floor=floor, number_of_ms=len(workload.ms), max_blocks=workload.max_blocks)
+    measured = [MeasuredM(m) for m in sorted(workload.ms)]
     decisions = [decide([], plan) for _ in measured]
     bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
     with bar:
-        for index in range(load.max_blocks):
+        for index in range(workload.max_blocks):
             for position, one in enumerate(measured):
                 if decisions[position].final or _given_up(decisions, index):
                     continue
                 bar.set_postfix_str(f"M={one.m} block {index + 1}")
-                failed = _run_block(artifact, baseline, load, text, run, one, index)
+                failed = _run_block(artifact, baseline, workload, text, run, one, index)
                 decisions[position] = decide(one.log_ratios(output_throughput), plan)
                 if decisions[position].final:
                     bar.update()
@@ -138,7 +138,7 @@ def _given_up(decisions: Sequence[Decision], index: int) -> bool:
 def _run_block(
     artifact: Endpoint,
     baseline: Endpoint,
-    load: LoadSettings,
+    workload: WorkloadSettings,
     text: Sequence[int],
     run: Runner,
     one: MeasuredM,
@@ -146,27 +146,29 @@ def _run_block(
 ) -> bool:
     """Add one block to `one`; true where a request failed, and the block is then left unfinished."""
     if index == 0:
-        for warmup in range(load.warmups):
+        for warmup in range(workload.warmups):
             for endpoint in (artifact, baseline):
-                run(endpoint, load_spec(load, one.m, text, seed=SEEDS_PER_M - 1 - warmup))
+                run(endpoint, workload_spec(workload, one.m, text, seed=SEEDS_PER_M - 1 - warmup))
     block = Block()
     one.blocks.append(block)
     for side in block_order(index):
         endpoint, results = (artifact, block.artifact) if side == "A" else (baseline, block.baseline)
-        results.append(run(endpoint, load_spec(load, one.m, text, index * SEEDS_PER_BLOCK + len(results))))
+        results.append(
+            run(endpoint, workload_spec(workload, one.m, text, index * SEEDS_PER_BLOCK + len(results)))
+        )
         if results[-1].errors:
             return True
     return False
 
 
-def load_spec(load: LoadSettings, m: int, text: Sequence[int], seed: int) -> LoadSpec:
+def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:
     """One repeat at M; artifact and baseline repeats of the same `seed` send the same prompts."""
-    return LoadSpec(
+    return WorkloadSpec(
         m=m,
-        num_requests=m * load.waves,
-        input_len=load.input_len,
-        output_len=load.output_len,
-        seed=load.seed * SEEDS_PER_RUN + m * SEEDS_PER_M + seed,
+        num_requests=m * workload.waves,
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        seed=workload.seed * SEEDS_PER_RUN + m * SEEDS_PER_M + seed,
         token_pool=tuple(text),
     )
 
@@ -185,7 +187,7 @@ def judge(
     served: Served,
     score: Scorer,
     diagnose: Callable[[int], Diagnosis],
-    load: LoadSettings,
+    workload: WorkloadSettings,
     bounds: Bounds,
 ) -> list[CheckResult]:
     """Every check in order. `diagnose` is asked about an M only where it failed."""
@@ -197,8 +199,8 @@ def judge(
         check_quality(comparison, bounds),
         check_failures(served.measured),
         check_reached(curve, bounds.min_reached, served.limit),
-        check_throughput(curve, bounds.throughput_floor, diagnoses, load.max_blocks),
+        check_throughput(curve, bounds.throughput_floor, diagnoses, workload.max_blocks),
         check_latency(served.measured, bounds),
-        check_kv_capacity(curve, load, served.capacity),
+        check_kv_capacity(curve, workload, served.capacity),
         check_compilations(*served.compiled),
     ]

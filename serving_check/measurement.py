@@ -10,7 +10,7 @@ from statistics import median
 
 from .statistics import Decision, block_log_ratio
 from .verdict import CurvePoint, ServingFigures, finite
-from .workload import LoadResult, RequestRecord, percentile
+from .workload import RequestRecord, WorkloadResult, percentile
 from .workload.engine_work import EngineWork
 
 SLOWEST = 95
@@ -21,10 +21,10 @@ SLOWEST = 95
 class Block:
     """Four repeats close together in time: two of the artifact, two of the baseline."""
 
-    artifact: list[LoadResult] = field(default_factory=list)
-    baseline: list[LoadResult] = field(default_factory=list)
+    artifact: list[WorkloadResult] = field(default_factory=list)
+    baseline: list[WorkloadResult] = field(default_factory=list)
 
-    def log_ratio(self, figure: Callable[[LoadResult], float | None]) -> float | None:
+    def log_ratio(self, figure: Callable[[WorkloadResult], float | None]) -> float | None:
         """The block's log ratio of `figure`; None where a repeat has none, or the block was broken off."""
         artifact = [figure(result) or 0.0 for result in self.artifact]
         baseline = [figure(result) or 0.0 for result in self.baseline]
@@ -41,14 +41,14 @@ class MeasuredM:
     blocks: list[Block] = field(default_factory=list)
 
     @property
-    def artifact(self) -> list[LoadResult]:
+    def artifact(self) -> list[WorkloadResult]:
         return [result for block in self.blocks for result in block.artifact]
 
     @property
-    def baseline(self) -> list[LoadResult]:
+    def baseline(self) -> list[WorkloadResult]:
         return [result for block in self.blocks for result in block.baseline]
 
-    def log_ratios(self, figure: Callable[[LoadResult], float | None]) -> list[float]:
+    def log_ratios(self, figure: Callable[[WorkloadResult], float | None]) -> list[float]:
         return [ratio for block in self.blocks if (ratio := block.log_ratio(figure)) is not None]
 
     def curve_point(self, decision: Decision) -> CurvePoint:
@@ -64,19 +64,19 @@ class MeasuredM:
         )
 
 
-def output_throughput(result: LoadResult) -> float:
+def output_throughput(result: WorkloadResult) -> float:
     return result.output_throughput
 
 
-def slowest_tpot(result: LoadResult) -> float | None:
+def slowest_tpot(result: WorkloadResult) -> float | None:
     return percentile(result.tpots, SLOWEST)
 
 
-def slowest_ttft(result: LoadResult) -> float | None:
+def slowest_ttft(result: WorkloadResult) -> float | None:
     return percentile(result.ttfts, SLOWEST)
 
 
-def serving_figures(results: Sequence[LoadResult]) -> ServingFigures:
+def serving_figures(results: Sequence[WorkloadResult]) -> ServingFigures:
     """One side at one M: medians over repeats, percentiles over requests, extremes of what was sampled."""
     ttfts = [value * 1000 for result in results for value in result.ttfts]
     tpots = [value * 1000 for result in results for value in result.tpots]
@@ -102,7 +102,7 @@ def serving_figures(results: Sequence[LoadResult]) -> ServingFigures:
     )
 
 
-def decoding_together(result: LoadResult) -> float:
+def decoding_together(result: WorkloadResult) -> float:
     """How many requests decoded together, as the average output token saw it.
 
     By the server's own count of its steps; where it keeps none, by the overlap of the streams that clients

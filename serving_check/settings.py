@@ -1,4 +1,4 @@
-"""What a gate run is asked for: the load to put on the servers and the bounds to hold the artifact to.
+"""What a gate run is asked for: the requests to send to the servers and the bounds to hold the artifact to.
 
 Plain data with its defaults; a recipe may tighten (or, openly, loosen) the bounds.
 """
@@ -16,8 +16,8 @@ DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 
 
 @dataclass(frozen=True)
-class LoadSettings:
-    """The load, the same on both sides. Changing any of it changes what a verdict says."""
+class WorkloadSettings:
+    """The requests that are sent, the same to both sides. Changing any of it changes what a verdict says."""
 
     __pydantic_config__ = DOCUMENTED
 

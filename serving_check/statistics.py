@@ -33,7 +33,7 @@ BLOCKS_PER_TRIM = 8
 
 
 @dataclass(frozen=True)
-class SequentialPlan:
+class SequentialTest:
     """What is fixed before the first repeat, so that no result can bend it."""
 
     floor: float
@@ -90,7 +90,7 @@ def block_order(index: int) -> str:
     return "ABBA" if index % 2 == 0 else "BAAB"
 
 
-def decide(log_ratios: Sequence[float], plan: SequentialPlan) -> Decision:
+def decide(log_ratios: Sequence[float], plan: SequentialTest) -> Decision:
     """The decision after these blocks of one M, oldest first.
 
     It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
@@ -104,7 +104,7 @@ def decide(log_ratios: Sequence[float], plan: SequentialPlan) -> Decision:
     return _estimate(log_ratios, plan, "inconclusive", final=False)
 
 
-def _look(log_ratios: Sequence[float], plan: SequentialPlan) -> Decision:
+def _look(log_ratios: Sequence[float], plan: SequentialTest) -> Decision:
     low, high = interval(log_ratios, plan.pass_error, plan.fail_error)
     status: Status = "inconclusive"
     if low >= math.log(plan.floor):
@@ -115,7 +115,7 @@ def _look(log_ratios: Sequence[float], plan: SequentialPlan) -> Decision:
     return _estimate(log_ratios, plan, status, final)
 
 
-def _estimate(log_ratios: Sequence[float], plan: SequentialPlan, status: Status, final: bool) -> Decision:
+def _estimate(log_ratios: Sequence[float], plan: SequentialTest, status: Status, final: bool) -> Decision:
     low, high = interval(log_ratios, plan.pass_error, plan.fail_error)
     centre, _, _ = _trimmed(log_ratios) if log_ratios else (math.nan, math.nan, 0)
     return Decision(status, math.exp(centre), math.exp(low), math.exp(high), len(log_ratios), final)

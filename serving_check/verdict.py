@@ -13,13 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..layouts.errors import UserError
 from ..layouts.files import write_json
-from .settings import DOCUMENTED, Bounds, LoadSettings
+from .settings import DOCUMENTED, Bounds, WorkloadSettings
 
 Status = Literal["pass", "fail", "inconclusive"]
 CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
 """Unknown is what the engine that was chosen cannot tell: shown, and decides nothing."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA_PATH = Path(__file__).parent / "schema" / "serving_check.schema.json"
 EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
 
@@ -149,7 +149,7 @@ class Verdict:
     checks: tuple[CheckResult, ...]
     curve: tuple[CurvePoint, ...]
     environment: Environment
-    load: LoadSettings
+    workload: WorkloadSettings
     bounds: Bounds
     quality_tokens: int
     """Held-out tokens that quality was measured on."""

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from ...serving_check.settings import Bounds, LoadSettings
+from ...serving_check.settings import Bounds, WorkloadSettings
 from ...serving_check.verdict import CurvePoint, Verdict
 from ..artifact import Artifact
 from ..recipe import load_recipe, shipped_recipes
@@ -58,7 +58,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "licence_files": licence_files(artifact),
         "engines": engines(name, method),
         "engine_measured": _engine(verdict),
-        "load": verdict.load,
+        "workload": verdict.workload,
         "curve": [_curve_row(point) for point in verdict.curve],
         "plots": [{"title": _title(path), "path": path} for path in plot_files(folder)],
         "changed_bounds": _changed_bounds(verdict.bounds),
@@ -203,10 +203,10 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     words += ["--recipe", str(recipe.get("name")) if _is_shipped(recipe) else f"{recipe.get('name')}.yaml"]
     export = artifact.quantization.get("export", DEFAULT_EXPORT)
     words += [] if export == DEFAULT_EXPORT else ["--export", export]
-    load, usual = verdict.load, LoadSettings()
-    words += [] if load.ms == usual.ms else ["--m", ",".join(map(str, load.ms))]
-    words += [] if load.input_len == usual.input_len else ["--input-len", str(load.input_len)]
-    words += [] if load.output_len == usual.output_len else ["--output-len", str(load.output_len)]
+    workload, usual = verdict.workload, WorkloadSettings()
+    words += [] if workload.ms == usual.ms else ["--m", ",".join(map(str, workload.ms))]
+    words += [] if workload.input_len == usual.input_len else ["--input-len", str(workload.input_len)]
+    words += [] if workload.output_len == usual.output_len else ["--output-len", str(workload.output_len)]
     floor = verdict.bounds.throughput_floor
     words += (
         [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]

@@ -1,1 +1,1 @@
-"""What one quantization job is made of: its plan, its steps, its shards, and what it has finished."""
+"""What one quantization job is made of: its tasks, its shards, and what it has finished."""

@@ -26,7 +26,7 @@ FALLBACK_GROUP_SIZES = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
-class Step:
+class WeightTask:
     """One thing to write: a quantized linear, a linear sliced out unquantized, or a tensor copied as it is.
 
     tensor:     the checkpoint tensor it is made from
@@ -40,10 +40,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class QuantizationPlan:
-    """Every step in the order of the files, and what the result's config has to say."""
+class QuantizationTasks:
+    """Every task in the order of the files, and what the result's config has to say."""
 
-    steps: list[Step]
+    tasks: list[WeightTask]
     kept: dict[str, list[str]]
     """Tensors and modules that stay unquantized, by the reason."""
     ignore: list[str]
@@ -53,16 +53,16 @@ class QuantizationPlan:
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        return {step.linear.module: step.group_size for step in self.steps if step.linear and step.group_size}
+        return {task.linear.module: task.group_size for task in self.tasks if task.linear and task.group_size}
 
     @property
     def embeddings(self) -> list[str]:
         """Quantized modules that are embeddings."""
-        linears = [step.linear for step in self.steps if step.linear and step.group_size]
+        linears = [task.linear for task in self.tasks if task.linear and task.group_size]
         return [linear.module for linear in linears if linear.role == EMBEDDING]
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationPlan:
+def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     """Apply `recipe` to `checkpoint`. UserError for an idle pattern or a K that does not fit."""
     weights = find_linear_weights(checkpoint)
     linears = {weight.module: weight for group in weights.linears.values() for weight in group}
@@ -80,13 +80,13 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationPlan:
         )
     for module, size in chosen.items():
         _check_fit(checkpoint, linears[module], size)
-    steps, kept = _order(checkpoint, weights, decisions)
+    tasks, kept = _order(checkpoint, weights, decisions)
     if head is not None and untied:
-        steps.append(Step(head.tensor, head, chosen[head.module]))
+        tasks.append(WeightTask(head.tensor, head, chosen[head.module]))
     unquantized = [m for m, weight in linears.items() if m not in chosen and weight.role != EMBEDDING]
     if head is not None and not untied:
         unquantized.append(head.module)
-    return QuantizationPlan(steps, kept, unquantized, untied)
+    return QuantizationTasks(tasks, kept, unquantized, untied)
 
 
 def _decide(recipe: Recipe, weight: LinearWeight) -> int | str:
@@ -164,8 +164,8 @@ def _check_fit(checkpoint: Checkpoint, weight: LinearWeight, group_size: int) ->
 
 def _order(
     checkpoint: Checkpoint, weights: ModelWeights, decisions: dict[str, int | str]
-) -> tuple[list[Step], dict[str, list[str]]]:
-    steps: list[Step] = []
+) -> tuple[list[WeightTask], dict[str, list[str]]]:
+    tasks: list[WeightTask] = []
     kept: dict[str, list[str]] = {}
     for name in checkpoint.tensors:
         if is_scale(checkpoint, name):
@@ -178,11 +178,11 @@ def _order(
             if isinstance(choice, str):
                 kept.setdefault(choice, []).append(weight.module)
         if any(isinstance(choice, int) for choice in choices):
-            steps += [
-                Step(name, weight, choice if isinstance(choice, int) else None)
+            tasks += [
+                WeightTask(name, weight, choice if isinstance(choice, int) else None)
                 for weight, choice in zip(linears, choices, strict=True)
             ]
         else:
             scale_of(checkpoint, name)
-            steps.append(Step(name))
-    return steps, kept
+            tasks.append(WeightTask(name))
+    return tasks, kept

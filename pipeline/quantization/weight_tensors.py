@@ -1,4 +1,4 @@
-"""Carrying out one step of a plan: reading a weight a block of rows at a time, and solving or copying it.
+"""Carrying out one task of a plan: reading a weight a block of rows at a time, and solving or copying it.
 
 Not for writing; `quantize.py` hands what comes out of here to the shard's writer.
 """
@@ -20,7 +20,7 @@ from .linear_weights import LinearWeight
 from .torchao_hqq import quantize_int4_fractional
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
-"""Weights read and solved together: besides its result, a step holds no more than fp32 copies of a block."""
+"""Weights read and solved together: besides its result, a task holds no more than fp32 copies of a block."""
 
 
 @dataclass(frozen=True)

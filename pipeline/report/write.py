@@ -49,7 +49,7 @@ def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
 
 
 def _settings(verdict: Verdict) -> list[tuple[str, str]]:
-    environment, load = verdict.environment, verdict.load
+    environment, workload = verdict.environment, verdict.workload
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     engine = environment.engine
     if environment.baseline_engine != engine:
@@ -59,9 +59,10 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
         ("Engine", f"{engine}, {environment.dtype}"),
         ("Versions", versions),
         (
-            "Load",
-            f"closed loop, {load.input_len} tokens in, {load.output_len} out, {load.waves} wave(s) a repeat, "
-            f"at most {load.max_blocks} blocks of four repeats at one M, seed {load.seed}",
+            "Workload",
+            f"closed loop, {workload.input_len} tokens in, {workload.output_len} out, "
+            f"{workload.waves} wave(s) a repeat, at most {workload.max_blocks} blocks of four repeats at one "
+            f"M, seed {workload.seed}",
         ),
         ("Held-out text", f"{verdict.quality_tokens:,} tokens, sha256 {verdict.quality_text_sha256[:16]}…"),
         ("Artifact bytes", f"sha256 {verdict.artifact.bytes_digest}"),

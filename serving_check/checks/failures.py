@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ..measurement import MeasuredM
 from ..verdict import CheckResult
-from ..workload import LoadResult
+from ..workload import WorkloadResult
 
 NAME = "no failed requests"
 SHOWN = 3
@@ -33,7 +33,7 @@ def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
     )
 
 
-def _errors(results: list[tuple[int, LoadResult]]) -> Counter[str]:
+def _errors(results: list[tuple[int, WorkloadResult]]) -> Counter[str]:
     return Counter(f"at M={m}: {error}" for m, result in results for error in result.errors)
 
 

@@ -1,10 +1,10 @@
-"""Whether the KV cache held what the load needed: M requests of full length at once, none thrown out."""
+"""Whether the KV cache held what the workload needed: M requests of full length at once, none thrown out."""
 
 from collections.abc import Sequence
 
 from ...layouts.errors import UserError
 from ..endpoints.prometheus_text import labels_of
-from ..settings import LoadSettings
+from ..settings import WorkloadSettings
 from ..verdict import CheckResult, CurvePoint
 
 NAME = "KV capacity"
@@ -22,21 +22,23 @@ def kv_cache_tokens(samples: dict[str, float]) -> int | None:
     return None
 
 
-def needed_tokens(load: LoadSettings) -> int:
-    return max(load.ms) * (load.input_len + load.output_len)
+def needed_tokens(workload: WorkloadSettings) -> int:
+    return max(workload.ms) * (workload.input_len + workload.output_len)
 
 
-def require_capacity(name: str, capacity: int | None, load: LoadSettings) -> None:
-    """Refuse a load that cannot fit, before any of it is sent."""
-    if capacity is not None and needed_tokens(load) > capacity:
+def require_capacity(name: str, capacity: int | None, workload: WorkloadSettings) -> None:
+    """Refuse a workload that cannot fit, before any of it is sent."""
+    if capacity is not None and needed_tokens(workload) > capacity:
         raise UserError(
-            f"M={max(load.ms)} requests of {load.input_len} + {load.output_len} tokens need "
-            f"{needed_tokens(load)} tokens of KV cache, and {name} holds {capacity}; "
+            f"M={max(workload.ms)} requests of {workload.input_len} + {workload.output_len} tokens need "
+            f"{needed_tokens(workload)} tokens of KV cache, and {name} holds {capacity}; "
             "lower --m, --input-len or --output-len, or give the server more memory"
         )
 
 
-def check_kv_capacity(curve: Sequence[CurvePoint], load: LoadSettings, capacity: int | None) -> CheckResult:
+def check_kv_capacity(
+    curve: Sequence[CurvePoint], workload: WorkloadSettings, capacity: int | None
+) -> CheckResult:
     """No preemption at any M. A server that does not count them leaves it open."""
     preemptions = {point.m: point.artifact.preemptions for point in curve}
     lost = {m: count for m, count in preemptions.items() if count}
@@ -54,7 +56,7 @@ def check_kv_capacity(curve: Sequence[CurvePoint], load: LoadSettings, capacity:
         name=NAME,
         status="fail" if lost else "pass" if counted else "inconclusive",
         measured=f"{held}, {usage:.0%} used at most, {sum(lost.values())} preemptions",
-        bound=f"{needed_tokens(load)} tokens (M={max(load.ms)}) without a preemption",
+        bound=f"{needed_tokens(workload)} tokens (M={max(workload.ms)}) without a preemption",
         reason=reason,
-        figures={"needed_tokens": needed_tokens(load), "capacity_tokens": capacity, "usage_max": usage},
+        figures={"needed_tokens": needed_tokens(workload), "capacity_tokens": capacity, "usage_max": usage},
     )

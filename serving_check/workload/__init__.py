@@ -1,6 +1,6 @@
 """The load generator: a closed loop at concurrency M, and what its clients saw."""
 
-from .generator import run_load
-from .spec import LoadResult, LoadSpec, MetricsSample, RequestRecord, percentile
+from .generator import run_workload
+from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec, percentile
 
-__all__ = ["LoadResult", "LoadSpec", "MetricsSample", "RequestRecord", "percentile", "run_load"]
+__all__ = ["MetricsSample", "RequestRecord", "WorkloadResult", "WorkloadSpec", "percentile", "run_workload"]

@@ -18,7 +18,7 @@ from ..endpoints.endpoint import Endpoint
 from ..endpoints.prometheus_text import by_label, parse_metrics, total
 from .engine_work import EngineWork, difference
 from .prompts import prompts
-from .spec import LoadResult, LoadSpec, MetricsSample, RequestRecord
+from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
 STEPS_BY_RUNNING = "scalegate:engine_steps_total"
 
@@ -29,13 +29,15 @@ _HAS_ERROR = re.compile(rb'"error"\s*:\s*\{')
 _DONE = b"data: [DONE]"
 
 
-def run_load(endpoint: Endpoint, spec: LoadSpec, progress: bool = False) -> LoadResult:
+def run_workload(endpoint: Endpoint, spec: WorkloadSpec, progress: bool = False) -> WorkloadResult:
     """Put `spec`'s load on `endpoint` and wait for all of it. A failed request is recorded, not raised."""
-    return asyncio.run(run_load_async(endpoint, spec, progress))
+    return asyncio.run(run_workload_async(endpoint, spec, progress))
 
 
-async def run_load_async(endpoint: Endpoint, spec: LoadSpec, progress: bool = False) -> LoadResult:
-    """`run_load` inside a running event loop."""
+async def run_workload_async(
+    endpoint: Endpoint, spec: WorkloadSpec, progress: bool = False
+) -> WorkloadResult:
+    """`run_workload` inside a running event loop."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=spec.request_timeout)
     headers = endpoint.headers()
@@ -59,7 +61,7 @@ async def run_load_async(endpoint: Endpoint, spec: LoadSpec, progress: bool = Fa
         after = await _metrics(session, endpoint)
     ended = max((record.start + record.e2el for record in records), default=0.0)
     began = min((record.start for record in records), default=0.0)
-    return LoadResult(
+    return WorkloadResult(
         spec=spec,
         duration=ended - began,
         requests=tuple(records),
@@ -73,7 +75,7 @@ async def run_load_async(endpoint: Endpoint, spec: LoadSpec, progress: bool = Fa
 async def _closed_loop(
     session: aiohttp.ClientSession,
     endpoint: Endpoint,
-    spec: LoadSpec,
+    spec: WorkloadSpec,
     source: Iterator[list[int]],
     count: int,
     origin: float,
@@ -95,7 +97,7 @@ async def _closed_loop(
     return sorted(records, key=lambda record: record.start)
 
 
-def _body(model: str, prompt: list[int], spec: LoadSpec) -> bytes:
+def _body(model: str, prompt: list[int], spec: WorkloadSpec) -> bytes:
     body = {
         "model": model,
         "prompt": prompt,

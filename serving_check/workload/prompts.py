@@ -4,10 +4,10 @@ import random
 from collections.abc import Iterator
 
 from ...layouts.errors import UserError
-from .spec import LoadSpec
+from .spec import WorkloadSpec
 
 
-def prompts(spec: LoadSpec) -> Iterator[list[int]]:
+def prompts(spec: WorkloadSpec) -> Iterator[list[int]]:
     """Endless prompts of `spec.input_len` tokens; the same ones for the same seed."""
     generator = random.Random(spec.seed)
     if spec.token_pool is None:

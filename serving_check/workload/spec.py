@@ -13,7 +13,7 @@ MILLISECONDS = 1000.0
 
 
 @dataclass(frozen=True)
-class LoadSpec:
+class WorkloadSpec:
     """A closed loop: `m` clients, each sending its next request when its last one has ended."""
 
     m: int
@@ -75,10 +75,10 @@ class MetricsSample:
 
 
 @dataclass(frozen=True)
-class LoadResult:
+class WorkloadResult:
     """Everything that one load gave."""
 
-    spec: LoadSpec
+    spec: WorkloadSpec
     duration: float
     """Seconds from the first measured send to the last measured completion."""
     requests: tuple[RequestRecord, ...]

@@ -26,7 +26,7 @@ from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation.engines import EMBEDDED, EngineOptions, endpoint_of
 from scalegate.serving_check.endpoints import SubprocessEndpoint
 from scalegate.serving_check.environment import describe_environment
-from scalegate.serving_check.settings import LoadSettings
+from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict
 
 SLOWED_SERVER = Path(__file__).parent.parent / "serving_check" / "slowed_server.py"
@@ -86,7 +86,7 @@ def run_once(checkpoint: Path, case: str, seed: int) -> Verdict:
 def slowed(checkpoint: Path, logs: Path) -> SubprocessEndpoint:
     """The endpoint that `validate` itself would start, behind the slowing launcher."""
     embedded = endpoint_of(
-        EMBEDDED, "artifact", checkpoint, EngineOptions("cpu", "auto", LoadSettings(), logs, False)
+        EMBEDDED, "artifact", checkpoint, EngineOptions("cpu", "auto", WorkloadSettings(), logs, False)
     )
     if not isinstance(embedded, SubprocessEndpoint):
         raise TypeError("the embedded engine is not a process")

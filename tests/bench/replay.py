@@ -23,7 +23,7 @@ from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation.engines import EMBEDDED, EngineOptions, endpoint_of
-from scalegate.serving_check.settings import LoadSettings
+from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -100,7 +100,7 @@ def main() -> None:
         recipe.write_text(RECIPE, encoding="utf-8")
         make_checkpoint(source, options.hidden, options.layers, options.device)
         done("checkpoint made", True)
-        engine = EngineOptions(options.device, "auto", LoadSettings(ms), Path(temporary), progress=False)
+        engine = EngineOptions(options.device, "auto", WorkloadSettings(ms), Path(temporary), progress=False)
         server = endpoint_of(EMBEDDED, "baseline", source, engine)
         try:
             with ThreadPoolExecutor(1) as beside:

@@ -26,7 +26,7 @@ from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
-from scalegate.serving_check.workload import LoadResult, LoadSpec, run_load
+from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import SHAPES, random_model, random_prompts
@@ -118,14 +118,14 @@ def synthetic_tokenizer(vocab_size: int) -> Any:
     return tokenizer
 
 
-def over_http(endpoint: Endpoint, cell: dict[str, Any], repeats: int) -> list[LoadResult]:
+def over_http(endpoint: Endpoint, cell: dict[str, Any], repeats: int) -> list[WorkloadResult]:
     """One wave a repeat, as offline; the first is not counted."""
     n, input_len, output_len = cell["n"], cell["input_len"], cell["output_len"]
-    specs = [LoadSpec(n, n, input_len, output_len, seed=seed) for seed in range(repeats + 1)]
-    return [run_load(endpoint, spec) for spec in specs][1:]
+    specs = [WorkloadSpec(n, n, input_len, output_len, seed=seed) for seed in range(repeats + 1)]
+    return [run_workload(endpoint, spec) for spec in specs][1:]
 
 
-def row_of(cell: dict[str, Any], results: list[LoadResult]) -> dict[str, Any]:
+def row_of(cell: dict[str, Any], results: list[WorkloadResult]) -> dict[str, Any]:
     n, output_len = cell["n"], cell["output_len"]
     errors = [error for result in results for error in result.errors]
     offline = [n * output_len / seconds for seconds in cell["seconds"]]

@@ -8,7 +8,7 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validation.engines import EMBEDDED, VLLM, EngineOptions, endpoint_of
 from scalegate.pipeline.validation.in_process import LoadOptions, read_held_out, take_figures
-from scalegate.serving_check.settings import LoadSettings
+from scalegate.serving_check.settings import WorkloadSettings
 
 
 def figures(folder: Path, text: Path, kv_cache_dtype: str, dtype: torch.dtype = torch.float32):
@@ -29,7 +29,7 @@ def test_eight_bits_cost_little_and_more_than_nothing(example_checkpoint: Path, 
 
 @pytest.fixture
 def options(tmp_path: Path) -> EngineOptions:
-    return EngineOptions("cpu", "auto", LoadSettings(), tmp_path, progress=False)
+    return EngineOptions("cpu", "auto", WorkloadSettings(), tmp_path, progress=False)
 
 
 def test_the_artifacts_server_is_started_with_the_format(options: EngineOptions, example_checkpoint: Path):

@@ -8,10 +8,10 @@ from dataclasses import replace
 from scalegate.serving_check.endpoints import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.measurement import Block, MeasuredM
-from scalegate.serving_check.settings import Bounds, LoadSettings
-from scalegate.serving_check.statistics import SequentialPlan, decide
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.serving_check.statistics import SequentialTest, decide
 from scalegate.serving_check.verdict import CheckResult, Subject, Verdict, overall_status
-from scalegate.serving_check.workload import LoadResult, LoadSpec, MetricsSample, RequestRecord
+from scalegate.serving_check.workload import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
 ARTIFACT = Endpoint("http://artifact", "artifact")
 BASELINE = Endpoint("http://baseline", "baseline")
@@ -19,7 +19,7 @@ BASELINE = Endpoint("http://baseline", "baseline")
 
 def load_result(
     m: int, tokens_per_second: float, *, ttft: float = 0.01, running: int | None = None, output_len: int = 64
-) -> LoadResult:
+) -> WorkloadResult:
     """What a server gives that decodes `running` requests (all M unless told) together at this throughput."""
     running = running or m
     duration = m * output_len / tokens_per_second
@@ -35,8 +35,8 @@ def load_result(
         )
         for index in range(m)
     )
-    return LoadResult(
-        spec=LoadSpec(m=m, num_requests=m, input_len=8, output_len=output_len),
+    return WorkloadResult(
+        spec=WorkloadSpec(m=m, num_requests=m, input_len=8, output_len=output_len),
         duration=duration,
         requests=requests,
         samples=(MetricsSample(duration / 2, running, m - running, 0.03),),
@@ -47,11 +47,11 @@ def load_result(
 
 def simulated_run(
     ratio: Callable[[int], float], noise: float = 0.03, seed: int = 0
-) -> Callable[[Endpoint, LoadSpec], LoadResult]:
-    """Stands for `run_load`: a baseline of 100·M^0.7 tok/s, an artifact at `ratio(M)` of it, and noise."""
+) -> Callable[[Endpoint, WorkloadSpec], WorkloadResult]:
+    """Stands for `run_workload`: a baseline of 100·M^0.7 tok/s, an artifact at `ratio(M)` of it."""
     generator = random.Random(seed)
 
-    def run(endpoint: Endpoint, spec: LoadSpec) -> LoadResult:
+    def run(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
         speed = 100 * spec.m**0.7 * (ratio(spec.m) if endpoint == ARTIFACT else 1.0)
         return load_result(spec.m, speed * math.exp(generator.gauss(0, noise)), ttft=0.01 + 0.001 * spec.m)
 
@@ -71,7 +71,7 @@ def measured_m(m: int, ratio: float, blocks: int = 6, **options: float) -> Measu
 def sample_verdict(ratios: dict[int, float], checks: tuple[CheckResult, ...] = ()) -> Verdict:
     """A whole verdict with these throughput ratios by M."""
     bounds = Bounds()
-    plan = SequentialPlan(bounds.throughput_floor, len(ratios))
+    plan = SequentialTest(bounds.throughput_floor, len(ratios))
     curve = []
     for m, ratio in ratios.items():
         one = measured_m(m, ratio)
@@ -87,7 +87,7 @@ def sample_verdict(ratios: dict[int, float], checks: tuple[CheckResult, ...] = (
         checks=checks,
         curve=tuple(curve),
         environment=describe_environment("cpu", "bfloat16", "embedded", "embedded"),
-        load=LoadSettings(tuple(ratios)),
+        workload=WorkloadSettings(tuple(ratios)),
         bounds=bounds,
         quality_tokens=8192,
         quality_text_sha256="c" * 64,

@@ -18,8 +18,8 @@ from scalegate.serving_check.checks.throughput import check_throughput
 from scalegate.serving_check.endpoints.prometheus_text import parse_metrics
 from scalegate.serving_check.measurement import decoding_together
 from scalegate.serving_check.quality import Comparison
-from scalegate.serving_check.settings import Bounds, LoadSettings
-from scalegate.serving_check.statistics import SequentialPlan, decide
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.serving_check.statistics import SequentialTest, decide
 from scalegate.serving_check.verdict import overall_status
 
 from .gate_samples import load_result, measured_m, sample_verdict
@@ -105,7 +105,7 @@ def test_one_slow_m_fails_all_and_is_the_one_shown():
 
 def test_an_undecided_m_is_never_a_pass():
     one = measured_m(8, 0.93, blocks=3)
-    plan = SequentialPlan(0.93, 1, max_blocks=3)
+    plan = SequentialTest(0.93, 1, max_blocks=3)
     point = one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), plan))
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
@@ -117,7 +117,7 @@ def test_no_curve_is_not_a_pass():
     assert check_reached([], 0.75).status == "inconclusive"
     assert check_latency([], BOUNDS).status == "inconclusive"
     assert check_failures([]).status == "inconclusive"
-    assert check_kv_capacity([], LoadSettings(), 1000).status == "inconclusive"
+    assert check_kv_capacity([], WorkloadSettings(), 1000).status == "inconclusive"
 
 
 def test_requests_that_wait_fail_the_latency_check():
@@ -198,7 +198,7 @@ def test_canary_text_must_be_likely_varied_and_there():
 
 def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():
     curve = sample_verdict({1: 1.0, 8: 1.0}).curve
-    load = LoadSettings((1, 8))
+    load = WorkloadSettings((1, 8))
     assert check_kv_capacity(curve, load, 2048).status == "pass"
     preempted = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=3))
     assert "3 preemptions at M=8" in check_kv_capacity([curve[0], preempted], load, 2048).reason
@@ -226,6 +226,6 @@ def test_only_what_was_compiled_between_the_looks_counts_and_silence_decides_not
 
 
 def test_a_load_beyond_the_cache_is_refused_before_it_is_sent():
-    require_capacity("the server", 128 * 32, LoadSettings((32,)))
+    require_capacity("the server", 128 * 32, WorkloadSettings((32,)))
     with pytest.raises(UserError, match="M=33"):
-        require_capacity("the server", 128 * 32, LoadSettings((33,)))
+        require_capacity("the server", 128 * 32, WorkloadSettings((33,)))

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from scalegate.serving_check.checks.diagnosis import Diagnosis
 from scalegate.serving_check.checks.loads import Loaded
-from scalegate.serving_check.gate import Served, canary_prompts, judge, load_spec, measure
+from scalegate.serving_check.gate import Served, canary_prompts, judge, measure, workload_spec
 from scalegate.serving_check.quality import Comparison
-from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import overall_status
 from scalegate.serving_check.workload.prompts import prompts
 
@@ -17,8 +17,8 @@ TEXT = list(range(500))
 MS = (1, 2, 4, 8, 16, 32)
 
 
-def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: LoadSettings | None = None):
-    load = load or LoadSettings(MS)
+def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings | None = None):
+    load = load or WorkloadSettings(MS)
     return measure(ARTIFACT, BASELINE, load, 0.93, TEXT, simulated_run(ratio, noise, seed), progress=False)
 
 
@@ -28,7 +28,7 @@ def verdict_of(measured, decisions) -> tuple[str, dict]:
     served = Served([], [], measured, decisions, None)
     checks = judge(
         loaded, loaded, comparison, served, lambda prompt, text: 1.0, lambda m: Diagnosis(f"blame {m}"),
-        LoadSettings(MS), Bounds(),
+        WorkloadSettings(MS), Bounds(),
     )  # fmt: skip
     return overall_status(checks), {check.name: check for check in checks}
 
@@ -51,7 +51,7 @@ def test_one_that_is_slow_from_m_8_fails_there_with_a_diagnosis():
 def test_what_is_decided_is_not_loaded_any_more():
     measured, decisions = run_gate(lambda m: 0.93 if m == 32 else 1.3, noise=0.05)
     blocks = {one.m: len(one.blocks) for one in measured}
-    assert blocks[1] < blocks[32] == LoadSettings().max_blocks
+    assert blocks[1] < blocks[32] == WorkloadSettings().max_blocks
     assert decisions[-1].status == "inconclusive"
 
 
@@ -68,13 +68,13 @@ def test_repeats_alternate_and_both_sides_get_the_same_prompts():
         sent.append((endpoint.model, spec.seed))
         return run(endpoint, spec)
 
-    measure(ARTIFACT, BASELINE, LoadSettings((4,), warmups=0), 0.93, TEXT, recording, progress=False)
+    measure(ARTIFACT, BASELINE, WorkloadSettings((4,), warmups=0), 0.93, TEXT, recording, progress=False)
     assert [side for side, _ in sent[:8]] == [
         "artifact", "baseline", "baseline", "artifact", "baseline", "artifact", "artifact", "baseline",
     ]  # fmt: skip
     seeds = Counter(seed for _, seed in sent)
     assert set(seeds.values()) == {2}
-    first, second = (next(prompts(load_spec(LoadSettings(), 4, TEXT, seed))) for seed in (0, 1))
+    first, second = (next(prompts(workload_spec(WorkloadSettings(), 4, TEXT, seed))) for seed in (0, 1))
     assert first != second
 
 
@@ -87,7 +87,9 @@ def test_a_failed_request_ends_the_measuring_and_fails_the_gate():
             object.__setattr__(result.requests[0], "error", "HTTP 500")
         return result
 
-    measured, decisions = measure(ARTIFACT, BASELINE, LoadSettings(MS), 0.93, TEXT, failing, progress=False)
+    measured, decisions = measure(
+        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, failing, progress=False
+    )
     status, checks = verdict_of(measured, decisions)
     assert status == "fail"
     assert checks["no failed requests"].status == "fail"

@@ -12,7 +12,7 @@ from scalegate.serving_check.checks.reached import check_reached, most_running
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.measurement import serving_figures
 from scalegate.serving_check.settings import Bounds
-from scalegate.serving_check.workload import LoadSpec, run_load
+from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
 from .gate_samples import sample_verdict
 
@@ -35,8 +35,8 @@ def limited(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 def load(endpoint: Endpoint, m: int):
-    return run_load(
-        endpoint, LoadSpec(m=m, num_requests=m, input_len=16, output_len=48, sample_interval=0.02)
+    return run_workload(
+        endpoint, WorkloadSpec(m=m, num_requests=m, input_len=16, output_len=48, sample_interval=0.02)
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from scalegate.serving_check.statistics import (
-    SequentialPlan,
+    SequentialTest,
     block_log_ratio,
     block_order,
     decide,
@@ -64,7 +64,7 @@ class Machine:
 
 def verdict_of(ratios: dict[int, float], noise: str, scale: float, generator: random.Random) -> str:
     """The throughput verdict of one whole simulated run over these true ratios."""
-    plan = SequentialPlan(floor=FLOOR, number_of_ms=len(ratios))
+    plan = SequentialTest(floor=FLOOR, number_of_ms=len(ratios))
     statuses = []
     for ratio in ratios.values():
         machine, logs = Machine(noise, scale, generator), []
@@ -128,14 +128,14 @@ def test_looking_after_every_block_without_correction_would_err_far_more_often()
 
 
 def test_a_decision_once_reached_stands_whatever_comes_after():
-    plan = SequentialPlan(floor=FLOOR, number_of_ms=1)
+    plan = SequentialTest(floor=FLOOR, number_of_ms=1)
     good = [0.001, -0.001, 0.0]
     assert decide(good, plan).status == "pass"
     assert decide([*good, *[-1.0] * 10], plan).status == "pass"
 
 
 def test_a_clear_ratio_is_decided_at_the_first_look_and_a_borderline_one_never():
-    plan = SequentialPlan(floor=FLOOR, number_of_ms=MS, max_blocks=6)
+    plan = SequentialTest(floor=FLOOR, number_of_ms=MS, max_blocks=6)
     fast = decide([0.5, 0.51, 0.49], plan)
     assert (fast.status, fast.blocks, fast.final) == ("pass", 3, True)
     border = [math.log(FLOOR) + 0.03 * (-1) ** index for index in range(6)]
@@ -145,7 +145,7 @@ def test_a_clear_ratio_is_decided_at_the_first_look_and_a_borderline_one_never()
 
 
 def test_nothing_is_claimed_of_no_blocks_and_of_one():
-    plan = SequentialPlan(floor=FLOOR, number_of_ms=MS)
+    plan = SequentialTest(floor=FLOOR, number_of_ms=MS)
     assert decide([], plan).status == "inconclusive"
     one = decide([0.5], plan)
     assert (one.status, one.low, one.high) == ("inconclusive", 0.0, math.inf)
@@ -166,5 +166,5 @@ def test_one_burst_widens_the_interval_little_once_extremes_are_trimmed():
 
 
 def test_looks_are_few_and_end_at_the_last_block():
-    assert SequentialPlan(FLOOR, MS, max_blocks=15).looks == (3, 4, 6, 8, 11, 15)
-    assert SequentialPlan(FLOOR, MS, max_blocks=2).looks == (2,)
+    assert SequentialTest(FLOOR, MS, max_blocks=15).looks == (3, 4, 6, 8, 11, 15)
+    assert SequentialTest(FLOOR, MS, max_blocks=2).looks == (2,)

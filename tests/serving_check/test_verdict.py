@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from scalegate.layouts.errors import UserError
-from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import SCHEMA_PATH, CheckResult, Verdict, json_schema, overall_status
 
 from .gate_samples import sample_verdict
@@ -105,4 +105,4 @@ def test_a_recipe_changes_the_bounds_it_names_and_no_others():
 @pytest.mark.parametrize("settings", [{"ms": (0, 1)}, {"ms": ()}, {"ms": (4, 4)}, {"output_len": 0}])
 def test_a_load_that_makes_no_sense_is_refused(settings):
     with pytest.raises(UserError):
-        LoadSettings(**settings)
+        WorkloadSettings(**settings)

@@ -10,8 +10,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.workload import LoadResult, LoadSpec, RequestRecord, percentile, run_load
-from scalegate.serving_check.workload.generator import run_load_async
+from scalegate.serving_check.workload import (
+    RequestRecord,
+    WorkloadResult,
+    WorkloadSpec,
+    percentile,
+    run_workload,
+)
+from scalegate.serving_check.workload.generator import run_workload_async
 from scalegate.serving_check.workload.prompts import prompts
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
@@ -26,8 +32,8 @@ def counting(tmp_path_factory):
 
 
 def test_a_closed_loop_reaches_its_concurrency_and_loses_nothing(counting):
-    spec = LoadSpec(m=8, num_requests=24, input_len=16, output_len=40, num_warmups=8)
-    result = run_load(counting, spec)
+    spec = WorkloadSpec(m=8, num_requests=24, input_len=16, output_len=40, num_warmups=8)
+    result = run_workload(counting, spec)
     assert result.errors == []
     assert result.output_tokens == 24 * 40
     assert all(record.prompt_tokens == 16 for record in result.requests)
@@ -41,7 +47,7 @@ def test_a_closed_loop_reaches_its_concurrency_and_loses_nothing(counting):
 
 
 def test_latencies_are_those_of_the_engine(counting):
-    result = run_load(counting, LoadSpec(m=2, num_requests=4, input_len=8, output_len=50))
+    result = run_workload(counting, WorkloadSpec(m=2, num_requests=4, input_len=8, output_len=50))
     for record in result.requests:
         assert record.tpot == pytest.approx((record.e2el - record.ttft) / 49)
         assert record.tpot > 0.005
@@ -52,14 +58,16 @@ def test_latencies_are_those_of_the_engine(counting):
 
 
 def test_warm_ups_are_not_counted(counting):
-    result = run_load(counting, LoadSpec(m=2, num_requests=2, input_len=8, output_len=10, num_warmups=6))
+    result = run_workload(
+        counting, WorkloadSpec(m=2, num_requests=2, input_len=8, output_len=10, num_warmups=6)
+    )
     assert len(result.requests) == 2
     assert sum(running * count for running, count in result.steps_by_running.items()) == 20
 
 
 def test_the_real_engine_is_loaded_at_full_concurrency(server):
-    spec = LoadSpec(m=16, num_requests=32, input_len=24, output_len=24, vocab_size=8000, num_warmups=4)
-    result = run_load(server, spec)
+    spec = WorkloadSpec(m=16, num_requests=32, input_len=24, output_len=24, vocab_size=8000, num_warmups=4)
+    result = run_workload(server, spec)
     assert result.errors == []
     assert result.output_tokens == 32 * 24
     assert result.running_max == 16
@@ -70,15 +78,15 @@ def test_the_real_engine_is_loaded_at_full_concurrency(server):
 
 
 def test_a_refusal_is_recorded_with_the_servers_words(counting):
-    result = run_load(counting, LoadSpec(m=2, num_requests=2, input_len=4090, output_len=10))
+    result = run_workload(counting, WorkloadSpec(m=2, num_requests=2, input_len=4090, output_len=10))
     assert len(result.errors) == 2
     assert "HTTP 400: the prompt has 4090 tokens" in result.errors[0]
     assert result.output_tokens == 0 and result.tpots == []
 
 
 def test_a_server_that_is_gone_is_an_error_for_each_request():
-    spec = LoadSpec(m=2, num_requests=3, input_len=4, output_len=4)
-    result = run_load(Endpoint("http://127.0.0.1:9", "m"), spec)
+    spec = WorkloadSpec(m=2, num_requests=3, input_len=4, output_len=4)
+    result = run_workload(Endpoint("http://127.0.0.1:9", "m"), spec)
     assert len(result.errors) == 3
     assert result.steps_by_running is None and result.running_mean is None
 
@@ -108,12 +116,12 @@ def test_streams_of_any_server_are_read_alike(parts, error, chunks, ending):
             await response.write(body[start : start + 7])
         return response
 
-    async def load() -> LoadResult:
+    async def load() -> WorkloadResult:
         app = web.Application()
         app.router.add_post("/v1/completions", stream)
         async with TestServer(app) as server:
-            spec = LoadSpec(m=1, num_requests=1, input_len=4, output_len=3)
-            return await run_load_async(Endpoint(str(server.make_url("")).rstrip("/"), "m"), spec)
+            spec = WorkloadSpec(m=1, num_requests=1, input_len=4, output_len=3)
+            return await run_workload_async(Endpoint(str(server.make_url("")).rstrip("/"), "m"), spec)
 
     result = asyncio.run(load())
     assert result.requests[0].error == error
@@ -122,7 +130,7 @@ def test_streams_of_any_server_are_read_alike(parts, error, chunks, ending):
 
 def test_prompts_are_reproducible_different_and_of_the_right_length():
     def first(count, **options):
-        spec = LoadSpec(m=1, num_requests=1, output_len=1, **options)
+        spec = WorkloadSpec(m=1, num_requests=1, output_len=1, **options)
         return list(itertools.islice(prompts(spec), count))
 
     for options in ({"vocab_size": 50}, {"token_pool": tuple(range(1000))}):

@@ -8,7 +8,7 @@ from typing import Any
 
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact, record_files, sha256_of
-from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import (
     CheckResult,
     CurvePoint,
@@ -69,7 +69,7 @@ def passing_verdict(artifact: Artifact) -> Verdict:
         environment=Environment(
             "Some CPU x2", "embedded", "embedded", "bfloat16", {"torch": "2.13.0"}, "Linux", 2
         ),
-        load=LoadSettings(ms=(1, 4)),
+        workload=WorkloadSettings(ms=(1, 4)),
         bounds=Bounds(),
         quality_tokens=1234,
         quality_text_sha256="0" * 64,

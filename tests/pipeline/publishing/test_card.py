@@ -14,7 +14,7 @@ from scalegate.pipeline.push import require_passing_verdict
 from scalegate.pipeline.quantization.base_metadata import read_base_metadata
 from scalegate.pipeline.recipe import load_recipe
 from scalegate.pipeline.validation import engines
-from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 NAME = "org/base-INT4"
 
@@ -118,15 +118,15 @@ def test_a_floor_of_its_own_is_said_openly(artifact):
 def test_one_command_makes_it_again(artifact):
     revision = Artifact.read(artifact).source_revision
     shipped = Artifact.read(artifact).recipe
-    load = LoadSettings(ms=(1, 2, 4, 8, 16, 32))
-    plain = card_of(artifact, verdict={"load": load})
+    load = WorkloadSettings(ms=(1, 2, 4, 8, 16, 32))
+    plain = card_of(artifact, verdict={"workload": load})
     # The recipe is named like a shipped one and differs from it.
     assert f"pipeline release maker/base --revision {revision} --recipe int4-hqq.yaml --to {NAME}\n" in plain
     assert "save the recipe above as `int4-hqq.yaml`" in plain
     changed = card_of(
         artifact,
         recipe=shipped | {"name": "mine", "throughput_floor": 0.8},
-        verdict={"load": LoadSettings(ms=(1, 8)), "bounds": Bounds(throughput_floor=0.7)},
+        verdict={"workload": WorkloadSettings(ms=(1, 8)), "bounds": Bounds(throughput_floor=0.7)},
     )
     assert f"--recipe mine.yaml --m 1,8 --floor 0.7 --to {NAME}\n" in changed
 

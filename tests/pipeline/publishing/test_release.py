@@ -14,7 +14,7 @@ from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.release import command
 from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.release import ReleaseOptions, release
-from scalegate.serving_check.settings import Bounds, LoadSettings
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 PATIENT = """
@@ -44,12 +44,12 @@ def gate(monkeypatch):
             verdict = passing_verdict(manifest)
             subject = replace(verdict.artifact, layout_plan_sha256=manifest.layout_plan_sha256())
             floor = asked["floor"] or manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
-            load = LoadSettings(tuple(sorted(asked["m"])), asked["input_len"], asked["output_len"])
+            load = WorkloadSettings(tuple(sorted(asked["m"])), asked["input_len"], asked["output_len"])
             verdict = replace(
                 verdict,
                 status=self.status,
                 artifact=subject,
-                load=load,
+                workload=load,
                 bounds=Bounds(throughput_floor=floor),
             )
             give_verdict(folder, manifest, verdict)
@@ -90,12 +90,12 @@ def run(tmp_path, tiny_checkpoint):
 
 
 def skipped(result):
-    return [step.name for step in result.steps if step.skipped]
+    return [step.name for step in result.stages if step.skipped]
 
 
 def test_all_steps_run_once_and_are_skipped_when_run_again(run, gate, tmp_path):
     first = run()
-    assert [step.name for step in first.steps] == ["quantize", "layout", "validate", "push"]
+    assert [step.name for step in first.stages] == ["quantize", "layout", "validate", "push"]
     assert skipped(first) == []
     published = inspect(tmp_path / "release")
     assert published.quantized_modules == 7
@@ -137,8 +137,8 @@ def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkp
     gate.status = "pass"
     again = CliRunner().invoke(command, [*arguments, "--json"])
     assert again.exit_code == 0
-    steps = json.loads(again.stdout)["steps"]
-    assert [step["name"] for step in steps if step["skipped"]] == ["quantize", "layout"]
+    stages = json.loads(again.stdout)["stages"]
+    assert [step["name"] for step in stages if step["skipped"]] == ["quantize", "layout"]
     assert (tmp_path / "release" / "README.md").is_file()
 
 
@@ -187,8 +187,8 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     hub.half_way = lambda request: None
     result = pipeline(*arguments, "--json", **hub.environment())
     assert result.returncode == 0, result.stderr
-    steps = json.loads(result.stdout)["steps"]
-    assert [step["name"] for step in steps if step["skipped"]] == ["quantize", "layout", "validate"]
+    stages = json.loads(result.stdout)["stages"]
+    assert [step["name"] for step in stages if step["skipped"]] == ["quantize", "layout", "validate"]
     released = hub.repos["org/base-INT4"].history()[0].files
     assert {"model.safetensors", "tokenizer.json", "serving_check/throughput.png"} <= set(released)
     card = released["README.md"].content.decode()
