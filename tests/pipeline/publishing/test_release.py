@@ -1,4 +1,4 @@
-"""`pipeline release` does each step once, takes up at the one it was interrupted in, and obeys the gate."""
+"""`pipeline release` does each stage once, takes up at the one it was interrupted in, and obeys the gate."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ OPTIONS = ReleaseOptions(m=(1, 4), device="cpu")
 
 @pytest.fixture
 def gate(monkeypatch):
-    """The gate's place taken by one that answers at once; every other step is real."""
+    """The gate's place taken by one that answers at once; every other stage is real."""
 
     class Gate:
         status = "pass"
@@ -90,12 +90,12 @@ def run(tmp_path, tiny_checkpoint):
 
 
 def skipped(result):
-    return [step.name for step in result.stages if step.skipped]
+    return [stage.name for stage in result.stages if stage.skipped]
 
 
 def test_all_steps_run_once_and_are_skipped_when_run_again(run, gate, tmp_path):
     first = run()
-    assert [step.name for step in first.stages] == ["quantize", "layout", "validate", "push"]
+    assert [stage.name for stage in first.stages] == ["quantize", "layout", "validate", "push"]
     assert skipped(first) == []
     published = inspect(tmp_path / "release")
     assert published.quantized_modules == 7
@@ -138,7 +138,7 @@ def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkp
     again = CliRunner().invoke(command, [*arguments, "--json"])
     assert again.exit_code == 0
     stages = json.loads(again.stdout)["stages"]
-    assert [step["name"] for step in stages if step["skipped"]] == ["quantize", "layout"]
+    assert [stage["name"] for stage in stages if stage["skipped"]] == ["quantize", "layout"]
     assert (tmp_path / "release" / "README.md").is_file()
 
 
@@ -188,7 +188,7 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     result = pipeline(*arguments, "--json", **hub.environment())
     assert result.returncode == 0, result.stderr
     stages = json.loads(result.stdout)["stages"]
-    assert [step["name"] for step in stages if step["skipped"]] == ["quantize", "layout", "validate"]
+    assert [stage["name"] for stage in stages if stage["skipped"]] == ["quantize", "layout", "validate"]
     released = hub.repos["org/base-INT4"].history()[0].files
     assert {"model.safetensors", "tokenizer.json", "serving_check/throughput.png"} <= set(released)
     card = released["README.md"].content.decode()
