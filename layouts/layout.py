@@ -1,61 +1,118 @@
-"""The layout seam: how a quantized weight's bytes are arranged for a kernel, and the kernel that reads them.
+"""The layout seam: how a weight's bytes are arranged for a kernel, and the kernel that reads them.
 
-One file in this folder for each layout; `all_layouts.py` registers them. This file is the contract, no logic.
+One file in this folder for each layout; `all_layouts.py` registers them. This file is the contract, and what
+all layouts refuse in the same words.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .int4 import Int4Weight
-from .nvfp4 import NVFP4Weight
+from .formats.weight_format import Weight, WeightFormat
 from .registry import Registry
 
-QuantizedWeight = Int4Weight | NVFP4Weight
+Numerics = Literal["tuned", "pin", "per-token"]
+"""What a request's bits may depend on: `tuned` on its batch, `pin` on its own tokens and the cut of its prompt,
+`per-token` on its own tokens alone."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts that one product is made of: every token is multiplied by `top_k` of `count` weights."""
+
+    count: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"{self.count} experts, top {self.top_k}"
 
 
 @dataclass(frozen=True)
 class Problem:
     """What a layout is asked to serve: one linear layer's product on one device, for every M.
 
-    `weight_format` is the class of the weight; `dtype` that of the activations and of the result.
+    spec:     the weight's format with its parameters
+    n, k:     the weight's shape, of merged layers together; with experts that of one expert
+    dtype:    of the activations and of the result
+    experts:  None for a dense layer
     """
 
-    weight_format: type
-    group_size: int
-    integer_zero: bool
+    spec: WeightFormat
     n: int
     k: int
     dtype: torch.dtype
     device: torch.device
+    experts: Experts | None = None
+    numerics: Numerics = "tuned"
 
-    @classmethod
-    def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> "Problem":
-        n, k = weight.shape
-        integer_zero = getattr(weight, "has_integer_zero", True)
-        return cls(type(weight), weight.group_size, integer_zero, n, k, dtype, device)
+    def __str__(self) -> str:
+        """`int4 g128 zp 24576x4096 bfloat16`: what plans file it under. The device is not in it."""
+        words = [self.spec.key, f"{self.n}x{self.k}", _dtype_name(self.dtype)]
+        words += [f"({self.experts})"] if self.experts else []
+        words += [self.numerics] if self.numerics != "tuned" else []
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight arranged for one layout's kernel.
 
-    tensors: what the kernel reads; they become the module's buffers, so they move and are counted with it
-    meta:    plain numbers the kernel needs besides (padding, group size), never tensors
+    shape:      (N, K), with experts (E, N, K)
+    tensors:    what the kernel reads; they become the module's buffers, so they move and are counted with it
+    attributes: plain numbers the kernel needs besides (padding, group size), never tensors
     """
 
     layout: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     tensors: Mapping[str, Tensor]
-    meta: Mapping[str, int] = field(default_factory=dict)
+    attributes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Serves:
+    """What a layout takes, in the terms that all layouts share; its own `refuses` says the rest.
+
+    formats:  spec classes; None takes any
+    device:   `cpu` or `cuda`; None takes any
+    dtypes:   of activations; None takes any
+    experts:  whether it multiplies by experts; it then serves nothing else
+    numerics: the modes it keeps
+    """
+
+    formats: tuple[type, ...] | None = None
+    device: str | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    experts: bool = False
+    numerics: tuple[Numerics, ...] = ("tuned",)
+    capability: tuple[int, int] | None = None
+    """The least compute capability of a CUDA device."""
+
+    def refuses(self, problem: Problem) -> str | None:
+        """None where all of this holds, otherwise the reason in a few words."""
+        if self.formats is not None and not isinstance(problem.spec, self.formats):
+            taken = ", ".join(str(getattr(one, "name", one.__name__)) for one in self.formats)
+            return f"takes {taken}, not {problem.spec.name}"
+        if self.experts != (problem.experts is not None):
+            return "multiplies by experts only" if self.experts else "does not multiply by experts"
+        if self.device is not None and problem.device.type != self.device:
+            where = "CUDA" if self.device == "cuda" else "the CPU"
+            return f"runs on {where}, not on {problem.device.type}"
+        if self.dtypes is not None and problem.dtype not in self.dtypes:
+            taken = " or ".join(map(_dtype_name, self.dtypes))
+            return f"takes {taken} activations, not {_dtype_name(problem.dtype)}"
+        if problem.numerics not in self.numerics:
+            return f"is not batch-invariant as {problem.numerics!r} asks"
+        if self.capability is not None and torch.cuda.get_device_capability(problem.device) < self.capability:
+            return f"needs compute capability {'.'.join(map(str, self.capability))}"
+        return None
 
 
 class Layout(Protocol):
@@ -73,7 +130,7 @@ class Layout(Protocol):
         """None where the layout serves the problem, otherwise the reason in a few words."""
         ...
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         """Arrange `weight` on the device it lies on, for activations of `dtype`."""
         ...
 
@@ -87,12 +144,35 @@ class Layout(Protocol):
 
 
 @runtime_checkable
-class JoiningLayout(Protocol):
-    """A layout that can also make one weight of several that get the same input."""
+class ExpertsLayout(Protocol):
+    """A layout of the experts of one layer, whose weights [N, K] are stacked; registered beside the others."""
 
-    def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
-        """Their rows one after another; None where the shapes do not allow it. Their `meta` are equal."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kernel(self) -> str: ...
+
+    def refuses(self, problem: Problem) -> str | None: ...
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        """Arrange the weights of all experts, alike in spec and shape, on the device they lie on."""
+        ...
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, expert: Tensor) -> Tensor:
+        """Every row by its experts' weights, `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
+
+        x:      [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each
+        expert: int64 [T, top_k]
+        y:      [T * top_k, N]. On CUDA nothing waits for the device: this runs inside graphs.
+        """
         ...
 
 
-LAYOUTS: Registry[Layout] = Registry("layout")
+AnyLayout = Layout | ExpertsLayout
+
+LAYOUTS: Registry[AnyLayout] = Registry("layout")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

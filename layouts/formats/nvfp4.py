@@ -1,11 +1,13 @@
 """The NVFP4 format, of weights and of inputs: E2M1 codes, an E4M3 scale per 16, one fp32 scale for all."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .int4 import unpack_nibbles
+from .weight_format import WEIGHT_FORMATS, Weight
 
 GROUP_SIZE = 16
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -14,7 +16,36 @@ E4M3_MAX, E4M3_SMALLEST = 448.0, 2.0**-9
 
 
 @dataclass(frozen=True)
-class NVFP4Weight:
+class NVFP4:
+    """NVFP4; it has no parameters. Its global scale stands for all rows, so merged weights must share it."""
+
+    name: ClassVar[str] = "nvfp4"
+    shared: ClassVar[tuple[str, ...]] = ("global_scale",)
+    column_multiple: ClassVar[int] = GROUP_SIZE
+    label: ClassVar[str] = "NVFP4"
+    key: ClassVar[str] = "nvfp4"
+
+    def refuses(self, n: int, k: int) -> str | None:
+        return f"K = {k} is no multiple of {GROUP_SIZE}" if k % GROUP_SIZE else None
+
+    def nearest(self, n: int, k: int) -> None:
+        return None
+
+    def bits_per_weight(self, n: int, k: int) -> float:
+        return 4 + 8 / GROUP_SIZE + 32 / (n * k)
+
+    def random(self, n: int, k: int, device: torch.device) -> "NVFP4Weight":
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+        scale = torch.rand(n, k // GROUP_SIZE, device=device).add(0.5).to(torch.float8_e4m3fn)
+        return NVFP4Weight(self, codes, scale, torch.tensor(0.01, device=device))
+
+    @classmethod
+    def variants(cls) -> "list[NVFP4]":
+        return [cls()]
+
+
+@dataclass(frozen=True)
+class NVFP4Weight(Weight):
     """A linear layer's weight in NVFP4, `w[n, k] = e2m1(code[n, k]) * scale[n, k//16] * global_scale`.
 
     codes:        uint8 [N, K/2], the low nibble is the even k; bit 3 of a nibble is the sign
@@ -22,28 +53,22 @@ class NVFP4Weight:
     global_scale: fp32 scalar, a multiplier (amax / 2688)
     """
 
+    spec: NVFP4
     codes: Tensor
     scale: Tensor
     global_scale: Tensor
 
-    group_size = GROUP_SIZE
-
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K) of the weight it stands for."""
         return self.codes.shape[0], self.codes.shape[1] * 2
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weight [N, K] in `dtype`, computed in fp32 and rounded once: the definition of truth."""
         n, k = self.shape
         magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=self.codes.device)
         codes = unpack_nibbles(self.codes)
         values = magnitudes[(codes & 7).long()] * (1.0 - 2.0 * (codes >> 3).float())
         scale = self.scale.float() * self.global_scale.float()
         return (values.view(n, -1, GROUP_SIZE) * scale.unsqueeze(-1)).view(n, k).to(dtype)
-
-    def to(self, device: torch.device | str) -> "NVFP4Weight":
-        return NVFP4Weight(self.codes.to(device), self.scale.to(device), self.global_scale.to(device))
 
 
 @dataclass(frozen=True)
@@ -90,3 +115,6 @@ def _round_to_e2m1(x: Tensor) -> Tensor:
     magnitude = x.abs().clamp(max=E2M1_MAX)
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return (magnitude / step).round() * step * x.sign()
+
+
+WEIGHT_FORMATS.add(NVFP4.name, NVFP4)

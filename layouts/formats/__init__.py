@@ -1,0 +1,1 @@
+"""Weight formats: what a quantized weight's numbers mean, and nothing about how a kernel wants them."""

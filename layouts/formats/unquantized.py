@@ -1,0 +1,54 @@
+"""Weights as they are, in the activations' dtype: the format that every other one is measured against."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .weight_format import WEIGHT_FORMATS, Weight
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """No quantization; it has no parameters, since its dtype is that of the activations."""
+
+    name: ClassVar[str] = "unquantized"
+    shared: ClassVar[tuple[str, ...]] = ()
+    column_multiple: ClassVar[int] = 1
+    label: ClassVar[str] = "unquantized"
+    key: ClassVar[str] = "unquantized"
+
+    def refuses(self, n: int, k: int) -> str | None:
+        return None
+
+    def nearest(self, n: int, k: int) -> "Unquantized":
+        return self
+
+    def bits_per_weight(self, n: int, k: int) -> float:
+        """In 16 bits, as nearly all checkpoints are."""
+        return 16.0
+
+    def random(self, n: int, k: int, device: torch.device) -> "UnquantizedWeight":
+        return UnquantizedWeight(self, torch.randn(n, k, device=device) * 0.02)
+
+    @classmethod
+    def variants(cls) -> "list[Unquantized]":
+        return [cls()]
+
+
+@dataclass(frozen=True)
+class UnquantizedWeight(Weight):
+    """values: any float dtype [N, K]."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.values.to(dtype)
+
+
+WEIGHT_FORMATS.add(Unquantized.name, Unquantized)
