@@ -148,6 +148,11 @@ def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
 WEIGHT_FORMATS: Registry[type[WeightFormat]] = Registry("weight format")
 
 
+def parameter_names(cls: type[WeightFormat]) -> list[str]:
+    """What a recipe may set of a format."""
+    return [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+
 def parameters(spec: WeightFormat) -> dict[str, Any]:
     """A spec's parameters by name, as a recipe sets them."""
     return {field.name: getattr(spec, field.name) for field in fields(spec)}  # type: ignore[arg-type]
