@@ -80,6 +80,10 @@ class Int4:
         zero = 0 if self.symmetric else INTEGER_ZERO_BITS if self.has_integer_zero else FRACTIONAL_ZERO_BITS
         return 4 + (SCALE_BITS + zero) / self.group_size
 
+    def nbytes(self, n: int, k: int) -> int:
+        """Codes, a scale of two bytes and a zero point of at most one for each group."""
+        return n * k // 2 + 3 * n * k // self.group_size
+
     def random(self, n: int, k: int, device: torch.device) -> "Int4Weight":
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
         groups = self.groups(k)

@@ -39,6 +39,9 @@ class NVFP4:
     def bits_per_weight(self, n: int, k: int) -> float:
         return 4 + 8 / GROUP_SIZE + 32 / (n * k)
 
+    def nbytes(self, n: int, k: int) -> int:
+        return n * k // 2 + n * k // GROUP_SIZE + 4
+
     def random(self, n: int, k: int, device: torch.device) -> "NVFP4Weight":
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
         scale = torch.rand(n, k // GROUP_SIZE, device=device).add(0.5).to(torch.float8_e4m3fn)

@@ -33,6 +33,9 @@ class Unquantized:
         """In 16 bits, as nearly all checkpoints are."""
         return 16.0
 
+    def nbytes(self, n: int, k: int) -> int:
+        return 2 * n * k
+
     def random(self, n: int, k: int, device: torch.device) -> "UnquantizedWeight":
         return UnquantizedWeight(self, torch.randn(n, k, device=device) * 0.02)
 

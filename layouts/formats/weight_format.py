@@ -61,6 +61,10 @@ class WeightFormat(Protocol):
         """What a weight [n, k] takes, scales and zero points included, in bits for each of its numbers."""
         ...
 
+    def nbytes(self, n: int, k: int) -> int:
+        """About what a weight [n, k] takes in a checkpoint, in bytes: files are divided by it."""
+        ...
+
     def random(self, n: int, k: int, device: torch.device) -> "Weight":
         """A weight for measuring: codes uniform, values of about the size that a trained weight has."""
         ...
