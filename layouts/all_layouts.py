@@ -7,12 +7,16 @@ first of them. A new layout is one file and one line here.
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
 from .gemlite import GemLite
+from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedUnquantized
 from .humming import Humming
-from .layout import LAYOUTS, Layout
+from .layout import LAYOUTS, AnyLayout
+from .per_expert import PerExpert
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
+from .torch_linear import TorchLinear
 
-IN_ORDER: tuple[Layout, ...] = (
+IN_ORDER: tuple[AnyLayout, ...] = (
+    TorchLinear(),
     SWAP_AB,
     Tinygemm(),
     SWAP_AB_INVARIANT,
@@ -24,6 +28,15 @@ IN_ORDER: tuple[Layout, ...] = (
     CPU_INT4_FLOAT32,
     Humming(),
     GemLite(),
+    # Experts: nothing below serves a dense layer, and nothing above serves experts.
+    GroupedUnquantized(),
+    GroupedInt4(),
+    PerExpert(TorchLinear()),
+    PerExpert(CPU_INT4),
+    PerExpert(Dequantize()),
+    PerExpert(CPU_INT4_CAST),
+    PerExpert(CPU_INT4_FLOAT32),
+    GroupedDequantize(),
 )
 
 for layout in IN_ORDER:

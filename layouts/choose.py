@@ -25,7 +25,7 @@ from .explain import lowest_ratio, mean_ratio
 from .layout import Problem
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
-from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions, shape_key
+from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
 
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
@@ -99,7 +99,7 @@ def choose(
                 store(problem, ms, layouts, found)
             else:
                 bar.update(len(ms))
-            choices.append(pick(shape_key(problem), tuple(names), found, force))
+            choices.append(pick(str(problem), tuple(names), found, force))
     return LayoutPlan(device_name(device), kernel_versions(), tuple(choices))
 
 
@@ -148,4 +148,4 @@ def _refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
     for module, problem in problems.items():
         reason = layout.refuses(problem)
         if reason is not None:
-            raise UserError(f"layout {force!r} does not serve {module} ({shape_key(problem)}): {reason}")
+            raise UserError(f"layout {force!r} does not serve {module} ({problem!s}): {reason}")

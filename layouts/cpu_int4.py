@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .int4 import unpack_nibbles
-from .int4_affine import pad_rows, refuses_format, require_int4, scale_and_zero
-from .layout import PackedWeight, Problem, QuantizedWeight
+from .formats.int4 import Int4, unpack_nibbles
+from .formats.weight_format import Weight
+from .int4_affine import pad_rows, refuses_groups, require_int4, scale_and_zero
+from .layout import PackedWeight, Problem, Serves
 
 ROW_TILE = 16
 
@@ -38,28 +39,24 @@ class CpuInt4:
         return f"_weight_int4pack_mm_for_cpu ({str(self.compute_dtype).removeprefix('torch.')})"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.device.type != "cpu":
-            return f"runs on the CPU, not on {problem.device.type}"
-        if problem.dtype not in self.takes:
-            return f"does not take {str(problem.dtype).removeprefix('torch.')} activations"
-        return refuses_format(problem)
+        return Serves((Int4,), "cpu", self.takes).refuses(problem) or refuses_groups(problem.spec)
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         weight = require_int4(weight, self.name)
         padded = pad_rows(weight, ROW_TILE)
         tensors = {
             "codes": torch._convert_weight_to_int4pack_for_cpu(unpack_nibbles(padded.codes).int(), 1),
             "scale_and_zero": scale_and_zero(padded, self.compute_dtype),
         }
-        meta = {"group_size": weight.group_size, "padded_rows": padded.shape[0] - weight.shape[0]}
-        return PackedWeight(self.name, weight.shape, dtype, tensors, meta)
+        attributes = {"group_size": weight.spec.group_size, "padded_rows": padded.shape[0] - weight.shape[0]}
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors, attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, meta = packed.tensors, packed.meta
+        tensors, attributes = packed.tensors, packed.attributes
         if packed.dtype is not self.compute_dtype:
             x = x.to(self.compute_dtype)
-        y = _int4_matmul(x, tensors["codes"], meta["group_size"], tensors["scale_and_zero"])
-        if meta["padded_rows"]:
+        y = _int4_matmul(x, tensors["codes"], attributes["group_size"], tensors["scale_and_zero"])
+        if attributes["padded_rows"]:
             y = y[:, : packed.shape[0]]
         return y if packed.dtype is self.compute_dtype else y.to(packed.dtype)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .int4 import Int4Weight
-from .layout import PackedWeight, Problem, QuantizedWeight
-from .nvfp4 import NVFP4Weight
+from .formats.unquantized import Unquantized
+from .formats.weight_format import Weight, weight_of
+from .layout import PackedWeight, Problem, Serves
 
 
 class Dequantize:
@@ -19,24 +19,12 @@ class Dequantize:
     kernel = "dequantize + linear"
 
     def refuses(self, problem: Problem) -> str | None:
-        return None
+        if isinstance(problem.spec, Unquantized):
+            return "has nothing to dequantize"
+        return Serves().refuses(problem)
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
-        if isinstance(weight, Int4Weight):
-            tensors = {"codes": weight.codes, "scale": weight.scale, "zero_point": weight.zero_point}
-        else:
-            tensors = {"codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale}
-        return PackedWeight(self.name, weight.shape, dtype, tensors, {"group_size": weight.group_size})
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, weight.tensors())
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        return functional.linear(x, unpack(packed).dequantize(packed.dtype))
-
-
-def unpack(packed: PackedWeight) -> QuantizedWeight:
-    """The weight that this layout packed; nothing was lost on the way."""
-    tensors = packed.tensors
-    if "zero_point" in tensors:
-        return Int4Weight(
-            tensors["codes"], tensors["scale"], tensors["zero_point"], packed.meta["group_size"]
-        )
-    return NVFP4Weight(tensors["codes"], tensors["scale"], tensors["global_scale"])
+        return functional.linear(x, weight_of(packed.spec, packed.tensors).dequantize(packed.dtype))

@@ -7,16 +7,18 @@ each bucket of M when that M first comes, so every bucket has to be warmed up be
 import torch
 from torch import Tensor
 
+from .formats.int4 import Int4, unpack_nibbles
+from .formats.weight_format import Weight
 from .installed import installed_package
-from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
-from .layout import PackedWeight, Problem, QuantizedWeight
+from .layout import PackedWeight, Problem, Serves
 
 PACKAGE = "gemlite"
 TENSORS = ("codes", "scale", "zero", "meta_scale")
 """gemlite's tensor arguments, in its order."""
+SERVES = Serves((Int4,), "cuda", (torch.bfloat16, torch.float16))
 ROW_MULTIPLE = 128
-META = "argument_{:02d}"
+ARGUMENT = "argument_{:02d}"
 MOST_SPLITS, LARGEST_BLOCK, LEAST_COLUMNS = 4, 256, 256
 """Of K, in the kernels that it picks from: four blocks of at most a group at once, or eight of 32 columns."""
 
@@ -32,22 +34,20 @@ class GemLite:
     kernel = "gemlite forward_functional"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"runs on CUDA, not on {problem.device.type}"
-        if problem.weight_format is not Int4Weight:
-            return f"takes Int4Weight, not {problem.weight_format.__name__}"
-        if problem.dtype not in (torch.bfloat16, torch.float16):
-            return f"does not take {str(problem.dtype).removeprefix('torch.')} activations"
-        if problem.n % ROW_MULTIPLE or problem.k % 32 or problem.k == problem.group_size:
+        refusal = SERVES.refuses(problem)
+        if refusal is not None:
+            return refusal
+        group_size = problem.spec.group_size
+        if problem.n % ROW_MULTIPLE or problem.k % 32 or problem.k == group_size:
             return f"needs N divisible by {ROW_MULTIPLE}, K by 32, and more than one group a row"
-        columns = max(LEAST_COLUMNS, MOST_SPLITS * min(problem.group_size, LARGEST_BLOCK))
+        columns = max(LEAST_COLUMNS, MOST_SPLITS * min(group_size, LARGEST_BLOCK))
         if problem.k % columns:
             return (
                 f"reads scales past their end where K is not a multiple of {columns}, as {problem.k} is not"
             )
         return installed_package(PACKAGE)
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         from gemlite.core import TORCH_TO_DTYPE, GemLiteLinear
 
         weight = require_int4(weight, self.name)
@@ -55,7 +55,7 @@ class GemLite:
         theirs = TORCH_TO_DTYPE[dtype]
         linear = GemLiteLinear(
             W_nbits=4,
-            group_size=weight.group_size,
+            group_size=weight.spec.group_size,
             in_features=k,
             out_features=n,
             input_dtype=theirs,
@@ -68,11 +68,13 @@ class GemLite:
         tensors = {
             name: tensor.detach() for name, tensor in zip(TENSORS, linear.get_tensor_args(), strict=True)
         }
-        meta = {META.format(index): int(value) for index, value in enumerate(linear.get_meta_args())}
-        return PackedWeight(self.name, weight.shape, dtype, tensors, meta)
+        attributes = {
+            ARGUMENT.format(index): int(value) for index, value in enumerate(linear.get_meta_args())
+        }
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors, attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         # The package registers this operator; `pack` imported it.
         return torch.ops.gemlite.forward_functional(
-            x, None, list(packed.tensors.values()), list(packed.meta.values())
+            x, None, list(packed.tensors.values()), list(packed.attributes.values())
         )

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .formats.int4 import Int4, Int4Weight, pack_nibbles
+from .formats.weight_format import Weight
 from .installed import installed_package
-from .int4 import Int4Weight, pack_nibbles
 from .int4_affine import require_int4
-from .layout import PackedWeight, Problem, QuantizedWeight
+from .layout import PackedWeight, Problem, Serves
 
 PACKAGE = "humming-kernels"
+SERVES = Serves((Int4,), "cuda", (torch.bfloat16, torch.float16))
 LOCKS = 2048
 """Stream-K's counters, as many as humming's own module holds."""
 ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
@@ -28,24 +30,22 @@ class Humming:
     kernel = "humming_gemm"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"runs on CUDA, not on {problem.device.type}"
-        if problem.weight_format is not Int4Weight:
-            return f"takes Int4Weight, not {problem.weight_format.__name__}"
-        if problem.dtype not in (torch.bfloat16, torch.float16):
-            return f"does not take {str(problem.dtype).removeprefix('torch.')} activations"
-        if problem.n % ROW_MULTIPLE or problem.k % COLUMN_MULTIPLE or problem.group_size not in GROUP_SIZES:
+        refusal = SERVES.refuses(problem)
+        if refusal is not None:
+            return refusal
+        supported = problem.spec.group_size in GROUP_SIZES
+        if problem.n % ROW_MULTIPLE or problem.k % COLUMN_MULTIPLE or not supported:
             sizes = ", ".join(map(str, GROUP_SIZES))
             return f"needs N divisible by {ROW_MULTIPLE}, K by {COLUMN_MULTIPLE}, groups of {sizes}"
         return installed_package(PACKAGE)
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         from humming.transform import transform_humming_tensors
 
         weight = require_int4(weight, self.name)
         n, k = weight.shape
         device = weight.codes.device
-        integer = weight.has_integer_zero
+        integer = weight.spec.has_integer_zero
         tensors = {
             # Eight nibbles a word, the lowest k in the lowest: our bytes, read as little-endian int32.
             "weight": weight.codes.contiguous().view(torch.int32),
@@ -53,18 +53,23 @@ class Humming:
             "zero_point": _packed_zeros(weight) if integer else weight.zero_point.to(dtype).contiguous(),
         }
         with torch.cuda.device(device):
-            config = _layer_config(n, k, weight.group_size, integer, dtype, device)
+            config = _layer_config(n, k, weight.spec.group_size, integer, dtype, device)
             packed = dict(transform_humming_tensors(config, tensors))
         packed["locks"] = torch.zeros(LOCKS, dtype=torch.int32, device=device)
-        meta = {"group_size": weight.group_size, "integer_zero": int(integer)}
-        return PackedWeight(self.name, weight.shape, dtype, packed, meta)
+        attributes = {"group_size": weight.spec.group_size, "integer_zero": int(integer)}
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, packed, attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         from humming.forward import humming_forward
 
-        meta = packed.meta
+        attributes = packed.attributes
         config = _layer_config(
-            *packed.shape, meta["group_size"], bool(meta["integer_zero"]), packed.dtype, x.device
+            packed.shape[0],
+            packed.shape[1],
+            attributes["group_size"],
+            bool(attributes["integer_zero"]),
+            packed.dtype,
+            x.device,
         )
         return humming_forward(config, inputs=x, **packed.tensors)
 

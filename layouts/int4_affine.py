@@ -7,23 +7,21 @@ kernel's own.
 import torch
 from torch import Tensor
 
-from .int4 import Int4Weight
-from .layout import Problem, QuantizedWeight
+from .formats.int4 import Int4, Int4Weight
+from .formats.weight_format import Weight
 
 GROUP_SIZES = (32, 64, 128, 256)
 MIDDLE_CODE = 8
 
 
-def refuses_format(problem: Problem) -> str | None:
-    """What both of torch's kernels refuse: other formats and other group sizes."""
-    if problem.weight_format is not Int4Weight:
-        return f"takes Int4Weight, not {problem.weight_format.__name__}"
-    if problem.group_size not in GROUP_SIZES:
-        return f"takes groups of {', '.join(map(str, GROUP_SIZES))}, not {problem.group_size}"
+def refuses_groups(spec: Int4) -> str | None:
+    """Group sizes that both of torch's kernels refuse."""
+    if spec.group_size not in GROUP_SIZES:
+        return f"takes groups of {', '.join(map(str, GROUP_SIZES))}, not {spec.group_size}"
     return None
 
 
-def require_int4(weight: QuantizedWeight, layout: str) -> Int4Weight:
+def require_int4(weight: Weight, layout: str) -> Int4Weight:
     """`weight`, where it is INT4; a caller that did not ask `refuses` first gets a TypeError."""
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"layout {layout} packs Int4Weight, not {type(weight).__name__}")
@@ -46,6 +44,4 @@ def pad_rows(weight: Int4Weight, multiple: int) -> Int4Weight:
     def padded(tensor: Tensor) -> Tensor:
         return torch.cat((tensor, tensor.new_zeros(missing, tensor.shape[1])))
 
-    return Int4Weight(
-        padded(weight.codes), padded(weight.scale), padded(weight.zero_point), weight.group_size
-    )
+    return weight.with_tensors({name: padded(tensor) for name, tensor in weight.tensors().items()})

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .formats.weight_format import Weight, WeightFormat
 from .registry import Registry
+from .routing import Routing
 
 Numerics = Literal["tuned", "pin", "per-token"]
-"""What a request's bits may depend on: `tuned` on its batch, `pin` on its own tokens and the cut of its prompt,
-`per-token` on its own tokens alone."""
+"""What a request's bits may depend on: `tuned` on its batch, `pin` on its own tokens and the chunks of its
+prompt, `per-token` on its own tokens alone."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ class Problem:
 class PackedWeight:
     """A weight arranged for one layout's kernel.
 
+    spec:       the format of the weight that it was made from
     shape:      (N, K), with experts (E, N, K)
     tensors:    what the kernel reads; they become the module's buffers, so they move and are counted with it
     attributes: plain numbers the kernel needs besides (padding, group size), never tensors
     """
 
     layout: str
+    spec: WeightFormat
     shape: tuple[int, ...]
     dtype: torch.dtype
     tensors: Mapping[str, Tensor]
@@ -145,7 +148,7 @@ class Layout(Protocol):
 
 @runtime_checkable
 class ExpertsLayout(Protocol):
-    """A layout of the experts of one layer, whose weights [N, K] are stacked; registered beside the others."""
+    """A layout of the stacked weights of one layer's experts; registered beside the others."""
 
     @property
     def name(self) -> str: ...
@@ -159,12 +162,11 @@ class ExpertsLayout(Protocol):
         """Arrange the weights of all experts, alike in spec and shape, on the device they lie on."""
         ...
 
-    def grouped_matmul(self, x: Tensor, packed: PackedWeight, expert: Tensor) -> Tensor:
-        """Every row by its experts' weights, `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        """Every row by its expert's weight, `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
 
-        x:      [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each
-        expert: int64 [T, top_k]
-        y:      [T * top_k, N]. On CUDA nothing waits for the device: this runs inside graphs.
+        x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous
+        y: [T * top_k, N]. On CUDA nothing waits for the device: this runs inside graphs.
         """
         ...
 

@@ -1,13 +1,20 @@
 """A linear layer whose weight is packed for one layout; stands where `torch.nn.Linear` stood."""
 
+import json
 from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor, library, nn
 
 from .all_layouts import LAYOUTS
-from .layout import PackedWeight
-from .nvfp4 import NVFP4Input
+from .formats.input_format import InputFormat
+from .formats.weight_format import WeightFormat, spec_from_json, spec_to_json
+from .layout import Layout, PackedWeight
+
+INPUT_BUFFER = "input_{}"
 
 
 class QuantizedLinear(nn.Module):
@@ -17,20 +24,20 @@ class QuantizedLinear(nn.Module):
     first, whatever the layout: that is the checkpoint's meaning, not a kernel's choice.
     """
 
-    input_global_scale: Tensor
-
-    def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: NVFP4Input | None = None):
+    def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: InputFormat | None = None):
         super().__init__()
-        self.layout = LAYOUTS[packed.layout]
+        self.layout = cast(Layout, LAYOUTS[packed.layout])
         self.out_features, self.in_features = packed.shape
         self._packed = packed
+        self._spec = spec_text(packed.spec)
         for name, tensor in packed.tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
         self._has_bias = bias is not None
         self.input_format = input_format
         if input_format is not None:
-            self.register_buffer("input_global_scale", input_format.global_scale, persistent=False)
+            for name, tensor in input_format.tensors().items():
+                self.register_buffer(INPUT_BUFFER.format(name), tensor, persistent=False)
 
     @property
     def packed(self) -> PackedWeight:
@@ -43,12 +50,13 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
-        tensors = {name: getattr(self, name) for name in self._packed.tensors}
-        self._packed = PackedWeight(
-            self._packed.layout, self._packed.shape, self._packed.dtype, tensors, self._packed.meta
+        self._packed = replace(
+            self._packed, tensors={name: getattr(self, name) for name in self._packed.tensors}
         )
         if self.input_format is not None:
-            self.input_format = NVFP4Input(self.input_global_scale, self.input_format.divides)
+            names = self.input_format.tensors()
+            moved = {name: getattr(self, INPUT_BUFFER.format(name)) for name in names}
+            self.input_format = self.input_format.with_tensors(moved)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +67,7 @@ class QuantizedLinear(nn.Module):
         if self.input_format is not None:
             rows = self.input_format.round(rows)
         if torch.compiler.is_compiling():
-            y = _packed_product(rows, self._packed)
+            y = _packed_product(rows, self._packed, self._spec)
         else:
             y = self.layout.matmul(rows, self._packed)
         if self._has_bias and self.bias is not None:
@@ -70,28 +78,46 @@ class QuantizedLinear(nn.Module):
         return y.view(*shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        parts = (
+        text = (
             f"in_features={self.in_features}, out_features={self.out_features}, layout={self._packed.layout}"
         )
-        return parts if self.input_format is None else f"{parts}, input=NVFP4"
+        return text if self.input_format is None else f"{text}, input={self.input_format.label}"
 
 
 def packed_layers(model: nn.Module) -> dict[str, int]:
-    """How many packed linears a model has of each layout and shape, as `swap_ab 4096x4096`."""
-    packed = (module.packed for module in model.modules() if isinstance(module, QuantizedLinear))
-    return dict(Counter(f"{one.layout} {one.shape[0]}x{one.shape[1]}" for one in packed))
+    """How many packed weights a model has of each layout and shape, as `swap_ab 4096x4096`."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        packed = getattr(module, "packed", None)
+        for one in packed.values() if isinstance(packed, dict) else [packed]:
+            if isinstance(one, PackedWeight):
+                found[f"{one.layout} {'x'.join(map(str, one.shape))}"] += 1
+    return dict(found)
 
 
-def _packed_product(rows: Tensor, packed: PackedWeight) -> Tensor:
+@cache
+def spec_text(spec: WeightFormat) -> str:
+    """A spec as the text that an op of a traced graph can hold."""
+    return json.dumps(spec_to_json(spec))
+
+
+@cache
+def spec_of_text(text: str) -> WeightFormat:
+    """Undoes `spec_text`."""
+    return spec_from_json(json.loads(text))
+
+
+def _packed_product(rows: Tensor, packed: PackedWeight, spec: str) -> Tensor:
     """The product as one op that a traced graph can hold: tensors, numbers and names only."""
     return torch.ops.scalegate.packed_matmul(
         rows,
         list(packed.tensors.values()),
         packed.layout,
+        spec,
         list(packed.shape),
         " ".join(packed.tensors),
-        " ".join(packed.meta),
-        list(packed.meta.values()),
+        " ".join(packed.attributes),
+        list(packed.attributes.values()),
     )
 
 
@@ -101,20 +127,22 @@ def _packed_matmul(
     x: Tensor,
     tensors: list[Tensor],
     layout: str,
+    spec: str,
     shape: list[int],
     names: str,
-    meta_names: str,
-    meta: list[int],
+    attribute_names: str,
+    attributes: list[int],
 ) -> Tensor:
     """x [M, K] → [M, N]; names stand in one string, separated by spaces: an op takes no list of strings."""
     packed = PackedWeight(
         layout,
+        spec_of_text(spec),
         (shape[0], shape[1]),
         x.dtype,
         dict(zip(names.split(), tensors, strict=True)),
-        dict(zip(meta_names.split(), meta, strict=True)),
+        dict(zip(attribute_names.split(), attributes, strict=True)),
     )
-    return LAYOUTS[layout].matmul(x, packed)
+    return cast(Layout, LAYOUTS[layout]).matmul(x, packed)
 
 
 @_packed_matmul.register_fake
@@ -122,9 +150,10 @@ def _(
     x: Tensor,
     tensors: list[Tensor],
     layout: str,
+    spec: str,
     shape: list[int],
     names: str,
-    meta_names: str,
-    meta: list[int],
+    attribute_names: str,
+    attributes: list[int],
 ) -> Tensor:
     return x.new_empty(x.shape[0], shape[0])

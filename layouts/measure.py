@@ -6,19 +6,16 @@ answer is checked in the same run, so a kernel that is wrong on this device is r
 
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
 
-from .int4 import Int4Weight
-from .layout import LAYOUTS, Layout, PackedWeight, Problem, QuantizedWeight
-from .linear import QuantizedLinear
-from .nvfp4 import GROUP_SIZE, NVFP4Weight
+from .layout import LAYOUTS, AnyLayout, PackedWeight, Problem
 from .plan import Measurement
+from .subject import Subject, subject_of
 from .time_limit import OutOfTime, time_limit
-from .timing import Call, TimingBudget, interleaved_microseconds
+from .timing import TimingBudget, interleaved_microseconds
 
 BASELINE = "unquantized"
 MAX_ERROR = 0.02
@@ -57,16 +54,13 @@ def measure(
     allowance = {} if allowance is None else allowance
     budget = budget or TimingBudget(samples=CUDA_SAMPLES if problem.device.type == "cuda" else CPU_SAMPLES)
     found = ShapeMeasurements()
-    weight = random_weight(problem)
-    x = torch.randn(max(ms), 1, problem.k, device=problem.device).to(problem.dtype)
-    dense = weight.dequantize(torch.float32)
-    expected = x.float() @ dense.T
+    subject = subject_of(problem, max(ms))
 
     usable: dict[str, PackedWeight] = {}
     for name in layouts:
         refusal = LAYOUTS[name].refuses(problem)
         if refusal is None:
-            prepare = partial(_pack_and_check, LAYOUTS[name], weight, x, expected, ms)
+            prepare = partial(_pack_and_check, LAYOUTS[name], subject, ms)
             packed, refusal = _within(allowance, longest, name, prepare)
             if packed is not None:
                 usable[name] = packed
@@ -74,21 +68,20 @@ def measure(
             found.refusals[name] = refusal
 
     smallest = min((one.nbytes for one in usable.values()), default=1 << 62)
-    copies = range(copies_past_the_cache(problem, smallest))
-    modules: dict[str, list[nn.Module]] = {BASELINE: [_linear(dense.to(problem.dtype)) for _ in copies]}
-    for name, one in usable.items():
-        modules[name] = [QuantizedLinear(_copy(one), None) for _ in copies]
-    del dense
+    copies = copies_past_the_cache(problem, smallest)
+    contestants = {BASELINE: [subject.baseline() for _ in range(copies)]}
+    contestants |= {name: [_copy(one) for _ in range(copies)] for name, one in usable.items()}
 
     def refuse(name: str, error: Exception) -> None:
         found.refusals[name] = _failed(error)
-        del modules[name]
+        del contestants[name]
 
     for m in ms:
-        calls = {name: _rotating(rotated, x[:m]) for name, rotated in modules.items()}
+        calls = {name: subject.call(packed, m) for name, packed in contestants.items()}
         with torch.inference_mode():
-            times = interleaved_microseconds(calls, len(copies), problem.device, budget, refuse)
-        for name in modules:
+            turns = max(copies, subject.draws)
+            times = interleaved_microseconds(calls, turns, problem.device, budget, refuse)
+        for name in contestants:
             if name != BASELINE:
                 figures = times[name], times[BASELINE]
                 found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))
@@ -98,22 +91,6 @@ def measure(
     return found
 
 
-def random_weight(problem: Problem) -> QuantizedWeight:
-    """A weight of the problem's format and shape on its device; the codes are uniform, speed asks no more."""
-    n, k, device = problem.n, problem.k, problem.device
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
-    if problem.weight_format is NVFP4Weight:
-        scale = torch.rand(n, k // GROUP_SIZE, device=device).add(0.5).to(torch.float8_e4m3fn)
-        return NVFP4Weight(codes, scale, torch.tensor(0.01, device=device))
-    groups = k // problem.group_size
-    scale = (torch.rand(n, groups, device=device) + 0.5).mul(0.01).to(torch.bfloat16)
-    if problem.integer_zero:
-        zero = torch.randint(0, 16, (n, groups), dtype=torch.uint8, device=device)
-    else:
-        zero = torch.rand(n, groups, device=device).mul(15)
-    return Int4Weight(codes, scale, zero, problem.group_size)
-
-
 def copies_past_the_cache(problem: Problem, smallest_bytes: int) -> int:
     """How many copies of the weight to rotate through, the same number for every contestant.
 
@@ -121,7 +98,8 @@ def copies_past_the_cache(problem: Problem, smallest_bytes: int) -> int:
     CUDA: enough that the smallest packing overflows L2 twice. On a CPU whose last cache holds a small model
     whole, as it does in serving: enough to overflow the cores' own L2. Bounded by memory, at least one.
     """
-    dense_bytes = problem.n * problem.k * problem.dtype.itemsize
+    experts = problem.experts.count if problem.experts else 1
+    dense_bytes = experts * problem.n * problem.k * problem.dtype.itemsize
     if problem.device.type == "cuda":
         cache = 2 * torch.cuda.get_device_properties(problem.device).L2_cache_size
         memory = int(torch.cuda.mem_get_info(problem.device)[0] * CUDA_MEMORY_FRACTION)
@@ -155,15 +133,13 @@ def _within(
     return prepared
 
 
-def _pack_and_check(
-    layout: Layout, weight: QuantizedWeight, x: Tensor, expected: Tensor, ms: Sequence[int]
-) -> Prepared:
+def _pack_and_check(layout: AnyLayout, subject: Subject, ms: Sequence[int]) -> Prepared:
     try:
-        packed = layout.pack(weight, x.dtype)
-        module = QuantizedLinear(packed, None)
+        packed = subject.pack(layout)
         for m in ms:
-            y = module(x[:m]).float()
-            error = ((y - expected[:m]).norm() / expected[:m].norm()).item()
+            expected = subject.expected(m)
+            y = subject.call([packed], m)(0).float().reshape(expected.shape)
+            error = ((y - expected).norm() / expected.norm()).item()
             if not error <= MAX_ERROR:
                 return None, f"wrong answer here: relative error {error:.3g} at M={m}"
     except Exception as raised:
@@ -177,17 +153,5 @@ def _failed(error: Exception) -> str:
     return f"failed here: {type(error).__name__}: {message[0][:200]}"
 
 
-def _rotating(modules: Sequence[nn.Module], x: Tensor) -> Call:
-    return lambda copy: modules[copy](x)
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    n, k = weight.shape
-    linear = nn.Linear(k, n, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
-
-
 def _copy(packed: PackedWeight) -> PackedWeight:
-    tensors = {name: tensor.clone() for name, tensor in packed.tensors.items()}
-    return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
+    return replace(packed, tensors={name: tensor.clone() for name, tensor in packed.tensors.items()})

@@ -15,7 +15,7 @@ from pathlib import Path
 from .files import write_json
 from .layout import Problem
 from .measure import ShapeMeasurements
-from .plan import Measurement, device_name, kernel_versions, shape_key
+from .plan import Measurement, device_name, kernel_versions
 
 CACHE_VARIABLE = "SCALEGATE_CACHE"
 _SOURCE_FOLDERS = ("layouts", "kernels")
@@ -54,7 +54,7 @@ def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[st
         "device": device_name(problem.device),
         "versions": kernel_versions(),
         "source": _own_source(),
-        "shape": shape_key(problem),
+        "shape": str(problem),
         "ms": list(ms),
         "layouts": list(layouts),
     }

@@ -42,7 +42,7 @@ class ShapeChoice:
     """The layout picked for one kind of layer, and every measurement it was picked from."""
 
     shape: str
-    """`Int4Weight g128 zp 24576x4096 bfloat16`: what `shape_key` makes of a problem."""
+    """`int4 g128 zp 24576x4096 bfloat16`: a problem as text."""
     layout: str
     modules: tuple[str, ...]
     measurements: tuple[Measurement, ...] = ()
@@ -71,7 +71,7 @@ class LayoutPlan:
     choices: tuple[ShapeChoice, ...] = field(default_factory=tuple)
 
     def layout_for(self, problem: Problem) -> str | None:
-        key = shape_key(problem)
+        key = str(problem)
         return next((choice.layout for choice in self.choices if choice.shape == key), None)
 
     def fits(self, device: torch.device) -> bool:
@@ -90,7 +90,7 @@ class LayoutPlan:
         return all(
             name in problems
             and self.fits(problems[name].device)
-            and layout in timed.get(shape_key(problems[name]), ())
+            and layout in timed.get(str(problems[name]), ())
             for name, layout in layouts.items()
         )
 
@@ -117,13 +117,6 @@ class LayoutPlan:
             for choice in value["choices"]
         )
         return cls(device=value["device"], versions=dict(value["versions"]), choices=choices)
-
-
-def shape_key(problem: Problem) -> str:
-    """The name under which a plan files a problem: format, group, zero, N×K and dtype, but not the device."""
-    zero = "zp" if problem.integer_zero else "fractional"
-    dtype = str(problem.dtype).removeprefix("torch.")
-    return f"{problem.weight_format.__name__} g{problem.group_size} {zero} {problem.n}x{problem.k} {dtype}"
 
 
 def device_name(device: torch.device) -> str:

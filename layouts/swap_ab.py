@@ -8,16 +8,17 @@ Not for the CPU.
     swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton; slow, and not registered
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..kernels.int4 import hopper, swap_ab
 from ..kernels.int4.tile import ARRIVALS
-from .int4 import Int4Weight, unpack_nibbles
+from .formats.int4 import Int4, unpack_nibbles
+from .formats.weight_format import Weight
 from .int4_affine import require_int4
-from .layout import PackedWeight, Problem, QuantizedWeight
+from .layout import Numerics, PackedWeight, Problem, Serves
 
 GROUP_SIZES = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -34,26 +35,24 @@ class SwapAB:
         self.batch_invariant = batch_invariant
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = refuses_format(problem)
+        numerics: tuple[Numerics, ...] = ("tuned", "pin", "per-token") if self.batch_invariant else ("tuned",)
+        refusal = refuses(problem, numerics, PORTABLE)
         if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
             return "is written for compute capability 9.0 (Hopper)"
         return refusal
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         packed = pack(self.name, weight, dtype)
         arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
         tensors = {**packed.tensors, "arrivals": arrivals}
-        return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
-
-    def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
-        return join(packed)
+        return replace(packed, tensors=tensors)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, meta = packed.tensors, packed.meta
+        tensors, attributes = packed.tensors, packed.attributes
         x = x.contiguous()
         if x.data_ptr() % 16:
             x = x.clone()
-        rest = packed.shape[0], meta["group_size"], bool(meta["fractional"])
+        rest = packed.shape[0], attributes["group_size"], bool(attributes["fractional"])
         operands = x, tensors["words"], tensors["meta"], tensors["arrivals"]
         return hopper.matmul(*operands, *rest, self.batch_invariant)
 
@@ -65,59 +64,36 @@ class SwapABPortable:
     kernel = "int4_swap_ab_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = refuses_format(problem)
-        if refusal is None and torch.cuda.get_device_capability(problem.device) < PORTABLE:
-            return "needs compute capability 8.0"
-        return refusal
+        return refuses(problem, ("tuned",), PORTABLE)
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         return pack(self.name, weight, dtype)
 
-    def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
-        return join(packed)
-
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, meta = packed.tensors, packed.meta
+        tensors, attributes = packed.tensors, packed.attributes
         return swap_ab.matmul(
             x.contiguous(), tensors["words"], tensors["meta"],
-            packed.shape[0], meta["group_size"], bool(meta["fractional"]),
+            packed.shape[0], attributes["group_size"], bool(attributes["fractional"]),
         )  # fmt: skip
 
 
-def refuses_format(problem: Problem) -> str | None:
+def refuses(problem: Problem, numerics: tuple[Numerics, ...], capability: tuple[int, int]) -> str | None:
     """What every kernel on these bytes refuses."""
-    if problem.weight_format is not Int4Weight:
-        return f"takes Int4Weight, not {problem.weight_format.__name__}"
-    if problem.device.type != "cuda":
-        return f"runs on CUDA, not on {problem.device.type}"
-    if problem.dtype not in DTYPES:
-        return f"takes bfloat16 or float16 activations, not {str(problem.dtype).removeprefix('torch.')}"
-    if problem.group_size not in GROUP_SIZES and problem.group_size % 128:
-        return f"takes groups of 32, 64 or a multiple of 128, not {problem.group_size}"
-    return None
+    refusal = Serves((Int4,), "cuda", DTYPES, numerics=numerics, capability=capability).refuses(problem)
+    if refusal is None and problem.spec.group_size not in GROUP_SIZES and problem.spec.group_size % 128:
+        return f"takes groups of 32, 64 or a multiple of 128, not {problem.spec.group_size}"
+    return refusal
 
 
-def pack(layout: str, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+def pack(layout: str, weight: Weight, dtype: torch.dtype) -> PackedWeight:
     weight = require_int4(weight, layout)
+    group_size = weight.spec.group_size
     tensors = {
         "words": swap_ab.pack_words(unpack_nibbles(weight.codes)),
-        "meta": swap_ab.pack_meta(weight.scale, weight.zero_point, weight.group_size, dtype),
+        "meta": swap_ab.pack_meta(weight.scale, weight.zero_point, group_size, dtype),
     }
-    meta = {"group_size": min(weight.group_size, 128), "fractional": int(not weight.has_integer_zero)}
-    return PackedWeight(layout, weight.shape, dtype, tensors, meta)
-
-
-def join(packed: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Tiles of rows one after another: every weight but the last must fill its own."""
-    if any(one.shape[0] % swap_ab.TILE for one in packed[:-1]):
-        return None
-    tensors = {
-        **packed[0].tensors,
-        "words": torch.cat([one.tensors["words"] for one in packed]),
-        "meta": torch.cat([one.tensors["meta"] for one in packed], dim=1),
-    }
-    shape = sum(one.shape[0] for one in packed), packed[0].shape[1]
-    return PackedWeight(packed[0].layout, shape, packed[0].dtype, tensors, packed[0].meta)
+    attributes = {"group_size": min(group_size, 128), "fractional": int(not weight.spec.has_integer_zero)}
+    return PackedWeight(layout, weight.spec, weight.shape, dtype, tensors, attributes)
 
 
 SWAP_AB = SwapAB("swap_ab", batch_invariant=False)

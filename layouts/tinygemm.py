@@ -10,13 +10,15 @@ product from a small M on (pytorch/ao #3496). It is here to be measured beside t
 import torch
 from torch import Tensor
 
-from .int4_affine import pad_rows, refuses_format, require_int4, scale_and_zero
-from .layout import PackedWeight, Problem, QuantizedWeight
+from .formats.int4 import Int4
+from .formats.weight_format import Weight
+from .int4_affine import pad_rows, refuses_groups, require_int4, scale_and_zero
+from .layout import PackedWeight, Problem, Serves
 
 ROW_TILE = 8
 K_TILE = 16
 INNER_K_TILES = (8, 4, 2)
-MIN_CAPABILITY = (8, 0)
+SERVES = Serves((Int4,), "cuda", (torch.bfloat16,), capability=(8, 0))
 
 
 class Tinygemm:
@@ -26,15 +28,9 @@ class Tinygemm:
     kernel = "tinygemm_m16n8k16_chunk_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"runs on CUDA, not on {problem.device.type}"
-        if torch.cuda.get_device_capability(problem.device) < MIN_CAPABILITY:
-            return "needs compute capability 8.0"
-        if problem.dtype is not torch.bfloat16:
-            return f"takes bfloat16 activations, not {str(problem.dtype).removeprefix('torch.')}"
-        return refuses_format(problem)
+        return SERVES.refuses(problem) or refuses_groups(problem.spec)
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         weight = require_int4(weight, self.name)
         n, k = weight.shape
         padded = pad_rows(weight, ROW_TILE)
@@ -44,13 +40,15 @@ class Tinygemm:
             "codes": torch._convert_weight_to_int4pack(high_first, inner_k_tiles(k)),
             "scale_and_zero": scale_and_zero(padded, torch.bfloat16),
         }
-        meta = {"group_size": weight.group_size, "padded_rows": padded.shape[0] - n}
-        return PackedWeight(self.name, weight.shape, dtype, tensors, meta)
+        attributes = {"group_size": weight.spec.group_size, "padded_rows": padded.shape[0] - n}
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors, attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, meta = packed.tensors, packed.meta
-        y = torch._weight_int4pack_mm(x, tensors["codes"], meta["group_size"], tensors["scale_and_zero"])
-        return y[:, : packed.shape[0]] if meta["padded_rows"] else y
+        tensors, attributes = packed.tensors, packed.attributes
+        y = torch._weight_int4pack_mm(
+            x, tensors["codes"], attributes["group_size"], tensors["scale_and_zero"]
+        )
+        return y[:, : packed.shape[0]] if attributes["padded_rows"] else y
 
 
 def inner_k_tiles(k: int) -> int:

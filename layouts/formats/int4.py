@@ -65,6 +65,10 @@ class Int4:
         """How many groups a row of `k` weights has."""
         return k // self.group_size
 
+    @property
+    def weight_class(self) -> "type[Int4Weight]":
+        return Int4Weight
+
     def refuses(self, n: int, k: int) -> str | None:
         return f"K = {k} is no multiple of group size {self.group_size}" if k % self.group_size else None
 

@@ -1,5 +1,6 @@
 """The NVFP4 format, of weights and of inputs: E2M1 codes, an E4M3 scale per 16, one fp32 scale for all."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +25,10 @@ class NVFP4:
     column_multiple: ClassVar[int] = GROUP_SIZE
     label: ClassVar[str] = "NVFP4"
     key: ClassVar[str] = "nvfp4"
+
+    @property
+    def weight_class(self) -> "type[NVFP4Weight]":
+        return NVFP4Weight
 
     def refuses(self, n: int, k: int) -> str | None:
         return f"K = {k} is no multiple of {GROUP_SIZE}" if k % GROUP_SIZE else None
@@ -86,6 +91,8 @@ class NVFP4Input:
                   smallest scales, which over a few layers makes other codes: 0.009 nats on a small model
     """
 
+    label: ClassVar[str] = "NVFP4"
+
     global_scale: Tensor
     divides: bool
 
@@ -105,8 +112,11 @@ class NVFP4Input:
         wanted = largest.float() / (E2M1_MAX * self.global_scale)
         return _as_e4m3(wanted.clamp(min=E4M3_SMALLEST)) * self.global_scale
 
-    def to(self, device: torch.device | str) -> "NVFP4Input":
-        return NVFP4Input(self.global_scale.to(device), self.divides)
+    def tensors(self) -> dict[str, Tensor]:
+        return {"global_scale": self.global_scale}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "NVFP4Input":
+        return NVFP4Input(tensors["global_scale"], self.divides)
 
 
 def _as_e4m3(x: Tensor) -> Tensor:

@@ -19,6 +19,10 @@ class Unquantized:
     label: ClassVar[str] = "unquantized"
     key: ClassVar[str] = "unquantized"
 
+    @property
+    def weight_class(self) -> "type[UnquantizedWeight]":
+        return UnquantizedWeight
+
     def refuses(self, n: int, k: int) -> str | None:
         return None
 

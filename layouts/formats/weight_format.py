@@ -44,6 +44,11 @@ class WeightFormat(Protocol):
         """A slice along K begins and ends at a multiple of this."""
         ...
 
+    @property
+    def weight_class(self) -> "type[Weight]":
+        """Of its weights."""
+        ...
+
     def refuses(self, n: int, k: int) -> str | None:
         """None where a weight [n, k] can have this format, otherwise the reason in a few words."""
         ...
@@ -116,7 +121,9 @@ class Weight:
         """
         multiple, k = self.spec.column_multiple, self.shape[1]
         if start % multiple or stop % multiple:
-            raise ValueError(f"{self.spec.label} is cut along K at multiples of {multiple}, not {start}:{stop}")
+            raise ValueError(
+                f"{self.spec.label} is cut along K at multiples of {multiple}, not {start}:{stop}"
+            )
         return self.with_tensors(
             {
                 name: t
@@ -141,8 +148,15 @@ def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
             return None
     if len({tuple(t.dtype for t in part.values()) for part in parts}) > 1:
         return None
-    merged = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name not in first.spec.shared}
+    merged = {
+        name: torch.cat([part[name] for part in parts]) for name in parts[0] if name not in first.spec.shared
+    }
     return first.with_tensors(merged)
+
+
+def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
+    """The weight with these tensors; undoes `Weight.tensors`."""
+    return spec.weight_class(spec, **tensors)
 
 
 WEIGHT_FORMATS: Registry[type[WeightFormat]] = Registry("weight format")

@@ -1,0 +1,102 @@
+"""Experts on a GPU: one launch for all experts of a layer, whichever tokens they get.
+
+The host never learns how many rows an expert has, so these run inside CUDA graphs (`kernels/experts/`).
+Not for the CPU (`per_expert.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.experts import int4, unquantized
+from .formats.int4 import Int4, Int4Weight
+from .formats.unquantized import Unquantized
+from .formats.weight_format import Weight, weight_of
+from .int4_affine import require_int4
+from .layout import PackedWeight, Problem, Serves
+from .routing import Routing
+
+DTYPES = (torch.bfloat16, torch.float16)
+CAPABILITY = (8, 0)
+GROUP_SIZES = (32, 64)
+
+
+class GroupedUnquantized:
+    """Weights [E, N, K], or [E, K, N] seen as that through its strides; bfloat16, float16 and float32."""
+
+    name = "grouped_unquantized"
+    kernel = "grouped_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        dtypes = (*DTYPES, torch.float32)
+        return Serves((Unquantized,), "cuda", dtypes, experts=True, capability=CAPABILITY).refuses(problem)
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        return self.of(torch.stack([weight.dequantize(dtype) for weight in weights]))
+
+    def of(self, weight: Tensor) -> PackedWeight:
+        """A model's own parameter, [E, N, K] with any strides, as it lies."""
+        n, k = weight.shape[1:]
+        return PackedWeight(self.name, Unquantized(), (len(weight), n, k), weight.dtype, {"weight": weight})
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        return unquantized.grouped_matmul(x, packed.tensors["weight"], routing.blocks)
+
+
+class GroupedInt4:
+    """INT4 in the order of the matrix unit's registers; bfloat16 and float16."""
+
+    name = "grouped_int4"
+    kernel = "int4_grouped_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = Serves((Int4,), "cuda", DTYPES, experts=True, capability=CAPABILITY).refuses(problem)
+        if refusal is None and problem.spec.group_size not in GROUP_SIZES and problem.spec.group_size % 128:
+            return f"takes groups of 32, 64 or a multiple of 128, not {problem.spec.group_size}"
+        return refusal
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        # One expert at a time: the codes a byte each are four times as large as the rest together.
+        parts = [self._pack(require_int4(weight, self.name), dtype) for weight in weights]
+        words, scales = (torch.cat(column) for column in zip(*parts, strict=True))
+        spec = require_int4(weights[0], self.name).spec
+        attributes = {"group_size": spec.group_size, "fractional": int(not spec.has_integer_zero)}
+        shape = (len(weights), *weights[0].shape)
+        return PackedWeight(self.name, spec, shape, dtype, {"words": words, "scales": scales}, attributes)
+
+    def _pack(self, weight: Int4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        codes, scale, zero = (tensor.unsqueeze(0) for tensor in weight.tensors().values())
+        return int4.pack(codes, scale, zero, weight.spec.group_size, dtype)
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        tensors, attributes = packed.tensors, packed.attributes
+        rest = packed.shape[1], attributes["group_size"], bool(attributes["fractional"])
+        return int4.grouped_matmul(x, tensors["words"], tensors["scales"], routing.blocks, *rest)
+
+
+class GroupedDequantize:
+    """Any format: all experts are dequantized anew for every product. Slow; where nothing else serves."""
+
+    name = "grouped_dequantize"
+    kernel = "dequantize + grouped_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if isinstance(problem.spec, Unquantized):
+            return "has nothing to dequantize"
+        dtypes = (*DTYPES, torch.float32)
+        return Serves(None, "cuda", dtypes, experts=True, capability=CAPABILITY).refuses(problem)
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        parts = [weight.tensors() for weight in weights]
+        tensors = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        shape = (len(weights), *weights[0].shape)
+        return PackedWeight(self.name, weights[0].spec, shape, dtype, tensors)
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        experts = [
+            weight_of(packed.spec, {name: tensor[index] for name, tensor in packed.tensors.items()})
+            for index in range(packed.shape[0])
+        ]
+        dense = torch.stack([expert.dequantize(packed.dtype) for expert in experts])
+        return unquantized.grouped_matmul(x, dense, routing.blocks)

@@ -1,0 +1,46 @@
+"""Experts on a CPU: each expert that is hit multiplies its rows in a dense layout, one after another.
+
+Not for a GPU, where the host would have to wait to know which experts are hit (`grouped_experts.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .formats.weight_format import Weight
+from .layout import Layout, PackedWeight, Problem, Serves
+from .routing import Routing
+
+SUFFIX = "_per_expert"
+
+
+class PerExpert:
+    """A dense layout for every expert; their packed tensors are stacked, [E, ...]."""
+
+    def __init__(self, dense: Layout):
+        self.dense = dense
+        self.name = dense.name + SUFFIX
+        self.kernel = dense.kernel
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = Serves(device="cpu", experts=True).refuses(problem)
+        return refusal or self.dense.refuses(replace(problem, experts=None))
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        packed = [self.dense.pack(weight, dtype) for weight in weights]
+        tensors = {name: torch.stack([one.tensors[name] for one in packed]) for name in packed[0].tensors}
+        shape = (len(packed), *packed[0].shape)
+        return replace(packed[0], layout=self.name, shape=shape, tensors=tensors)
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        flat = routing.expert.flatten()
+        shared_by = len(flat) // max(1, len(x))
+        y = x.new_empty(len(flat), packed.shape[1])
+        for expert in flat.unique().tolist():
+            rows = (flat == expert).nonzero()[:, 0]
+            tensors = {name: tensor[expert] for name, tensor in packed.tensors.items()}
+            one = replace(packed, layout=self.dense.name, shape=packed.shape[1:], tensors=tensors)
+            y[rows] = self.dense.matmul(x[rows // shared_by], one)
+        return y

@@ -1,0 +1,39 @@
+"""Which experts each token of a step takes, sorted once for all products of a layer.
+
+On a GPU the sorting is a kernel's (`kernels/experts/routing.py`), into a buffer whose size depends on the
+number of tokens alone: graphs need that. On a CPU there is nothing to sort.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..kernels.experts.routing import ExpertRouting, buffer_size, route_into, routing_in
+
+
+@dataclass(frozen=True)
+class Routing:
+    """expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU."""
+
+    expert: Tensor
+    count: int
+    buffer: Tensor
+
+    @classmethod
+    def of(cls, expert: Tensor, count: int) -> "Routing":
+        buffer = torch.empty(cls.buffer_size(expert, count), dtype=torch.int32, device=expert.device)
+        if expert.device.type == "cuda":
+            route_into(buffer, expert, count)
+        return cls(expert, count, buffer)
+
+    @staticmethod
+    def buffer_size(expert: Tensor, count: int) -> int:
+        """Numbers that the sorted assignments take; linear in T, so that a traced graph can hold it."""
+        return buffer_size(expert.shape[0] * expert.shape[1], count) if expert.device.type == "cuda" else 0
+
+    @cached_property
+    def blocks(self) -> ExpertRouting:
+        """As the kernels take it."""
+        return routing_in(self.buffer, self.expert.shape[0] * self.expert.shape[1], self.count)

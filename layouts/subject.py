@@ -1,0 +1,130 @@
+"""What is measured: a problem's random weights and inputs, and the calls that multiply them.
+
+A dense layer is called as a decode step calls it, a module on x [M, 1, K]. Experts multiply M tokens, each by
+`top_k` different experts: so each expert gets the rows that it really gets at that M.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from .formats.unquantized import Unquantized, UnquantizedWeight
+from .layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWeight, Problem
+from .linear import QuantizedLinear
+from .routing import Routing
+
+ROUTINGS = 16
+"""Draws of experts that calls take in turn, so that a GPU's cache does not keep the weights of one draw."""
+
+
+class Subject(Protocol):
+    """One problem to be measured."""
+
+    def pack(self, layout: AnyLayout) -> PackedWeight: ...
+
+    def baseline(self) -> PackedWeight:
+        """The unquantized weight."""
+        ...
+
+    def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
+        """`call(i)` multiplies once, by the i-th copy of the packed weight; y [..., N]."""
+        ...
+
+    def expected(self, m: int) -> Tensor:
+        """fp32 [rows, N]: what `call(0)` should give."""
+        ...
+
+    @property
+    def draws(self) -> int:
+        """Different inputs that calls take in turn."""
+        ...
+
+
+def subject_of(problem: Problem, most: int) -> Subject:
+    """Random weights and inputs for every M up to `most`, on the problem's device."""
+    return _Dense(problem, most) if problem.experts is None else _Experts(problem, most)
+
+
+class _Dense:
+    def __init__(self, problem: Problem, most: int):
+        self.problem = problem
+        self.weight = problem.spec.random(problem.n, problem.k, problem.device)
+        self.x = torch.randn(most, 1, problem.k, device=problem.device).to(problem.dtype)
+        self.dense = self.weight.dequantize(torch.float32)
+        self.y = self.x[:, 0].float() @ self.dense.T
+
+    def pack(self, layout: AnyLayout) -> PackedWeight:
+        return cast(Layout, layout).pack(self.weight, self.problem.dtype)
+
+    def baseline(self) -> PackedWeight:
+        unquantized = UnquantizedWeight(Unquantized(), self.dense)
+        return cast(Layout, baseline_layout(self.problem)).pack(unquantized, self.problem.dtype)
+
+    def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
+        modules = [_module(one) for one in packed]
+        x = self.x[:m]
+        return lambda copy: modules[copy](x)
+
+    def expected(self, m: int) -> Tensor:
+        return self.y[:m]
+
+    @property
+    def draws(self) -> int:
+        return 1
+
+
+class _Experts:
+    def __init__(self, problem: Problem, most: int):
+        if problem.experts is None:
+            raise ValueError("a problem without experts")
+        self.problem = problem
+        count, top_k = problem.experts.count, problem.experts.top_k
+        device = problem.device
+        self.weights = [problem.spec.random(problem.n, problem.k, device) for _ in range(count)]
+        self.x = torch.randn(most, problem.k, device=device).to(problem.dtype)
+        draws = torch.rand(ROUTINGS, most, count, device=device)
+        self.expert = draws.argsort(-1)[..., :top_k].contiguous()
+        """[draws, most, top_k]: different ones for each token, all equally likely."""
+        self.y = torch.empty(most, top_k, problem.n, device=device)
+        for index, weight in enumerate(self.weights):
+            token, choice = (self.expert[0] == index).nonzero(as_tuple=True)
+            self.y[token, choice] = self.x[token].float() @ weight.dequantize(torch.float32).T
+
+    def pack(self, layout: AnyLayout) -> PackedWeight:
+        return cast(ExpertsLayout, layout).pack_experts(self.weights, self.problem.dtype)
+
+    def baseline(self) -> PackedWeight:
+        weights = [UnquantizedWeight(Unquantized(), w.dequantize(self.problem.dtype)) for w in self.weights]
+        return cast(ExpertsLayout, baseline_layout(self.problem)).pack_experts(weights, self.problem.dtype)
+
+    def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
+        layout = cast(ExpertsLayout, LAYOUTS[packed[0].layout])
+        routings = [Routing.of(expert[:m].contiguous(), len(self.weights)) for expert in self.expert]
+        x, count = self.x[:m], len(packed)
+        return lambda copy: layout.grouped_matmul(x, packed[copy % count], routings[copy % ROUTINGS])
+
+    def expected(self, m: int) -> Tensor:
+        return self.y[:m].flatten(0, 1)
+
+    @property
+    def draws(self) -> int:
+        return ROUTINGS
+
+
+def baseline_layout(problem: Problem) -> AnyLayout:
+    """The layout of the unquantized weight that a problem's layouts are measured against."""
+    unquantized = replace(problem, spec=Unquantized(), numerics="tuned")
+    return next(layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None)
+
+
+def _module(packed: PackedWeight) -> nn.Module:
+    """As a model holds it: what is not quantized stays torch's own module."""
+    if not isinstance(packed.spec, Unquantized):
+        return QuantizedLinear(packed, None)
+    n, k = packed.shape
+    linear = nn.Linear(k, n, bias=False, device="meta")
+    linear.weight = nn.Parameter(packed.tensors["weight"], requires_grad=False)
+    return linear
