@@ -101,7 +101,7 @@ class WeightLoader:
         bar = tqdm(
             total=total, desc="loading", unit=" weights", disable=None if progress else True, leave=False
         )
-        experts: dict[str, dict[str, list[PackedWeight]]] = {}
+        experts: dict[str, dict[str, list[ExpertsPart]]] = {}
         with bar, DeviceReader(self.device) if self.device.type == "cuda" else nullcontext() as reader:
             # Biases before packed weights: a packed linear takes its bias along when it replaces the old one.
             for assignment in plain:
