@@ -16,7 +16,7 @@ MANIFEST_NAME = "scalegate.json"
 VERDICT_NAME = "serving_check.json"
 SOURCE_NAME = ".scalegate-source"
 """Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Artifact:
     files: dict[str, FileRecord]
     """Every file a serving engine may read, by path inside the folder; our own records are not among them."""
     quantization: dict[str, Any] = field(default_factory=dict)
-    """Format, export convention, quantized and kept modules, bits per weight, per-module errors."""
+    """Formats, export convention, quantized and kept modules, bits per weight, per-module errors."""
     base_metadata: dict[str, Any] = field(default_factory=dict)
     """What the base model's card declares and ours carries on: licence, languages, tags."""
     layout_plan: dict[str, Any] | None = None

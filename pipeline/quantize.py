@@ -6,6 +6,7 @@ What is quantized, and how, is the recipe's (`quantization/tasks.py`); the bytes
 import errno
 import importlib.metadata
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,16 +19,18 @@ from tqdm import tqdm
 
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
+from ..layouts.formats.weight_format import WeightFormat, spec_to_json
 from .artifact import Artifact, FileRecord, record_files, sha256_of
 from .checkpoints.baseline import remember_source
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
 from .conventions.all_conventions import EXPORTS
 from .conventions.convention import ExportConvention
 from .model_loader.skeleton import default_dtype
+from .quantization.all_quantizers import QUANTIZERS
 from .quantization.base_metadata import read_base_metadata
 from .quantization.shard_writer import ShardWriter, header_room
-from .quantization.tasks import QuantizationTasks, WeightTask, make_plan
-from .quantization.weight_tensors import WeightSolver, read_kept, read_linear, refuse_non_finite
+from .quantization.tasks import QuantizationTasks, WeightTask, make_tasks
+from .quantization.weight_tensors import WeightQuantizer, read_kept, read_linear, refuse_non_finite
 from .quantization.work_record import (
     FinishedShard,
     WorkRecord,
@@ -55,12 +58,12 @@ class QuantizeJob:
 
     checkpoint: Checkpoint
     recipe: Recipe
-    plan: QuantizationTasks
+    tasks: QuantizationTasks
     export: str
     convention: ExportConvention
     quantization_config: dict[str, Any]
     file_metadata: dict[str, str]
-    solver: WeightSolver
+    quantizer: WeightQuantizer
 
 
 def quantize(
@@ -78,7 +81,7 @@ def quantize(
     """Quantize `model` (a folder or a Hub id) by `recipe` into the folder `out`.
 
     An interrupted call is taken up where it stopped by the same call again; a finished one returns at once.
-    The bytes written do not depend on interruptions, threads or, for integer zero points, the device.
+    The bytes written do not depend on interruptions or threads, nor, for INT4 with integer zeros, the device.
     """
     checkpoint = open_checkpoint(model, revision)
     job = prepare(checkpoint, load_recipe(recipe), export, device)
@@ -101,7 +104,7 @@ def quantize(
             _notice(f"{', '.join(damaged)} changed since it was written; making it again", progress)
         for leftover in folder.rglob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
-        shards = _divide(checkpoint, job.plan.tasks, max_shard_bytes)
+        shards = _divide(checkpoint, job.tasks.in_order, max_shard_bytes)
         _write_shards(job, record, shards, progress)
         _write_rest(job, record, shards, copied)
         artifact = _artifact(job, record, parameters)
@@ -116,21 +119,25 @@ def prepare(
 ) -> QuantizeJob:
     """Decide everything about a job, refusing what cannot work before any time is spent on it."""
     convention = EXPORTS[export]
-    if recipe.zero_point == "fractional" and export != "torchao":
-        raise UserError(
-            f"the recipe {recipe.name!r} asks for fractional zero points, which {export} cannot store; "
-            "add `--export torchao`, or use `zero_point: integer`"
-        )
-    plan = make_plan(checkpoint, recipe)
-    sizes = plan.group_sizes
-    config = convention.quantization_config(sizes, recipe.symmetric, plan.ignore, plan.embeddings)
-    tasks = [task for task in plan.tasks if task.group_size is not None and task.linear is not None]
-    shapes = {task.linear.module: (task.linear.n, task.linear.k) for task in tasks if task.linear}
-    plain = [_plain_name(task) for task in plan.tasks if task.group_size is None]
-    metadata = convention.file_metadata(sizes, shapes, plain)
+    tasks = make_tasks(checkpoint, recipe)
+    specs, embeddings = tasks.specs, tasks.embeddings
+    for module, spec in specs.items():
+        reason = _refusal(spec) or convention.refuses(spec, module, module in embeddings)
+        if reason is not None:
+            raise UserError(f"{module}: {reason}")
+    config = convention.quantization_config(specs, tasks.ignore, embeddings)
+    plain = [task.written_name for task in tasks.in_order if not task.is_quantized]
+    metadata = convention.file_metadata(specs, tasks.shapes, plain)
     dtype = default_dtype(checkpoint)
-    solver = WeightSolver(recipe, dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
-    return QuantizeJob(checkpoint, recipe, plan, export, convention, config, metadata, solver)
+    quantizer = WeightQuantizer(dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
+    return QuantizeJob(checkpoint, recipe, tasks, export, convention, config, metadata, quantizer)
+
+
+def _refusal(spec: WeightFormat) -> str | None:
+    """Why no quantizer makes weights of `spec`; None where one does."""
+    if spec.name not in QUANTIZERS:
+        return f"Scalegate reads {spec.name} and does not make it; it makes {', '.join(QUANTIZERS)}"
+    return QUANTIZERS[spec.name].refuses(spec)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -141,10 +148,6 @@ def _device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device is available to this torch; leave --device out to use the CPU")
     return chosen
-
-
-def _plain_name(task: WeightTask) -> str:
-    return f"{task.linear.module}.weight" if task.linear else task.tensor
 
 
 def _parameters(job: QuantizeJob, max_shard_bytes: int, progress: bool) -> dict[str, Any]:
@@ -193,8 +196,7 @@ def _output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
     info = checkpoint.tensors[task.tensor]
     if task.linear is None:
         return info.nbytes * (2 if info.dtype.itemsize == 1 else 1)
-    elements = task.linear.n * task.linear.k
-    return elements * 2 if task.group_size is None else elements // 2 + 3 * elements // task.group_size
+    return task.spec.nbytes(task.linear.n, task.linear.k)
 
 
 def _source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
@@ -244,21 +246,21 @@ def _carry_out(job: QuantizeJob, task: WeightTask, writer: ShardWriter) -> dict[
         dtype, chunks = read_kept(checkpoint, info)
         writer.add_chunks(task.tensor, dtype, info.shape, chunks)
         return {}
-    if task.group_size is None:
+    if not task.is_quantized:
         values = read_linear(checkpoint, linear, 0, linear.n)
         refuse_non_finite(checkpoint, linear.tensor, values)
         wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
-        writer.add(_plain_name(task), values.to(torch.bfloat16) if wide else values)
+        writer.add(task.written_name, values.to(torch.bfloat16) if wide else values)
         return {}
-    solved = job.solver.solve(checkpoint, linear, task.group_size)
-    for name, tensor in job.convention.tensors(linear.module, solved.weight, job.recipe.symmetric).items():
+    quantized = job.quantizer.quantize(checkpoint, linear, task.spec)
+    for name, tensor in job.convention.tensors(linear.module, quantized.weight).items():
         writer.add(name, tensor)
     measured = {
         "shape": [linear.n, linear.k],
-        "group_size": task.group_size,
-        "relative_error": _rounded(solved.relative_error),
-        "squared_error": _rounded(solved.squared_error),
-        "squared_norm": _rounded(solved.squared_norm),
+        "format": spec_to_json(task.spec),
+        "relative_error": _rounded(quantized.relative_error),
+        "squared_error": _rounded(quantized.squared_error),
+        "squared_norm": _rounded(quantized.squared_norm),
     }
     return {linear.module: measured}
 
@@ -278,7 +280,7 @@ def _write_rest(
         with atomic_path(folder / name) as partial:
             shutil.copyfile(path, partial)
     config = {k: v for k, v in job.checkpoint.config.items() if k != "quantization_config"}
-    if job.plan.untied:
+    if job.tasks.untied:
         config["tie_word_embeddings"] = False
         if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:
             config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
@@ -304,27 +306,29 @@ def _copied_files(checkpoint: Checkpoint) -> dict[str, Path]:
 def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) -> Artifact:
     checkpoint, recipe = job.checkpoint, job.recipe
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
-    measured = {module: measured[module] for module in job.plan.group_sizes}
-    elements = {module: value["shape"][0] * value["shape"][1] for module, value in measured.items()}
-    bits_of_zero = 16 if job.export == "torchao" else 0 if recipe.symmetric else 4
+    specs, shapes = job.tasks.specs, job.tasks.shapes
+    measured = {module: measured[module] for module in specs}
+    elements = {module: n * k for module, (n, k) in shapes.items()}
     bits = sum(
-        elements[module] * (4 + (16 + bits_of_zero) / value["group_size"])
-        for module, value in measured.items()
+        elements[module] * job.convention.bits_per_weight(spec, *shapes[module])
+        for module, spec in specs.items()
     )
     norm = sum(value["squared_norm"] for value in measured.values())
     error = sum(value["squared_error"] for value in measured.values())
     quantization = {
-        "format": recipe.format,
-        "zero_point": "symmetric" if recipe.symmetric else recipe.zero_point,
+        "formats": [
+            {"label": spec.label, "modules": count, "spec": spec_to_json(spec)}
+            for spec, count in Counter(specs.values()).items()
+        ],
         "export": job.export,
         "bits_per_weight": round(bits / sum(elements.values()), 4),
         "relative_error": _rounded((error / norm) ** 0.5) if norm else 0.0,
         "modules": {
-            module: {key: value[key] for key in ("shape", "group_size", "relative_error")}
+            module: {key: value[key] for key in ("shape", "format", "relative_error")}
             for module, value in measured.items()
         },
-        "kept": job.plan.kept,
-        "untied_lm_head": job.plan.untied,
+        "kept": job.tasks.kept,
+        "untied_lm_head": job.tasks.untied,
         "source": parameters["source"],
         "parameters_sha256": parameters_digest(parameters),
     }

@@ -6,32 +6,39 @@ Not for applying one to a model; `quantization/tasks.py` does that.
 import difflib
 import fnmatch
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..layouts.errors import UserError
+from ..layouts.formats.all_formats import WEIGHT_FORMATS
+from ..layouts.formats.int4 import Int4
+from ..layouts.formats.unquantized import Unquantized
+from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
 from ..serving_check.settings import Bounds
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
-FORMATS = ("int4",)
-ZERO_POINTS = ("integer", "fractional")
 KEEP, QUANTIZE = "keep", "quantize"
-GROUP_MULTIPLE = 16
+DEFAULT_SPEC = Int4()
 REGEX_PREFIX = "re:"
+RULE_KEYS = ("modules", "ignore", "format")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one pattern of modules gets instead of the recipe's defaults; the first rule that matches wins."""
+    """What one pattern of modules gets instead of the recipe's format; the first rule that matches wins.
+
+    In YAML a rule has `format`, with that format's parameters; or parameters alone, which change the recipe's
+    own format; or `ignore: true`, which is short for `format: unquantized`.
+    """
 
     modules: str
     """A shell pattern over module names (`*.down_proj`), or `re:` and a regular expression."""
-    group_size: int | None = None
-    ignore: bool = False
+    spec: WeightFormat
 
 
 @dataclass(frozen=True)
@@ -41,36 +48,33 @@ class Recipe:
     name: str = ""
     """The shipped recipe's name, or the file's without its suffix."""
     description: str = ""
-    format: str = "int4"
-    group_size: int = 128
-    """Consecutive weights of a row that share a scale and a zero point."""
-    symmetric: bool = False
-    """One zero point, 8, for all."""
-    zero_point: str = "integer"
-    """`fractional` is torchao's own HQQ: only `--export torchao` can store it."""
+    spec: WeightFormat = DEFAULT_SPEC
+    """In YAML: `format`, and its parameters beside it."""
     include: tuple[str, ...] = ()
     """Patterns of the modules to quantize; none means all."""
     ignore: tuple[str, ...] = ()
     """Patterns of modules to keep as they are."""
     rules: tuple[Rule, ...] = ()
     lm_head: str = KEEP
-    """`quantize` unties it where it is tied: it gets a 4-bit copy of its own, the embeddings stay."""
+    """`quantize` unties it where it is tied: it gets a quantized copy of its own, the embeddings stay."""
     embeddings: str = KEEP
-    """`quantize` is for Scalegate's own server: other engines refuse 4-bit embeddings."""
+    """`quantize` is for Scalegate's own server: other engines refuse quantized embeddings."""
     bounds: dict[str, float] = field(default_factory=dict)
     """The gate's bounds that this recipe changes, as `serving_check.settings.Bounds` names them."""
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as its YAML would say it, defaults included and bounds at the top level."""
-        value: dict[str, Any] = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("bounds", "rules")
+        return {
+            "name": self.name,
+            "description": self.description,
+            **spec_to_json(self.spec),
+            "include": list(self.include),
+            "ignore": list(self.ignore),
+            "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
+            "lm_head": self.lm_head,
+            "embeddings": self.embeddings,
+            **self.bounds,
         }
-        value["include"], value["ignore"] = list(self.include), list(self.ignore)
-        value["rules"] = [
-            {"modules": rule.modules} | ({"ignore": True} if rule.ignore else {"group_size": rule.group_size})
-            for rule in self.rules
-        ]
-        return value | self.bounds
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -124,9 +128,9 @@ class _Reader:
             raise UserError(f"{self.path}: not valid YAML: {error}") from error
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{self.path}: a recipe is a mapping of keys to values, such as `format: int4`")
+        chosen = self._format(value.get("format", DEFAULT_SPEC.name), _line_of(node, "format"))
         bound_names = [f.name for f in fields(Bounds)]
-        recipe_names = [f.name for f in fields(Recipe) if f.name != "bounds"]
-        lines = self._check_keys(node, recipe_names + bound_names, "")
+        lines = self._check_keys(node, [*_recipe_keys(chosen), *bound_names], "")
         if value.get("name") is None:
             value["name"] = self.path.stem
         bounds = {name: value[name] for name in bound_names if name in value}
@@ -135,20 +139,38 @@ class _Reader:
                 Bounds.from_recipe({name: bounds[name]})
             except UserError as error:
                 raise self._error(lines[name], error.message) from error
+        spec = self._spec(chosen, parameter_names(chosen), value, lines)
         return Recipe(
             name=self._text(value, "name", lines),
             description=self._text(value, "description", lines),
-            format=self._choice(value, "format", FORMATS, lines),
-            group_size=self._group_size(value.get("group_size", 128), lines.get("group_size")),
-            symmetric=self._flag(value, "symmetric", lines),
-            zero_point=self._zero_point(value, lines),
+            spec=spec,
             include=self._patterns(value, "include", lines),
             ignore=self._patterns(value, "ignore", lines),
-            rules=self._rules(node, value.get("rules"), lines.get("rules")),
-            lm_head=self._choice(value, "lm_head", (KEEP, QUANTIZE), lines),
-            embeddings=self._choice(value, "embeddings", (KEEP, QUANTIZE), lines),
+            rules=self._rules(spec, node, value.get("rules"), lines.get("rules")),
+            lm_head=self._choice(value, "lm_head", lines),
+            embeddings=self._choice(value, "embeddings", lines),
             bounds={name: float(bound) for name, bound in bounds.items()},
         )
+
+    def _format(self, name: Any, line: int | None) -> type[WeightFormat]:
+        if not isinstance(name, str) or name not in WEIGHT_FORMATS:
+            raise self._error(line, f"`format` is one of {', '.join(WEIGHT_FORMATS)}; not {name!r}")
+        return WEIGHT_FORMATS[name]
+
+    def _spec(
+        self,
+        make: Callable[..., WeightFormat],
+        names: list[str],
+        value: Mapping[str, Any],
+        lines: Mapping[str, int],
+    ) -> WeightFormat:
+        """`make` called with those of the parameters `names` that the file gives."""
+        given = {name: value[name] for name in names if name in value}
+        try:
+            return make(**given)
+        except (TypeError, ValueError) as error:
+            about = [name for name in given if f"`{name}" in str(error)] or list(given)
+            raise self._error(lines[about[0]], str(error)) from error
 
     def _check_keys(self, node: yaml.MappingNode, known: list[str], where: str) -> dict[str, int]:
         """Each key's line; UserError for one that is unknown or there twice."""
@@ -164,29 +186,42 @@ class _Reader:
             lines[key] = line
         return lines
 
-    def _rules(self, node: yaml.MappingNode, values: Any, line: int | None) -> tuple[Rule, ...]:
+    def _rules(
+        self, spec: WeightFormat, node: yaml.MappingNode, values: Any, line: int | None
+    ) -> tuple[Rule, ...]:
         if values is None:
             return ()
         (rules_node,) = (value for key, value in node.value if key.value == "rules")
         if not isinstance(rules_node, yaml.SequenceNode):
             raise self._error(line, "`rules` is a list of rules, each with `modules` and what those get")
         return tuple(
-            self._rule(item_node, value) for item_node, value in zip(rules_node.value, values, strict=True)
+            self._rule(spec, item_node, value)
+            for item_node, value in zip(rules_node.value, values, strict=True)
         )
 
-    def _rule(self, node: yaml.Node, value: Any) -> Rule:
+    def _rule(self, spec: WeightFormat, node: yaml.Node, value: Any) -> Rule:
+        """One rule of a recipe whose own format is `spec`."""
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
-            raise self._error(line, "a rule is a mapping with `modules` and `group_size` or `ignore`")
-        lines = self._check_keys(node, [f.name for f in fields(Rule)], " in a rule")
+            raise self._error(line, "a rule is a mapping with `modules` and `format`, parameters or `ignore`")
+        chosen = type(spec)
+        if "format" in value:
+            chosen = self._format(value["format"], _line_of(node, "format"))
+        names = parameter_names(chosen)
+        lines = self._check_keys(node, [*RULE_KEYS, *names], " in a rule")
         (pattern,) = self._patterns({"modules": value.get("modules") or []}, "modules", lines) or (None,)
         if pattern is None:
             raise self._error(line, "a rule needs `modules`, the pattern of the modules it is for")
         ignore = self._flag(value, "ignore", lines)
-        if ignore == ("group_size" in value):
-            raise self._error(line, f"the rule for {pattern!r} needs either `group_size` or `ignore: true`")
-        size = None if ignore else self._group_size(value["group_size"], lines["group_size"])
-        return Rule(pattern, size, ignore)
+        if ignore == any(name in value for name in ("format", *names)):
+            parameters = f", parameters of {chosen.name} ({', '.join(names)})" if names else ""
+            raise self._error(
+                line, f"the rule for {pattern!r} needs either `format`{parameters} or `ignore: true`"
+            )
+        if ignore:
+            return Rule(pattern, Unquantized())
+        make = chosen if "format" in value else partial(replace, spec)
+        return Rule(pattern, self._spec(make, names, value, lines))
 
     def _patterns(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> tuple[str, ...]:
         patterns = value.get(key) or []
@@ -204,27 +239,10 @@ class _Reader:
                     ) from error
         return tuple(patterns)
 
-    def _group_size(self, value: Any, line: int | None) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < GROUP_MULTIPLE:
-            raise self._error(line, f"`group_size` is a whole number of at least 16, not {value!r}")
-        if value % GROUP_MULTIPLE:
-            raise self._error(line, f"`group_size` is a multiple of {GROUP_MULTIPLE}, not {value}")
-        return value
-
-    def _zero_point(self, value: Mapping[str, Any], lines: dict[str, int]) -> str:
-        zero_point = self._choice(value, "zero_point", ZERO_POINTS, lines)
-        if zero_point == "fractional" and value.get("symmetric"):
-            raise self._error(
-                lines["zero_point"], "`zero_point: fractional` and `symmetric: true` exclude each other"
-            )
-        return zero_point
-
-    def _choice(
-        self, value: Mapping[str, Any], key: str, choices: tuple[str, ...], lines: dict[str, int]
-    ) -> str:
-        chosen = value.get(key, getattr(Recipe, key))
-        if chosen not in choices:
-            raise self._error(lines.get(key), f"`{key}` is one of {', '.join(choices)}; not {chosen!r}")
+    def _choice(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> str:
+        chosen = value.get(key, KEEP)
+        if chosen not in (KEEP, QUANTIZE):
+            raise self._error(lines.get(key), f"`{key}` is one of {KEEP}, {QUANTIZE}; not {chosen!r}")
         return chosen
 
     def _flag(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> bool:
@@ -241,3 +259,14 @@ class _Reader:
 
     def _error(self, line: int | None, what: str) -> UserError:
         return UserError(f"{self.path}{f', line {line}' if line else ''}: {what}")
+
+
+def _recipe_keys(chosen: type[WeightFormat]) -> list[str]:
+    """A recipe's keys but for bounds, in the order of its fields: `spec` is `format` and its parameters."""
+    names = [f.name for f in fields(Recipe) if f.name != "bounds"]
+    index = names.index("spec")
+    return [*names[:index], "format", *parameter_names(chosen), *names[index + 1 :]]
+
+
+def _line_of(node: yaml.MappingNode, key: str) -> int | None:
+    return next((name.start_mark.line + 1 for name, _ in node.value if name.value == key), None)

@@ -162,6 +162,11 @@ def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
 WEIGHT_FORMATS: Registry[type[WeightFormat]] = Registry("weight format")
 
 
+def parameter_names(cls: type[WeightFormat]) -> list[str]:
+    """What a recipe may set of a format."""
+    return [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+
 def parameters(spec: WeightFormat) -> dict[str, Any]:
     """A spec's parameters by name, as a recipe sets them."""
     return {field.name: getattr(spec, field.name) for field in fields(spec)}  # type: ignore[arg-type]

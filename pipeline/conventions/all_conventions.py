@@ -3,15 +3,14 @@
 from typing import TYPE_CHECKING
 
 from ...layouts.errors import UserError
-from . import compressed_tensors, fp8_blocks, modelopt, plain, torchao
+from . import fp8_blocks, modelopt, plain, torchao  # noqa: F401 - registers them
+from .compressed_tensors import convention as compressed_tensors  # noqa: F401 - registers it
 from .convention import CONVENTIONS, EXPORTS, Convention
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint
 
 __all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
-
-READ = "; ".join(module.READS for module in (compressed_tensors, modelopt, torchao, fp8_blocks, plain))
 
 
 def convention_of(checkpoint: "Checkpoint") -> Convention:
@@ -20,7 +19,8 @@ def convention_of(checkpoint: "Checkpoint") -> Convention:
         if convention.recognizes(checkpoint):
             return convention
     found = (checkpoint.quantization_config or {}).get("quant_method")
+    reads = "; ".join(convention.reads for _, convention in CONVENTIONS.items())
     raise UserError(
         f"{checkpoint.source}: config.json declares quant_method {found!r}, which Scalegate does not read. "
-        f"It reads: {READ}."
+        f"It reads: {reads}."
     )

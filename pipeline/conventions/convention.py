@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ...layouts.int4 import Int4Weight
-from ...layouts.layout import Problem, QuantizedWeight
-from ...layouts.nvfp4 import NVFP4Input
+from ...layouts.formats.nvfp4 import NVFP4Input
+from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import Weight, WeightFormat
+from ...layouts.layout import Problem
 from ...layouts.registry import Registry
 
 if TYPE_CHECKING:
@@ -24,35 +25,43 @@ if TYPE_CHECKING:
 class StoredWeight:
     """One linear weight [N, K] as it lies in a checkpoint: known from headers and config, no data read yet.
 
-    weight_format: Int4Weight or NVFP4Weight; Tensor where it is only stored compactly (FP8 blocks)
-    tensors:       the names of the checkpoint tensors it is made of
-    read:          reads them and returns the weight, on the CPU
-    read_input:    reads how the layer's input is quantized as well; None where it stays as it is
+    spec:       its format; Unquantized where it is only stored compactly (FP8 blocks)
+    tensors:    the names of the checkpoint tensors it is made of
+    read:       reads them and returns the weight, on the CPU; a plain tensor where it is not quantized
+    read_input: reads how the layer's input is quantized as well; None where it stays as it is
+    shared:     those of `tensors` that must be equal, bit for bit, in all weights that are merged along N
+    stored_as:  what `inspect` calls the format, where that is not the spec's own name
     """
 
     module: str
     shape: tuple[int, int]
-    weight_format: type
-    group_size: int
-    integer_zero: bool
+    spec: WeightFormat
     tensors: tuple[str, ...]
-    read: Callable[[], QuantizedWeight | Tensor]
+    read: Callable[[], Weight | Tensor]
     read_input: Callable[[], NVFP4Input] | None = None
+    shared: tuple[str, ...] = ()
+    stored_as: str | None = None
 
     @property
     def is_quantized(self) -> bool:
         """Whether a layout can pack it; otherwise `read` gives an ordinary tensor."""
-        return self.weight_format is not Tensor
+        return not isinstance(self.spec, Unquantized)
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> Problem:
         n, k = self.shape
-        return Problem(self.weight_format, self.group_size, self.integer_zero, n, k, dtype, device)
+        return Problem(self.spec, n, k, dtype, device)
 
 
 class Convention(Protocol):
     """One way of writing quantized weights into a checkpoint."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads(self) -> str:
+        """What it reads, in a few words for an error."""
+        ...
 
     def recognizes(self, checkpoint: "Checkpoint") -> bool:
         """Whether the checkpoint declares this convention; nothing is validated yet."""
@@ -71,32 +80,39 @@ class Convention(Protocol):
 
 
 class ExportConvention(Convention, Protocol):
-    """A convention that an INT4 artifact can be written in."""
+    """A convention that an artifact can be written in."""
 
-    def tensors(self, module: str, weight: Int4Weight, symmetric: bool) -> dict[str, Tensor]:
+    def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        """None where `module` can be written in `spec`, otherwise the reason and what to do instead."""
+        ...
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
         """The checkpoint tensors that stand for `<module>.weight`, by full name."""
         ...
 
     def quantization_config(
-        self,
-        modules: Mapping[str, int],
-        symmetric: bool,
-        ignore: Sequence[str],
-        embeddings: Sequence[str] = (),
+        self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """What goes into `config.json`: `modules` maps each quantized module to its group size.
+        """What goes into `config.json`: `specs` holds every quantized module's.
 
         `ignore` names the linear layers that stay unquantized, `embeddings` those modules that are none.
         """
         ...
 
     def file_metadata(
-        self, modules: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], plain: Sequence[str]
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
     ) -> dict[str, str]:
         """The safetensors header metadata that every file of the checkpoint carries.
 
-        modules: each quantized module's group size; shapes: its (N, K); plain: names of all other tensors.
+        specs and shapes: each quantized module's, and its (N, K); plain: names of all other tensors.
         """
+        ...
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        """The spec's, but where this convention stores more than the format has."""
         ...
 
 

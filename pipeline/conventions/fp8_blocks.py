@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.formats.unquantized import Unquantized
 from .convention import CONVENTIONS, StoredWeight
 from .stored import require_tensor
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "fp8"
-READS = "block-scaled FP8 sources (weight_scale_inv)"
 SCALE = ".weight_scale_inv"
 
 
 class FP8Blocks:
     name = "fp8-blocks"
+    reads = "block-scaled FP8 sources (weight_scale_inv)"
 
     def recognizes(self, checkpoint: "Checkpoint") -> bool:
         return (checkpoint.quantization_config or {}).get("quant_method") == METHOD
@@ -67,7 +68,8 @@ def _stored(checkpoint: "Checkpoint", module: str, block: tuple[int, int]) -> St
         return (checkpoint.read(f"{module}.weight").float() * spread).to(torch.bfloat16)
 
     names = (f"{module}.weight", scale_name)
-    return StoredWeight(module, (n, k), Tensor, block[1], True, names, read)
+    described = f"FP8, blocks of {block[0]}x{block[1]}"
+    return StoredWeight(module, (n, k), Unquantized(), names, read, stored_as=described)
 
 
 CONVENTION = FP8Blocks()

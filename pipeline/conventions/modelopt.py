@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...layouts.errors import UserError
-from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Input, NVFP4Weight
+from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
 from .convention import CONVENTIONS, StoredWeight
-from .stored import positive_scalar, require_tensor, scalar_shape
+from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
 from .targets import matches_wildcard
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"
 WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
-READS = "ModelOpt NVFP4"
 SCALE = ".weight_scale"
 GLOBAL_SCALE = ".weight_scale_2"
 
 
 class ModelOpt:
     name = METHOD
+    reads = "ModelOpt NVFP4"
 
     def recognizes(self, checkpoint: "Checkpoint") -> bool:
         config = checkpoint.quantization_config
@@ -79,8 +79,8 @@ def _stored(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> Sto
     packed, scale, global_scale = f"{module}.weight", module + SCALE, module + GLOBAL_SCALE
     n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
     k = half * 2
-    if k % GROUP_SIZE:
-        raise UserError(f"{checkpoint.source}: {packed} has K = {k}, which {GROUP_SIZE} does not divide")
+    spec = NVFP4()
+    refuse_shape(checkpoint, packed, spec, n, k)
     require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
     require_tensor(checkpoint, global_scale, (torch.float32,))
     scalar_shape(checkpoint, global_scale)
@@ -90,16 +90,17 @@ def _stored(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> Sto
         scalar_shape(checkpoint, input_scale)
     names = [packed, scale, global_scale]
     names += [input_scale] if input_scale in checkpoint.tensors else []
+    shared = (global_scale, input_scale) if quantizes_input else (global_scale,)
 
     def read() -> NVFP4Weight:
         multiplier = checkpoint.read(global_scale).reshape(())
-        return NVFP4Weight(checkpoint.read(packed), checkpoint.read(scale), multiplier)
+        return NVFP4Weight(spec, checkpoint.read(packed), checkpoint.read(scale), multiplier)
 
     def read_input() -> NVFP4Input:
         return NVFP4Input(positive_scalar(checkpoint, input_scale), divides=False)
 
     inputs = read_input if quantizes_input else None
-    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, tuple(names), read, inputs)
+    return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
 
 
 CONVENTION = ModelOpt()

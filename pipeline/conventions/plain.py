@@ -11,11 +11,9 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint
 
 
-READS = "unquantized bf16, fp16 and fp32"
-
-
 class Plain:
     name = "plain"
+    reads = "unquantized bf16, fp16 and fp32"
 
     def recognizes(self, checkpoint: "Checkpoint") -> bool:
         return checkpoint.quantization_config is None

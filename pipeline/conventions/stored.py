@@ -4,12 +4,14 @@ The errors name the tensor, what the config promises and what the file holds. No
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.formats.int4 import Int4
+from ...layouts.formats.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint, TensorInfo
@@ -58,3 +60,20 @@ def positive_scalar(checkpoint: "Checkpoint", name: str) -> Tensor:
     if not bool(torch.isfinite(value)) or float(value) <= 0:
         raise UserError(f"{checkpoint.source}: {name} is {float(value)}; it has to be positive")
     return value
+
+
+def refuse_shape(checkpoint: "Checkpoint", name: str, spec: WeightFormat, n: int, k: int) -> None:
+    """UserError where `name` holds a weight [n, k] that its format does not fit."""
+    reason = spec.refuses(n, k)
+    if reason is not None:
+        raise UserError(f"{checkpoint.source}: {name} cannot be {spec.label}: {reason}")
+
+
+def int4_spec(checkpoint: "Checkpoint", module: str, **parameters: Any) -> Int4:
+    """INT4 as the checkpoint declares it; UserError where there is no such INT4."""
+    try:
+        return Int4(**parameters)
+    except ValueError as error:
+        raise UserError(
+            f"{checkpoint.source}: {module} is stored in INT4 that is not read: {error}"
+        ) from error

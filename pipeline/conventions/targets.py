@@ -5,7 +5,10 @@ Both compressed-tensors' (exact names, `re:` expressions, class names) and Model
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+Group = TypeVar("Group", bound=Hashable)
 
 REGEX_PREFIX = "re:"
 LINEAR = "Linear"
@@ -29,19 +32,19 @@ def matches_wildcard(pattern: str, module: str) -> bool:
     return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern + ".")
 
 
-def as_patterns(groups: Mapping[str, Sequence[str]], others: Iterable[str]) -> dict[str, list[str]]:
+def as_patterns(groups: Mapping[Group, Sequence[str]], others: Iterable[str]) -> dict[Group, list[str]]:
     """Write each group's module names as few patterns, none of which names a module of another group.
 
     Names that differ only in numbers (layers, experts) become one regular expression, provided that every
     known name of that form is in the same group; the rest stay as they are. `others` are names in no group.
     """
-    owners: dict[str, set[str]] = {}
+    owners: dict[str, set[Group | None]] = {}
     for group, names in groups.items():
         for name in names:
             owners.setdefault(_any_number(name), set()).add(group)
     for name in others:
-        owners.setdefault(_any_number(name), set()).add("")
-    patterns: dict[str, list[str]] = {}
+        owners.setdefault(_any_number(name), set()).add(None)
+    patterns: dict[Group, list[str]] = {}
     for group, names in groups.items():
         written: dict[str, None] = {}
         for name in names:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
-from ...layouts.int4 import Int4Weight
+from ...layouts.formats.int4 import SCALE_BITS, Int4, Int4Weight
+from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
+from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.int4_affine import scale_and_zero
-from ...layouts.nvfp4 import GROUP_SIZE, NVFP4Weight
+from ...layouts.registry import Registry
 from .convention import CONVENTIONS, EXPORTS, StoredWeight
-from .stored import FLOAT_DTYPES, require_tensor, scalar_shape
+from .stored import FLOAT_DTYPES, int4_spec, refuse_shape, require_tensor, scalar_shape
 from .targets import as_patterns
 from .torchao_bytes import (
     K_MULTIPLE,
@@ -34,15 +36,19 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "torchao"
-READS = "torchao NVFP4Tensor, Int4TilePackedTo4dTensor and Int4Tensor"
 TILE_PACKED = "Int4TilePackedTo4dTensor"
 GROUP_SIZES = (32, 64, 128, 256)
 NAMES_KEY = "tensor_names"
 EXPERTS = ".experts."
+INSTEAD = "export compressed-tensors"
 
 
 class TorchAO:
     name = METHOD
+
+    @property
+    def reads(self) -> str:
+        return f"torchao {', '.join(READERS)}"
 
     def recognizes(self, checkpoint: "Checkpoint") -> bool:
         return (checkpoint.quantization_config or {}).get("quant_method") == METHOD
@@ -53,7 +59,9 @@ class TorchAO:
             module, _, leaf = name.rpartition(".")
             kind = described.get("_type")
             if kind not in READERS or leaf != "weight":
-                raise UserError(f"{checkpoint.source}: {name} is a torchao {kind}; Scalegate reads {READS}")
+                raise UserError(
+                    f"{checkpoint.source}: {name} is a torchao {kind}; Scalegate reads {self.reads}"
+                )
             stored[module] = READERS[kind](checkpoint, module, described.get("_data") or {})
         if not stored:
             raise UserError(
@@ -66,8 +74,20 @@ class TorchAO:
         # The header describes each tensor by name, so there is no rule that could disagree with the files.
         return False
 
-    def tensors(self, module: str, weight: Int4Weight, symmetric: bool) -> dict[str, Tensor]:
-        _refuse(module, weight.group_size)
+    def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        if not isinstance(spec, Int4):
+            return f"torchao's form is written in {Int4.name} only, not in {spec.name}; {INSTEAD}"
+        if spec.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            return f"torchao takes groups of {sizes}, not {spec.group_size}; {INSTEAD}"
+        if EXPERTS in module:
+            return f"torchao's INT4 holds no single experts; {INSTEAD}"
+        return f"torchao's INT4 holds no embeddings; {INSTEAD}" if is_embedding else None
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        refusal = self.refuses(weight.spec, module)
+        if refusal is not None or not isinstance(weight, Int4Weight):
+            raise ValueError(f"{module}: {refusal}")
         padded = pad_to_tiles(weight)
         return {
             f"{module}._weight_qdata": pack_tiles(padded.codes),
@@ -75,23 +95,16 @@ class TorchAO:
         }
 
     def quantization_config(
-        self,
-        modules: Mapping[str, int],
-        symmetric: bool,
-        ignore: Sequence[str],
-        embeddings: Sequence[str] = (),
+        self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        if embeddings:
-            raise UserError(f"{embeddings[0]}: torchao's INT4 holds no embeddings; export compressed-tensors")
-        by_group_size: dict[str, list[str]] = {}
-        for module, group_size in modules.items():
-            _refuse(module, group_size)
-            by_group_size.setdefault(str(group_size), []).append(module)
-        configs = {size: _int4_config(int(size)) for size in by_group_size}
+        modules: dict[int, list[str]] = {}
+        for module, spec in specs.items():
+            modules.setdefault(_int4(spec).group_size, []).append(module)
+        configs = {size: _int4_config(size) for size in modules}
         if len(configs) == 1:
             (quant_type,) = configs.values()
         else:
-            patterns = as_patterns(by_group_size, ignore)
+            patterns = as_patterns(modules, ignore)
             by_name = {pattern: configs[size] for size in configs for pattern in patterns[size]}
             data = {"fqn_to_config": by_name, "module_fqn_to_config": by_name}
             quant_type = {"_type": "FqnToConfig", "_version": 1, "_data": data}
@@ -104,18 +117,25 @@ class TorchAO:
         }
 
     def file_metadata(
-        self, modules: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], plain: Sequence[str]
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
     ) -> dict[str, str]:
         # Readers merge the headers of all files and keep the last list of names: every file has to hold all.
         described: dict[str, Any] = {name: {"_type": "Tensor"} for name in plain}
-        for module, group_size in modules.items():
+        for module, spec in specs.items():
             described[f"{module}.weight"] = {
                 "_type": TILE_PACKED,
-                "_data": {"block_size": [1, group_size], "shape": list(shapes[module])},
+                "_data": {"block_size": [1, _int4(spec).group_size], "shape": list(shapes[module])},
                 "_tensor_data_names": ["qdata", "scale_and_zero"],
             }
         metadata = {name: json.dumps(value) for name, value in described.items()}
         return {"format": "pt", **metadata, NAMES_KEY: json.dumps(list(described))}
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        """Every zero point is stored as a shift, as wide as a scale; the padding of tiles is not counted."""
+        return 4 + 2 * SCALE_BITS / _int4(spec).group_size
 
 
 def _int4_config(group_size: int) -> dict[str, Any]:
@@ -129,15 +149,10 @@ def _int4_config(group_size: int) -> dict[str, Any]:
     return {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": data}
 
 
-def _refuse(module: str, group_size: int) -> None:
-    """Refuse what torchao's INT4 form cannot hold."""
-    if group_size not in GROUP_SIZES:
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise UserError(
-            f"{module}: torchao takes groups of {sizes}, not {group_size}; export compressed-tensors"
-        )
-    if EXPERTS in module:
-        raise UserError(f"{module}: torchao's INT4 holds no single experts; export compressed-tensors")
+def _int4(spec: WeightFormat) -> Int4:
+    if not isinstance(spec, Int4):
+        raise ValueError(f"torchao's form is not written in {spec.label}")
+    return spec
 
 
 def _subclasses(checkpoint: "Checkpoint") -> dict[str, dict[str, Any]]:
@@ -166,6 +181,7 @@ def _block(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> in
 def _tile_packed(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> StoredWeight:
     group_size = _block(checkpoint, module, data)
     n, k = _shape(checkpoint, module, data, group_size)
+    spec = int4_spec(checkpoint, module, group_size=group_size, zero_point="fractional")
     rows, columns = -(-n // N_MULTIPLE) * N_MULTIPLE, -(-k // K_MULTIPLE) * K_MULTIPLE
     codes, affine = f"{module}._weight_qdata", f"{module}._weight_scale_and_zero"
     require_tensor(checkpoint, codes, (torch.int32,), tiles_shape(rows, columns))
@@ -174,14 +190,15 @@ def _tile_packed(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any])
     def read() -> Int4Weight:
         packed = unpack_tiles(checkpoint.read(codes))[:n, : k // 2].contiguous()
         scale, shift = checkpoint.read(affine)[: k // group_size, :n].unbind(-1)
-        return from_affine(packed, scale.T, shift.T, group_size)
+        return from_affine(spec, packed, scale.T, shift.T)
 
-    return StoredWeight(module, (n, k), Int4Weight, group_size, False, (codes, affine), read)
+    return StoredWeight(module, (n, k), spec, (codes, affine), read)
 
 
 def _plain_int4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> StoredWeight:
     group_size = _block(checkpoint, module, data)
     n, k = _shape(checkpoint, module, data, group_size)
+    spec = int4_spec(checkpoint, module, group_size=group_size, zero_point="fractional")
     codes = f"{module}._weight_qdata"
     scale, zero = f"{module}._weight_scale", f"{module}._weight_zero_point"
     require_tensor(checkpoint, codes, (torch.int8, torch.uint8), (n, k // 2))
@@ -191,9 +208,9 @@ def _plain_int4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) 
     def read() -> Int4Weight:
         # Nibbles are two's complement; flipping their sign bits counts them from 0.
         packed = checkpoint.read(codes).view(torch.uint8) ^ 0x88
-        return from_affine(packed, checkpoint.read(scale).T, checkpoint.read(zero).T, group_size)
+        return from_affine(spec, packed, checkpoint.read(scale).T, checkpoint.read(zero).T)
 
-    return StoredWeight(module, (n, k), Int4Weight, group_size, False, (codes, scale, zero), read)
+    return StoredWeight(module, (n, k), spec, (codes, scale, zero), read)
 
 
 def _shape(
@@ -212,10 +229,11 @@ def _nvfp4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> St
     global_scale = f"{module}._weight_per_tensor_scale"
     n, half = require_tensor(checkpoint, codes, (torch.uint8,)).shape
     k = half * 2
-    if data.get("block_size") != GROUP_SIZE or k % GROUP_SIZE:
+    spec = NVFP4()
+    refuse_shape(checkpoint, codes, spec, n, k)
+    if data.get("block_size") != GROUP_SIZE:
         raise UserError(
-            f"{checkpoint.source}: {module} has K = {k} and block_size {data.get('block_size')!r}; "
-            f"NVFP4 has {GROUP_SIZE}"
+            f"{checkpoint.source}: {module} has block_size {data.get('block_size')!r}; NVFP4 has {GROUP_SIZE}"
         )
     if data.get("act_quant_kwargs") is not None:
         raise UserError(
@@ -229,19 +247,24 @@ def _nvfp4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> St
     if has_global:
         require_tensor(checkpoint, global_scale, (torch.float32,))
         scalar_shape(checkpoint, global_scale)
-    optional = [global_scale] if has_global else []
+    shared = (global_scale,) if has_global else ()
 
     def read() -> NVFP4Weight:
         scales = checkpoint.read(scale)
         multiplier = checkpoint.read(global_scale).reshape(()) if has_global else torch.tensor(1.0)
         rows = unswizzle(scales, n, k // GROUP_SIZE) if swizzled else scales
-        return NVFP4Weight(checkpoint.read(codes), rows, multiplier)
+        return NVFP4Weight(spec, checkpoint.read(codes), rows, multiplier)
 
-    return StoredWeight(module, (n, k), NVFP4Weight, GROUP_SIZE, True, (codes, scale, *optional), read)
+    names = (codes, scale, *shared)
+    return StoredWeight(module, (n, k), spec, names, read, shared=shared)
 
 
 Reader = Callable[["Checkpoint", str, Mapping[str, Any]], StoredWeight]
-READERS: dict[str, Reader] = {TILE_PACKED: _tile_packed, "Int4Tensor": _plain_int4, "NVFP4Tensor": _nvfp4}
+READERS: Registry[Reader] = Registry("torchao tensor class")
+"""By the name of the tensor class, what reads one of its weights from the header's entry."""
+READERS.add("NVFP4Tensor", _nvfp4)
+READERS.add(TILE_PACKED, _tile_packed)
+READERS.add("Int4Tensor", _plain_int4)
 
 CONVENTION = TorchAO()
 CONVENTIONS.add(METHOD, CONVENTION)

@@ -12,7 +12,7 @@ the value of code 8: w = (code - 8) * scale + shift, [K/g, N, 2] bf16.
 import torch
 from torch import Tensor
 
-from ...layouts.int4 import Int4Weight, pack_nibbles, unpack_nibbles
+from ...layouts.formats.int4 import Int4, Int4Weight, pack_nibbles, unpack_nibbles
 
 N_MULTIPLE = 8
 K_MULTIPLE = 1024
@@ -27,13 +27,13 @@ def pad_to_tiles(weight: Int4Weight) -> Int4Weight:
     """The weight with zero rows and columns added until whole tiles hold it; activations are padded alike."""
     n, k = weight.shape
     rows, columns = -n % N_MULTIPLE, -k % K_MULTIPLE
-    groups = columns // weight.group_size
+    groups = weight.spec.groups(columns)
     pad = torch.nn.functional.pad
     return Int4Weight(
+        weight.spec,
         pad(weight.codes, (0, columns // 2, 0, rows)),
         pad(weight.scale, (0, groups, 0, rows)),
         pad(weight.zero_point, (0, groups, 0, rows)),
-        weight.group_size,
     )
 
 
@@ -57,11 +57,11 @@ def unpack_tiles(words: Tensor) -> Tensor:
     return pack_nibbles(codes.reshape(n_tiles * 8, k_tiles * 128))
 
 
-def from_affine(codes: Tensor, scale: Tensor, shift: Tensor, group_size: int) -> Int4Weight:
+def from_affine(spec: Int4, codes: Tensor, scale: Tensor, shift: Tensor) -> Int4Weight:
     """The weight `(code - 8) * scale + shift`, with the shift as a fractional zero point."""
     scale, shift = scale.contiguous(), shift.float()
     safe = torch.where(scale == 0, 1.0, scale.float())
-    return Int4Weight(codes, scale, MIDDLE_CODE - shift / safe, group_size)
+    return Int4Weight(spec, codes, scale, MIDDLE_CODE - shift / safe)
 
 
 def swizzled_shape(n: int, k: int) -> tuple[int, int]:

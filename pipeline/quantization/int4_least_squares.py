@@ -14,46 +14,30 @@ IEEE operations in a fixed order touch a number, so the bits do not depend on th
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...layouts.int4 import Int4Weight, pack_nibbles
+from ...layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbles
 from ..cores import available_cores
+from .quantizer import Quantized
 
 CLIPPING_RATIOS = tuple(1.08 - 0.04 * step for step in range(10))
 ZERO_STEPS = (0, -1, 1)
 REFINEMENTS = 4
 MAX_CODE = 15
-SYMMETRIC_ZERO = 8
 CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
 """Weights solved at once: what stays in one core's cache, and what fills a GPU."""
 
 
-@dataclass(frozen=True)
-class Solved:
-    """A quantized weight and how far it is from the original."""
-
-    weight: Int4Weight
-    squared_error: float
-    squared_norm: float
-
-    @property
-    def relative_error(self) -> float:
-        """‖W − dequantized‖ / ‖W‖."""
-        return (self.squared_error / self.squared_norm) ** 0.5 if self.squared_norm else 0.0
-
-
-def quantize_int4(
-    weight: Tensor, group_size: int, symmetric: bool = False, scale_dtype: torch.dtype = torch.bfloat16
-) -> Solved:
-    """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on."""
+def quantize_int4(weight: Tensor, spec: Int4, scale_dtype: torch.dtype = torch.bfloat16) -> Quantized:
+    """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on, with integer zeros."""
     n, k = weight.shape
-    if k % group_size:
-        raise ValueError(f"group size {group_size} does not divide K = {k}")
-    groups = k // group_size
+    refusal = spec.refuses(n, k)
+    if refusal is not None:
+        raise ValueError(refusal)
+    groups = spec.groups(k)
     device = weight.device
     codes = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
     scale = torch.empty(n, groups, dtype=scale_dtype, device=device)
@@ -62,8 +46,8 @@ def quantize_int4(
     norm = torch.empty(n, groups, dtype=torch.float32, device=device)
 
     def solve(block: slice) -> None:
-        x = weight[block].float().view(-1, group_size).T.contiguous()
-        s, z = _search(x, symmetric, scale_dtype)
+        x = weight[block].float().view(-1, k // groups).T.contiguous()
+        s, z = _search(x, spec.symmetric, scale_dtype)
         d = _centred_codes(x, s, z)
         remainder = x - d * s
         error[block] = _fold(remainder.mul_(remainder)).view(-1, groups)
@@ -80,7 +64,7 @@ def quantize_int4(
     else:
         for block in blocks:
             solve(block)
-    return Solved(Int4Weight(codes, scale, zero, group_size), _total(error), _total(norm))
+    return Quantized(Int4Weight(spec, codes, scale, zero), _total(error), _total(norm))
 
 
 def _on_all_cores(work: Callable[[slice], None], blocks: Sequence[slice]) -> None:

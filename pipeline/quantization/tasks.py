@@ -3,11 +3,14 @@
 Decided before any weight is read, so that a recipe that does not fit is refused at once.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...layouts.errors import UserError
+from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import WeightFormat, parameters
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale, refuse_unreadable, scale_of
 from ..recipe import KEEP, Recipe, matches
@@ -21,29 +24,38 @@ from .linear_weights import (
     find_linear_weights,
 )
 
-NAMES_IN_AN_ERROR = 4
-FALLBACK_GROUP_SIZES = (128, 64, 32, 16)
+IGNORED = "ignored by the recipe"
+UNQUANTIZED = Unquantized()
 
 
 @dataclass(frozen=True)
 class WeightTask:
     """One thing to write: a quantized linear, a linear sliced out unquantized, or a tensor copied as it is.
 
-    tensor:     the checkpoint tensor it is made from
-    linear:     the linear weight, None for a whole tensor copied under its own name
-    group_size: None where it stays unquantized
+    tensor: the checkpoint tensor it is made from
+    linear: the linear weight, None for a whole tensor copied under its own name
+    spec:   what it becomes; Unquantized where it stays as it is
     """
 
     tensor: str
     linear: LinearWeight | None = None
-    group_size: int | None = None
+    spec: WeightFormat = UNQUANTIZED
+
+    @property
+    def is_quantized(self) -> bool:
+        return not isinstance(self.spec, Unquantized)
+
+    @property
+    def written_name(self) -> str:
+        """The tensor it makes where it stays unquantized."""
+        return f"{self.linear.module}.weight" if self.linear else self.tensor
 
 
 @dataclass(frozen=True)
 class QuantizationTasks:
     """Every task in the order of the files, and what the result's config has to say."""
 
-    tasks: list[WeightTask]
+    in_order: list[WeightTask]
     kept: dict[str, list[str]]
     """Tensors and modules that stay unquantized, by the reason."""
     ignore: list[str]
@@ -52,51 +64,58 @@ class QuantizationTasks:
     """The output projection gets weights of its own, and the config has to say so."""
 
     @property
-    def group_sizes(self) -> dict[str, int]:
-        return {task.linear.module: task.group_size for task in self.tasks if task.linear and task.group_size}
+    def specs(self) -> dict[str, WeightFormat]:
+        """What each quantized module becomes."""
+        return {task.linear.module: task.spec for task in self.in_order if task.linear and task.is_quantized}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of each quantized module."""
+        linears = [task.linear for task in self.in_order if task.linear and task.is_quantized]
+        return {linear.module: (linear.n, linear.k) for linear in linears}
 
     @property
     def embeddings(self) -> list[str]:
         """Quantized modules that are embeddings."""
-        linears = [task.linear for task in self.tasks if task.linear and task.group_size]
+        linears = [task.linear for task in self.in_order if task.linear and task.is_quantized]
         return [linear.module for linear in linears if linear.role == EMBEDDING]
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
-    """Apply `recipe` to `checkpoint`. UserError for an idle pattern or a K that does not fit."""
+def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
+    """Apply `recipe` to `checkpoint`. UserError for an idle pattern or a shape that does not fit."""
     weights = find_linear_weights(checkpoint)
     linears = {weight.module: weight for group in weights.linears.values() for weight in group}
     head = weights.tied_lm_head
-    untied = head is not None and recipe.lm_head != KEEP
-    if head is not None and untied:
+    if head is not None and recipe.lm_head != KEEP:
         linears[head.module] = head
     _refuse_idle_patterns(recipe, linears.values())
     decisions = {module: _decide(recipe, weight) for module, weight in linears.items()}
-    chosen = {module: size for module, size in decisions.items() if isinstance(size, int)}
+    chosen = {module: choice for module, choice in decisions.items() if not isinstance(choice, str)}
     if not chosen:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
             f"{checkpoint.model_type} model; it has {len(linears)} linear weights"
         )
-    for module, size in chosen.items():
-        _check_fit(checkpoint, linears[module], size)
+    for module, spec in chosen.items():
+        _check_fit(checkpoint, recipe, linears[module], spec)
     tasks, kept = _order(checkpoint, weights, decisions)
+    untied = head is not None and head.module in chosen
     if head is not None and untied:
         tasks.append(WeightTask(head.tensor, head, chosen[head.module]))
     unquantized = [m for m, weight in linears.items() if m not in chosen and weight.role != EMBEDDING]
-    if head is not None and not untied:
+    if head is not None and head.module not in linears:
         unquantized.append(head.module)
     return QuantizationTasks(tasks, kept, unquantized, untied)
 
 
-def _decide(recipe: Recipe, weight: LinearWeight) -> int | str:
-    """The group size `weight` gets, or the reason it stays as it is."""
+def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
+    """What `weight` becomes, or the reason it stays as it is."""
     names = {weight.module, weight.tensor}
     if any(matches(pattern, name) for pattern in recipe.ignore for name in names):
-        return "ignored by the recipe"
+        return IGNORED
     rule = next((r for r in recipe.rules if any(matches(r.modules, name) for name in names)), None)
-    if rule is not None and rule.ignore:
-        return "ignored by the recipe"
+    if rule is not None and isinstance(rule.spec, Unquantized):
+        return IGNORED
     if weight.role == ROUTER:
         return "router, never quantized"
     if weight.role == LM_HEAD and recipe.lm_head == KEEP:
@@ -106,23 +125,26 @@ def _decide(recipe: Recipe, weight: LinearWeight) -> int | str:
     special = weight.role in (LM_HEAD, EMBEDDING)
     if recipe.include and not special and not any(matches(p, n) for p in recipe.include for n in names):
         return "not included by the recipe"
+    spec = recipe.spec if rule is None else rule.spec
+    if isinstance(spec, Unquantized):
+        return "not included by the recipe"
     if weight.role == UNKNOWN:
         raise UserError(
             f"{weight.tensor} holds fused experts in an order that is not known here; "
             f"to keep it unquantized, add it to the recipe's `ignore`"
         )
-    return rule.group_size if rule is not None and rule.group_size else recipe.group_size
+    return spec
 
 
 def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight]) -> None:
     linears = list(linears)
     quantizable = [weight for weight in linears if weight.role != ROUTER]
-    sized = [rule.modules for rule in recipe.rules if not rule.ignore]
-    ignored = [*recipe.ignore, *(rule.modules for rule in recipe.rules if rule.ignore)]
+    quantized = [rule.modules for rule in recipe.rules if not isinstance(rule.spec, Unquantized)]
+    kept = [rule.modules for rule in recipe.rules if isinstance(rule.spec, Unquantized)]
     for what, patterns, candidates in (
         ("include", recipe.include, quantizable),
-        ("rules", sized, quantizable),
-        ("ignore", ignored, linears),
+        ("rules", quantized, quantizable),
+        ("ignore", [*recipe.ignore, *kept], linears),
     ):
         for pattern in patterns:
             if any(
@@ -149,21 +171,35 @@ def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
     return [kind for kind, _ in kinds.most_common()]
 
 
-def _check_fit(checkpoint: Checkpoint, weight: LinearWeight, group_size: int) -> None:
+def _check_fit(checkpoint: Checkpoint, recipe: Recipe, weight: LinearWeight, spec: WeightFormat) -> None:
     refuse_unreadable(checkpoint, weight.tensor)
-    if weight.k % group_size == 0:
+    reason = spec.refuses(weight.n, weight.k)
+    if reason is None:
         return
-    fits = [str(size) for size in FALLBACK_GROUP_SIZES if weight.k % size == 0]
     kind = next(iter(_kinds([weight])))
-    advice = f"a rule `modules: '{kind}'` with `group_size: {fits[0]}`" if fits else f"`ignore: ['{kind}']`"
-    raise UserError(
-        f"{weight.module} has K = {weight.k}, which group size {group_size} does not divide; "
-        f"give the recipe {advice}"
-    )
+    nearest = spec.nearest(weight.n, weight.k)
+    advice = f"`ignore: ['{kind}']`"
+    if nearest is not None:
+        changes = " and ".join(f"`{change}`" for change in _changes(recipe.spec, spec, nearest))
+        advice = f"a rule `modules: '{kind}'` with {changes}"
+    raise UserError(f"{weight.module} cannot be {spec.label}: {reason}; give the recipe {advice}")
+
+
+def _changes(own: WeightFormat, refused: WeightFormat, wanted: WeightFormat) -> list[str]:
+    """What a rule has to say in YAML to ask for `wanted`, where the recipe asks for `own` elsewhere."""
+    is_own = type(own) is type(wanted)
+    known, tried = parameters(own) if is_own else {}, parameters(refused)
+    changed = {
+        name: value
+        for name, value in parameters(wanted).items()
+        if known.get(name) != value or tried.get(name) != value
+    }
+    said = changed if is_own else {"format": wanted.name} | changed
+    return [f"{name}: {v if isinstance(v, str) else json.dumps(v)}" for name, v in said.items()]
 
 
 def _order(
-    checkpoint: Checkpoint, weights: ModelWeights, decisions: dict[str, int | str]
+    checkpoint: Checkpoint, weights: ModelWeights, decisions: dict[str, WeightFormat | str]
 ) -> tuple[list[WeightTask], dict[str, list[str]]]:
     tasks: list[WeightTask] = []
     kept: dict[str, list[str]] = {}
@@ -177,9 +213,9 @@ def _order(
         for weight, choice in zip(linears, choices, strict=True):
             if isinstance(choice, str):
                 kept.setdefault(choice, []).append(weight.module)
-        if any(isinstance(choice, int) for choice in choices):
+        if any(not isinstance(choice, str) for choice in choices):
             tasks += [
-                WeightTask(name, weight, choice if isinstance(choice, int) else None)
+                WeightTask(name, weight, UNQUANTIZED if isinstance(choice, str) else choice)
                 for weight, choice in zip(linears, choices, strict=True)
             ]
         else:

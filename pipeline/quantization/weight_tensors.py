@@ -1,4 +1,4 @@
-"""Carrying out one task of a plan: reading a weight a block of rows at a time, and solving or copying it.
+"""Carrying out one task: reading a weight a block of rows at a time, and quantizing or copying it.
 
 Not for writing; `quantize.py` hands what comes out of here to the shard's writer.
 """
@@ -10,43 +10,37 @@ import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
-from ...layouts.int4 import Int4Weight
+from ...layouts.formats.weight_format import WeightFormat, merge_rows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
-from ..recipe import Recipe
-from .int4_least_squares import Solved, quantize_int4
+from .all_quantizers import QUANTIZERS
 from .linear_weights import LinearWeight
-from .torchao_hqq import quantize_int4_fractional
+from .quantizer import Quantized
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
-"""Weights read and solved together: besides its result, a task holds no more than fp32 copies of a block."""
+"""Weights read and quantized together: besides its result, a task holds but fp32 copies of a block."""
 
 
 @dataclass(frozen=True)
-class WeightSolver:
-    """How this job turns a float weight into an INT4 one, and where."""
+class WeightQuantizer:
+    """How this job turns a float weight into one of another format, and where."""
 
-    recipe: Recipe
     scale_dtype: torch.dtype
     device: torch.device
 
-    def solve(self, checkpoint: Checkpoint, weight: LinearWeight, group_size: int) -> Solved:
+    def quantize(self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat) -> Quantized:
         """Quantize one linear weight. UserError where it holds a NaN or an infinity."""
+        quantizer = QUANTIZERS[spec.name]
         block = CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK
-        rows = max(1, block // weight.k)
+        rows = max(1, block // linear.k)
         parts = []
-        for start in range(0, weight.n, rows):
-            values = read_linear(checkpoint, weight, start, min(start + rows, weight.n)).to(self.device)
-            refuse_non_finite(checkpoint, weight.tensor, values)
-            solved = self._solve_block(values, group_size)
-            parts.append(Solved(solved.weight.to("cpu"), solved.squared_error, solved.squared_norm))
-        return _stacked(parts, group_size)
-
-    def _solve_block(self, values: Tensor, group_size: int) -> Solved:
-        if self.recipe.zero_point == "fractional":
-            return quantize_int4_fractional(values, group_size, self.scale_dtype)
-        return quantize_int4(values, group_size, self.recipe.symmetric, self.scale_dtype)
+        for start in range(0, linear.n, rows):
+            values = read_linear(checkpoint, linear, start, min(start + rows, linear.n)).to(self.device)
+            refuse_non_finite(checkpoint, linear.tensor, values)
+            part = quantizer.quantize(values, spec, self.scale_dtype)
+            parts.append(Quantized(part.weight.to("cpu"), part.squared_error, part.squared_norm))
+        return _merged(parts)
 
 
 def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: int) -> Tensor:
@@ -93,13 +87,11 @@ def refuse_non_finite(checkpoint: Checkpoint, name: str, values: Tensor) -> None
     )
 
 
-def _stacked(parts: list[Solved], group_size: int) -> Solved:
-    weights = [part.weight for part in parts]
-    whole = weights[0]
-    if len(weights) > 1:
-        codes, scale, zero = (
-            torch.cat([getattr(weight, name) for weight in weights])
-            for name in ("codes", "scale", "zero_point")
-        )
-        whole = Int4Weight(codes, scale, zero, group_size)
-    return Solved(whole, sum(part.squared_error for part in parts), sum(part.squared_norm for part in parts))
+def _merged(parts: list[Quantized]) -> Quantized:
+    """The whole of a weight that was quantized a block of rows at a time."""
+    weight = parts[0].weight if len(parts) == 1 else merge_rows([part.weight for part in parts])
+    if weight is None:
+        raise ValueError(f"blocks of rows in {parts[0].weight.spec.label} cannot be put together")
+    return Quantized(
+        weight, sum(part.squared_error for part in parts), sum(part.squared_norm for part in parts)
+    )

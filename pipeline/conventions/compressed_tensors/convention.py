@@ -1,0 +1,164 @@
+"""compressed-tensors: config groups that name modules by pattern, each group in a scheme of its own.
+
+Here is what all schemes share: which module belongs to which group. Of activations, only what a scheme says
+of its own is read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ....layouts.errors import UserError
+from ....layouts.formats.weight_format import Weight, WeightFormat
+from ..convention import CONVENTIONS, EXPORTS, StoredWeight
+from ..targets import LINEAR, as_patterns, first_match, matches
+from .all_schemes import SCHEMES
+from .scheme import METHOD, WritableScheme
+
+if TYPE_CHECKING:
+    from ...checkpoints.checkpoint import Checkpoint
+
+MIXED = "mixed-precision"
+"""compressed-tensors' name for a checkpoint whose config groups are of several schemes."""
+
+
+class CompressedTensors:
+    name = METHOD
+
+    @property
+    def reads(self) -> str:
+        return f"{METHOD} {' and '.join(scheme.reads for _, scheme in SCHEMES.items())}"
+
+    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+        config = checkpoint.quantization_config or {}
+        return config.get("quant_method") == METHOD
+
+    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+        config = checkpoint.quantization_config or {}
+        _refuse_sparsity(checkpoint.source, config)
+        groups = config.get("config_groups") or {}
+        targets = {target: group for group in groups.values() for target in group.get("targets", [])}
+        ignore = config.get("ignore") or []
+        stored = {}
+        for name, module in _compressed(checkpoint):
+            target = first_match(targets, module)
+            if target is None or any(matches(pattern, module) for pattern in ignore):
+                raise UserError(
+                    f"{checkpoint.source}: tensor {name} is packed, but no config group of the quantization "
+                    f"config targets {module} or its ignore list excludes it"
+                )
+            group = targets[target]
+            group = {**group, "format": group.get("format") or config.get("format")}
+            stored[module] = self._stored(checkpoint, module, group)
+        if not stored and (groups or config.get("kv_cache_scheme") is None):
+            suffixes = " or ".join(dict.fromkeys(scheme.suffix for _, scheme in SCHEMES.items()))
+            raise UserError(
+                f"{checkpoint.source}: config.json declares {METHOD}, but no tensor ends in {suffixes}: "
+                f"the weights are not compressed (quantization_status {config.get('quantization_status')!r})"
+            )
+        return stored
+
+    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+        config = checkpoint.quantization_config or {}
+        groups = config.get("config_groups") or {}
+        targets = [target for group in groups.values() for target in group.get("targets", [])]
+        ignored = any(matches(pattern, module) for pattern in config.get("ignore") or [])
+        return not ignored and first_match(targets, module) is not None
+
+    def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        writable = {name: one for name, one in SCHEMES.items() if isinstance(one, WritableScheme)}
+        if spec.name not in writable:
+            return f"{METHOD} is not written in {spec.name}; it is in {', '.join(writable)}"
+        return writable[spec.name].refuses(spec)
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        return _writable(weight.spec).tensors(module, weight)
+
+    def quantization_config(
+        self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        modules: dict[WeightFormat, list[str]] = {}
+        for module, spec in specs.items():
+            modules.setdefault(spec, []).append(module)
+        targets = {spec: [LINEAR] for spec in modules} if len(modules) == 1 else as_patterns(modules, ignore)
+        for module in embeddings:
+            # `Linear` does not name them: a reader that cannot do it has to fail, not to skip them.
+            group = targets[specs[module]]
+            targets[specs[module]] = [*group, *([] if module in group else [module])]
+        formats = list(dict.fromkeys(_writable(spec).format for spec in targets))
+        return {
+            "quant_method": METHOD,
+            "format": formats[0] if len(formats) == 1 else MIXED,
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{index}": _group(spec, targets[spec]) for index, spec in enumerate(targets)
+            },
+            "ignore": list(ignore),
+            "kv_cache_scheme": None,
+        }
+
+    def file_metadata(
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
+    ) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        return spec.bits_per_weight(n, k)
+
+    def _stored(self, checkpoint: "Checkpoint", module: str, group: Mapping[str, Any]) -> StoredWeight:
+        for _, scheme in SCHEMES.items():
+            if scheme.recognizes(group):
+                return scheme.stored(checkpoint, module, group)
+        weights, activations = group.get("weights") or {}, group.get("input_activations")
+        activation_text = "" if activations is None else (
+            f", activations {activations.get('num_bits')}-bit {activations.get('type')} "
+            f"({activations.get('strategy')}, dynamic: {activations.get('dynamic')})"
+        )  # fmt: skip
+        raise UserError(
+            f"{checkpoint.source}: {module} is stored as {group['format']!r}, {weights.get('num_bits')}-bit "
+            f"{weights.get('type')} weights{activation_text}; Scalegate reads {self.reads}"
+        )
+
+
+def _compressed(checkpoint: "Checkpoint") -> Iterator[tuple[str, str]]:
+    """The tensors that tell a stored module, and the module."""
+    for name, info in checkpoint.tensors.items():
+        for _, scheme in SCHEMES.items():
+            if name.endswith(scheme.suffix) and (scheme.dtypes is None or info.dtype in scheme.dtypes):
+                yield name, name.removesuffix(scheme.suffix)
+                break
+
+
+def _refuse_sparsity(source: str, config: Mapping[str, Any]) -> None:
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise UserError(f"{source}: sparse checkpoints are not read (sparsity format {sparsity!r})")
+    if config.get("transform_config"):
+        raise UserError(f"{source}: checkpoints with a transform_config (rotations at run time) are not read")
+
+
+def _writable(spec: WeightFormat) -> WritableScheme:
+    scheme = SCHEMES[spec.name]
+    if not isinstance(scheme, WritableScheme):
+        raise ValueError(f"{METHOD} is not written in {spec.label}")
+    return scheme
+
+
+def _group(spec: WeightFormat, targets: list[str]) -> dict[str, Any]:
+    scheme = _writable(spec)
+    return {
+        "targets": targets,
+        "weights": scheme.weights_config(spec),
+        "input_activations": None,
+        "output_activations": None,
+        "format": scheme.format,
+    }
+
+
+CONVENTION = CompressedTensors()
+CONVENTIONS.add(METHOD, CONVENTION)
+EXPORTS.add(METHOD, CONVENTION)

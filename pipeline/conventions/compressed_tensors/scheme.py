@@ -1,0 +1,73 @@
+"""The scheme seam: how compressed-tensors stores one weight format, and how a config group says so.
+
+One file in this folder for each scheme, registered by its weight format's name; `all_schemes.py` lists them.
+Their library is not used: the bytes are written and read here, and `tests/bench/interchange.py` compares with
+it in an environment of its own.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ....layouts.formats.weight_format import Weight, WeightFormat
+from ....layouts.registry import Registry
+from ..convention import StoredWeight
+
+if TYPE_CHECKING:
+    from ...checkpoints.checkpoint import Checkpoint
+
+METHOD = "compressed-tensors"
+
+
+class Scheme(Protocol):
+    """One way of storing a weight that compressed-tensors has a name for."""
+
+    @property
+    def format(self) -> str:
+        """The compressor's name, as config groups give it: `pack-quantized`."""
+        ...
+
+    @property
+    def reads(self) -> str:
+        """What it reads, in a few words for an error: `INT4 weight-only pack-quantized`."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """`<module><suffix>` is the tensor that tells a stored module."""
+        ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...] | None:
+        """The dtypes in which that tensor tells it; None where its name is enough."""
+        ...
+
+    def recognizes(self, group: Mapping[str, Any]) -> bool:
+        """Whether a config group is of this scheme; it has a `format`, its own or the config's."""
+        ...
+
+    def stored(self, checkpoint: "Checkpoint", module: str, group: Mapping[str, Any]) -> StoredWeight:
+        """The weight of `module`, which `group` targets. UserError where the tensors are not as it says."""
+        ...
+
+
+@runtime_checkable
+class WritableScheme(Scheme, Protocol):
+    """A scheme that a weight can be written in; registered beside the others."""
+
+    def refuses(self, spec: WeightFormat) -> str | None:
+        """None where it can store weights of `spec`, otherwise the reason in a few words."""
+        ...
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        """The checkpoint tensors that stand for `<module>.weight`, by full name."""
+        ...
+
+    def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
+        """The `weights` section of a config group."""
+        ...
+
+
+SCHEMES: Registry[Scheme] = Registry("compressed-tensors scheme")

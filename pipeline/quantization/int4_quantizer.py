@@ -1,0 +1,24 @@
+"""The INT4 quantizer: our least squares for integer zero points, torchao's HQQ for fractional ones."""
+
+import torch
+from torch import Tensor
+
+from ...layouts.formats.int4 import Int4
+from ...layouts.formats.weight_format import WeightFormat
+from .int4_least_squares import quantize_int4
+from .quantizer import QUANTIZERS, Quantized
+from .torchao_hqq import quantize_int4_fractional
+
+
+class Int4Quantizer:
+    def refuses(self, spec: WeightFormat) -> str | None:
+        return None if isinstance(spec, Int4) else f"the INT4 quantizer does not make {spec.label}"
+
+    def quantize(self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype) -> Quantized:
+        if not isinstance(spec, Int4):
+            raise ValueError(self.refuses(spec))
+        solve = quantize_int4 if spec.has_integer_zero else quantize_int4_fractional
+        return solve(values, spec, scale_dtype)
+
+
+QUANTIZERS.add(Int4.name, Int4Quantizer())

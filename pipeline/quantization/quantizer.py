@@ -1,0 +1,54 @@
+"""The quantizer seam: from float weights to a weight format's numbers.
+
+One file in this folder for each, by its format's name; `all_quantizers.py` registers them. A quantizer reads
+no file and knows no checkpoint: `weight_tensors.py` hands it blocks of rows and puts them together.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...layouts.formats.weight_format import Weight, WeightFormat
+from ...layouts.registry import Registry
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized weight and how far it is from the original.
+
+    weight:        [N, K]
+    squared_error: the sum of (dequantized - original)² over all of it
+    squared_norm:  the sum of original²
+    """
+
+    weight: Weight
+    squared_error: float
+    squared_norm: float
+
+    @property
+    def relative_error(self) -> float:
+        """‖W − dequantized‖ / ‖W‖."""
+        return (self.squared_error / self.squared_norm) ** 0.5 if self.squared_norm else 0.0
+
+
+class Quantizer(Protocol):
+    """The way one format's weights are made."""
+
+    def refuses(self, spec: WeightFormat) -> str | None:
+        """None where it makes weights of `spec`, otherwise the reason in a few words."""
+        ...
+
+    def quantize(self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype) -> Quantized:
+        """Quantize a block of rows of a weight, on the device it lies on.
+
+        values:      any float dtype [rows, K], all finite; K is one that `spec` takes
+        scale_dtype: bf16 or fp16, what scales are stored in where the format leaves that open
+
+        A row's numbers may depend on that row alone: a weight is quantized a block of rows at a time.
+        """
+        ...
+
+
+QUANTIZERS: Registry[Quantizer] = Registry("quantizer")
