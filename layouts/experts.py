@@ -69,6 +69,14 @@ class PackedExperts(nn.Module):
             self._products[name] = [_Product(self, f"{name}_{i}", part) for i, part in enumerate(parts)]
         self.num_experts = self._products["down_proj"][0].packed.shape[0]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """[E, N, K] of each parameter that it stands for."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, parts in self._products.items():
+            experts, _, k = parts[0].packed.shape
+            found[name] = (experts, sum(part.packed.shape[1] for part in parts), k)
+        return found
+
     @property
     def packed(self) -> dict[str, PackedWeight]:
         """What it holds now, after any move to another device, by product; several of one are numbered."""
@@ -115,6 +123,17 @@ def _unquantized(experts: nn.Module, name: str) -> ExpertsPart:
         return ExpertsPart(GroupedUnquantized().of(rows))
     weights = [UnquantizedWeight(Unquantized(), one) for one in rows]
     return ExpertsPart(PerExpert(TorchLinear()).pack_experts(weights, rows.dtype))
+
+
+def experts_shapes(experts: nn.Module) -> dict[str, tuple[int, ...]]:
+    """[E, N, K] of the parameters of a transformers experts module."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in PRODUCTS:
+        weight = getattr(experts, name, None)
+        if isinstance(weight, Tensor):
+            count, n, k = weight.transpose(1, 2).shape if experts.is_transposed else weight.shape
+            found[name] = (count, n, k)
+    return found
 
 
 class _Product:

@@ -6,6 +6,7 @@ loaded, before layouts are measured: what is measured is what is served.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def put_merged(model: nn.Module, names: Sequence[str], merged: Linear) -> None:
     """Let `merged`, whose rows are those of the named layers one after another, stand for each of them."""
     product, start = _Product(), 0
     for name in names:
-        stop = start + model.get_submodule(name).out_features
+        stop = start + int(cast(Linear, model.get_submodule(name)).out_features)
         one = MergedLinear(merged, product, slice(start, stop), name == names[0], name == names[-1])
         model.set_submodule(name, one)
         start = stop
