@@ -45,13 +45,18 @@ GROUPS = (32, 64, 128)
 """Group sizes as the kernel knows them; a multiple of 128 becomes groups of 128 that are alike."""
 
 TILES = (
-    Tile(n=64, k=TILE_K, stages=5, warps=4),
-    Tile(n=128, k=TILE_K, stages=4, warps=4),
+    Tile(n=64, k=TILE_K, stages=5, warps=2),
+    Tile(n=64, k=TILE_K, stages=5, warps=2),
+    Tile(n=64, k=TILE_K, stages=5, warps=2),
     Tile(n=128, k=TILE_K, stages=4, warps=4),
     Tile(n=128, k=TILE_K, stages=3, warps=4),
     Tile(n=128, k=TILE_K, stages=3, warps=8),
 )
-"""By bucket of rows an expert gets, see `tile.py`; k is a tile of words."""
+"""By bucket of rows an expert gets, see `tile.py`; k is a tile of words.
+
+Two warps for the smallest blocks: too few for wgmma, after each of which with its first operand in registers
+Triton waits. With mma.sync the unpacking goes on meanwhile.
+"""
 REUSED_FROM = 64
 """Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
 

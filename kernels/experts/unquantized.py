@@ -6,7 +6,7 @@
     y        [A, N]      by assignment; not written where an assignment is in no block
 
 A CTA takes n rows of an expert's weight and one block of its assignments. The weight is the first operand of
-the matrix instruction ("swap AB"), so that a block of 16 rows costs an instruction of N = 16 and no more. The
+the matrix instruction ("swap AB"), so that a block of 8 rows costs an instruction of N = 8 and no more. The
 CTAs of a block are neighbours, and so are the blocks of an expert: what is read twice lies in the L2 cache.
 Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run in one order, in fp32.
 """
@@ -21,6 +21,7 @@ from .routing import ExpertRouting
 from .tile import Tile
 
 TILES = (
+    Tile(n=64, k=128, stages=4, warps=4),
     Tile(n=64, k=128, stages=4, warps=4),
     Tile(n=128, k=64, stages=4, warps=4),
     Tile(n=128, k=64, stages=4, warps=4),
