@@ -1,0 +1,148 @@
+"""Sorting a step's assignments by expert, in blocks for grouped products; Triton, and its reference.
+
+Every token takes top_k experts: assignment a = t * top_k + j of token t. A grouped product wants the
+assignments of one expert together, in blocks of a fixed number of rows, without the host knowing the counts.
+
+    expert        int64 [T, top_k]       0 .. E-1; any other number is in no block, and nothing is computed
+    assignments   int32 [blocks, rows]   of one expert each block, ascending; T * top_k where there is none
+    block_expert  int32 [blocks]         ascending; -1 from the last used block on, whose rows are undefined
+
+With A assignments over n experts there are at most n + (A - n) // rows blocks, most for n = min(A, E).
+
+A program for each expert: it counts all experts' assignments, so it knows where its own blocks begin, and
+stores its own by their rank among themselves. No atomics in global memory and no order of programs: the same
+routing gives the same blocks. One launch for any number of tokens, compiled once a bucket.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode_attention import compute_capability
+from .tile import BLOCK_ROWS, ROWS_PER_EXPERT, bucket_of
+
+
+@dataclass(frozen=True)
+class ExpertRouting:
+    """Blocks of assignments; shapes as in the file's docstring.
+
+    count: assignments, T * top_k; bucket: the index of the tiles to use, see `tile.py`
+    """
+
+    assignments: Tensor
+    block_expert: Tensor
+    count: int
+    experts: int
+    bucket: int
+
+    @property
+    def blocks(self) -> int:
+        return self.assignments.shape[0]
+
+    @property
+    def block_rows(self) -> int:
+        return self.assignments.shape[1]
+
+    def rows_per_input(self, inputs: int) -> int:
+        """Consecutive assignments that share a row of x: top_k where x is by token, 1 by assignment."""
+        if inputs == 0 or self.count % inputs:
+            raise ValueError(f"{inputs} rows of x for {self.count} assignments")
+        return self.count // inputs
+
+
+def max_blocks(count: int, experts: int, block_rows: int) -> int:
+    """Blocks that `count` assignments can take at most."""
+    used = min(count, experts)
+    return used + (count - used) // block_rows
+
+
+def route_reference(expert: Tensor, experts: int, block_rows: int) -> tuple[Tensor, Tensor]:
+    """`assignments` and `block_expert`, unused blocks filled up, in plain torch and with the host's help."""
+    flat = expert.flatten()
+    count = len(flat)
+    blocks = max_blocks(count, experts, block_rows)
+    assignments = torch.full((blocks, block_rows), count, dtype=torch.int32)
+    block_expert = torch.full((blocks,), -1, dtype=torch.int32)
+    block = 0
+    for index in range(experts):
+        for part in (flat == index).nonzero().flatten().split(block_rows):
+            if len(part):
+                assignments[block, : len(part)] = part.int()
+                block_expert[block] = index
+                block += 1
+    return assignments.to(expert.device), block_expert.to(expert.device)
+
+
+@triton.jit(do_not_specialize=["count", "blocks"], do_not_specialize_on_alignment=["expert_ptr"])
+def _route(
+    expert_ptr, assignments_ptr, block_expert_ptr, count, experts, blocks,
+    ROWS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The blocks of one expert, and a part of the unused ones."""
+    if PDL:
+        # The product may take its place on the device while this runs; it waits for what is stored here.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    own = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, count, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        expert = tl.load(expert_ptr + at, mask=at < count, other=-1).to(tl.int32)
+        counts += tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < experts))
+    used = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(bins < own, used, 0))
+    total = tl.sum(used)
+    own_count = tl.sum(tl.where(bins == own, counts, 0))
+    own_blocks = (own_count + ROWS - 1) // ROWS
+
+    for start in range(0, own_blocks, BINS):
+        block = start + bins
+        tl.store(block_expert_ptr + first + block, own, mask=block < own_blocks)
+    for start in range(total + own * BINS, blocks, experts * BINS):
+        tl.store(block_expert_ptr + start + bins, -1, mask=start + bins < blocks)
+
+    own_ptr = assignments_ptr + first * ROWS
+    padding = own_count + tl.arange(0, ROWS)
+    tl.store(own_ptr + padding, count, mask=padding < own_blocks * ROWS)
+    rank = 0
+    for start in range(0, tl.where(own_count > 0, count, 0), CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        expert = tl.load(expert_ptr + at, mask=at < count, other=-1).to(tl.int32)
+        mine = (expert == own).to(tl.int32)
+        tl.store(own_ptr + rank + tl.cumsum(mine) - 1, at, mask=mine > 0)
+        rank += tl.sum(mine)
+
+
+LARGEST_CHUNK = 4096
+
+
+def chunk_of(bucket: int, experts: int) -> tuple[int, int]:
+    """Assignments that a program looks at together, all of the bucket's where they are few; and its warps."""
+    most = min(ROWS_PER_EXPERT[bucket] * experts, LARGEST_CHUNK)
+    chunk = max(32, triton.next_power_of_2(int(most)))
+    return chunk, 1 if chunk <= 128 else 4 if chunk <= 1024 else 8
+
+
+def route(expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
+    """Blocks of `expert` [T, top_k] for grouped products over `experts` experts; no host synchronization.
+
+    block_rows: a power of two; None takes what the bucket says, which is what the products are tuned for
+    """
+    count = expert.numel()
+    bucket = bucket_of(count, experts)
+    rows = BLOCK_ROWS[bucket] if block_rows is None else block_rows
+    blocks = max_blocks(count, experts, rows)
+    assignments = torch.empty((blocks, rows), dtype=torch.int32, device=expert.device)
+    block_expert = torch.empty((blocks,), dtype=torch.int32, device=expert.device)
+    chunk, warps = chunk_of(bucket, experts)
+    pdl = compute_capability(expert.device) >= (9, 0)
+    _route[(experts,)](
+        expert.contiguous(), assignments, block_expert, count, experts, blocks,
+        ROWS=rows, BINS=max(32, triton.next_power_of_2(experts)), CHUNK=chunk, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return ExpertRouting(assignments, block_expert, count, experts, bucket)

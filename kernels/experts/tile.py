@@ -1,0 +1,30 @@
+"""The tile of a grouped product, by how many rows an expert gets on average: a bucket known on the host.
+
+Nothing compiles for a new number of tokens: it only picks one of these few forms.
+"""
+
+from dataclasses import dataclass
+
+ROWS_PER_EXPERT = (0.25, 3.0, 10.0, 20.0, 48.0, float("inf"))
+"""Upper ends of the buckets: assignments over experts."""
+BLOCK_ROWS = (8, 8, 16, 32, 64, 128)
+"""Assignments of one expert that are multiplied together, by bucket: the N of a matrix instruction."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """n: rows of a weight in a CTA; k: columns a step; stages: steps in flight; warps: of a CTA."""
+
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+    def stages_on(self, capability: tuple[int, int]) -> int:
+        """Steps in flight where shared memory has room for them: two on anything but Hopper and Blackwell."""
+        return self.stages if capability[0] in (9, 10) else 2
+
+
+def bucket_of(assignments: int, experts: int) -> int:
+    """The index into `ROWS_PER_EXPERT`, `BLOCK_ROWS` and every table of tiles."""
+    return next(i for i, limit in enumerate(ROWS_PER_EXPERT) if assignments <= limit * experts)

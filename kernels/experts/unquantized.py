@@ -1,0 +1,109 @@
+"""Grouped products on unquantized experts: y[a] = w[expert of a] . x[a // r] + bias; Triton, and reference.
+
+    x        [R, K]      bf16 or fp16, rows contiguous; r = A // R consecutive assignments share a row
+    weight   [E, N, K]   x's dtype; K contiguous, or N (a transposed view of [E, K, N], as gpt_oss stores it)
+    bias     [E, N]      x's dtype, or None
+    y        [A, N]      by assignment; not written where an assignment is in no block
+
+A CTA takes n rows of an expert's weight and one block of its assignments. The weight is the first operand of
+the matrix instruction ("swap AB"), so that a block of 8 rows costs an instruction of N = 8 and no more. The
+CTAs of a block are neighbours, and so are the blocks of an expert: what is read twice lies in the L2 cache.
+Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run in one order, in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode_attention import compute_capability
+from .routing import ExpertRouting
+from .tile import Tile
+
+TILES = (
+    Tile(n=64, k=128, stages=4, warps=4),
+    Tile(n=64, k=128, stages=4, warps=4),
+    Tile(n=128, k=64, stages=4, warps=4),
+    Tile(n=128, k=64, stages=4, warps=4),
+    Tile(n=128, k=64, stages=4, warps=8),
+    Tile(n=128, k=64, stages=4, warps=8),
+)
+"""By bucket of rows an expert gets, see `tile.py`."""
+REUSED_FROM = 64
+"""Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
+
+
+def grouped_matmul_reference(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y [A, N] for `expert` [T, top_k], sums in fp32, one expert at a time."""
+    flat = expert.flatten()
+    rows = x.repeat_interleave(len(flat) // len(x), 0).float()
+    y = torch.zeros(len(flat), weight.shape[1], device=x.device)
+    for index in range(len(weight)):
+        mine = flat == index
+        y[mine] = rows[mine] @ weight[index].float().t()
+        if bias is not None:
+            y[mine] += bias[index].float()
+    return y.to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["count"])
+def grouped_kernel(
+    x, weight, bias, y, assignments, block_expert, count, N, K, x_stride, expert_stride, n_stride, k_stride,
+    SHARED_BY: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """acc [BN, BM] += weight tile [BN, BK] . x tile [BM, BK]^T over K; grid (blocks * row tiles)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tiles = tl.cdiv(N, BN)
+    block = tl.program_id(0) // tiles
+    expert = tl.load(block_expert + block).to(tl.int64)
+    if expert < 0:
+        return
+    row = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+    column = tl.arange(0, BK)
+    assignment = tl.load(assignments + block * BM + tl.arange(0, BM)).to(tl.int64)
+    taken = assignment < count
+    x_at = x + (assignment // SHARED_BY)[None, :] * x_stride + column[:, None]
+    weight_at = weight + expert * expert_stride + row[:, None] * n_stride + column[None, :] * k_stride
+    accumulator = tl.zeros([BN, BM], tl.float32)
+    for k in range(0, K, BK):
+        x_inside = taken[None, :]
+        if not EVEN_K:
+            x_inside = x_inside & (k + column < K)[:, None]
+        if EVEN_N and EVEN_K:
+            weight_tile = tl.load(weight_at, eviction_policy=EVICT)
+        else:
+            inside = (row < N)[:, None] & (k + column < K)[None, :]
+            weight_tile = tl.load(weight_at, mask=inside, other=0.0, eviction_policy=EVICT)
+        x_tile = tl.load(x_at, mask=x_inside, other=0.0)
+        accumulator = tl.dot(weight_tile, x_tile, accumulator)
+        weight_at += BK * k_stride
+        x_at += BK
+    if bias is not None:
+        of_row = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
+        accumulator += of_row.to(tl.float32)[:, None]
+    to = assignment[None, :] * N + row[:, None]
+    tl.store(y + to, accumulator.to(y.dtype.element_ty), mask=taken[None, :] & (row < N)[:, None])
+
+
+def grouped_matmul(
+    x: Tensor, weight: Tensor, routing: ExpertRouting, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """y [A, N]; shapes as in the file's docstring. `tile` overrides the table, for tuning."""
+    _, n, k = weight.shape
+    if 1 not in weight.stride()[1:]:
+        raise ValueError(f"neither N nor K of the experts' weight is contiguous: strides {weight.stride()}")
+    tile = tile or TILES[routing.bucket]
+    y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
+    capability = compute_capability(x.device)
+    pdl = capability >= (9, 0)
+    grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
+        x, weight, bias, y, routing.assignments, routing.block_expert, routing.count,
+        n, k, x.stride(0), *weight.stride(),
+        SHARED_BY=routing.rows_per_input(len(x)), EVEN_N=n % tile.n == 0, EVEN_K=k % tile.k == 0,
+        EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
+        BM=routing.block_rows, BN=tile.n, BK=tile.k, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
+    )  # fmt: skip
+    return y
