@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
-from .int4_affine import pad_rows, refuses_groups, require_int4, scale_and_zero
+from .int4_affine import int4_of, pad_rows, refuses_groups, require_int4, scale_and_zero
 from .layout import PackedWeight, Problem, Serves
 
 ROW_TILE = 16
@@ -39,7 +39,7 @@ class CpuInt4:
         return f"_weight_int4pack_mm_for_cpu ({str(self.compute_dtype).removeprefix('torch.')})"
 
     def refuses(self, problem: Problem) -> str | None:
-        return Serves((Int4,), "cpu", self.takes).refuses(problem) or refuses_groups(problem.spec)
+        return Serves((Int4,), "cpu", self.takes).refuses(problem) or refuses_groups(int4_of(problem))
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         weight = require_int4(weight, self.name)

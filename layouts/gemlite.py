@@ -10,7 +10,7 @@ from torch import Tensor
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
 from .installed import installed_package
-from .int4_affine import require_int4
+from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
 
 PACKAGE = "gemlite"
@@ -37,7 +37,7 @@ class GemLite:
         refusal = SERVES.refuses(problem)
         if refusal is not None:
             return refusal
-        group_size = problem.spec.group_size
+        group_size = int4_of(problem).group_size
         if problem.n % ROW_MULTIPLE or problem.k % 32 or problem.k == group_size:
             return f"needs N divisible by {ROW_MULTIPLE}, K by 32, and more than one group a row"
         columns = max(LEAST_COLUMNS, MOST_SPLITS * min(group_size, LARGEST_BLOCK))

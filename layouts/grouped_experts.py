@@ -13,13 +13,13 @@ from ..kernels.experts import int4, unquantized
 from .formats.int4 import Int4, Int4Weight
 from .formats.unquantized import Unquantized
 from .formats.weight_format import Weight, weight_of
-from .int4_affine import require_int4
+from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
 from .routing import Routing
+from .swap_ab import refuses_groups
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
-GROUP_SIZES = (32, 64)
 
 
 class GroupedUnquantized:
@@ -52,9 +52,7 @@ class GroupedInt4:
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = Serves((Int4,), "cuda", DTYPES, experts=True, capability=CAPABILITY).refuses(problem)
-        if refusal is None and problem.spec.group_size not in GROUP_SIZES and problem.spec.group_size % 128:
-            return f"takes groups of 32, 64 or a multiple of 128, not {problem.spec.group_size}"
-        return refusal
+        return refusal or refuses_groups(int4_of(problem).group_size)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         # One expert at a time: the codes a byte each are four times as large as the rest together.

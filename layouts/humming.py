@@ -12,7 +12,7 @@ from torch import Tensor
 from .formats.int4 import Int4, Int4Weight, pack_nibbles
 from .formats.weight_format import Weight
 from .installed import installed_package
-from .int4_affine import require_int4
+from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
 
 PACKAGE = "humming-kernels"
@@ -33,7 +33,7 @@ class Humming:
         refusal = SERVES.refuses(problem)
         if refusal is not None:
             return refusal
-        supported = problem.spec.group_size in GROUP_SIZES
+        supported = int4_of(problem).group_size in GROUP_SIZES
         if problem.n % ROW_MULTIPLE or problem.k % COLUMN_MULTIPLE or not supported:
             sizes = ", ".join(map(str, GROUP_SIZES))
             return f"needs N divisible by {ROW_MULTIPLE}, K by {COLUMN_MULTIPLE}, groups of {sizes}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .formats.int4 import Int4, Int4Weight
 from .formats.weight_format import Weight
+from .layout import Problem
 
 GROUP_SIZES = (32, 64, 128, 256)
 MIDDLE_CODE = 8
@@ -19,6 +20,13 @@ def refuses_groups(spec: Int4) -> str | None:
     if spec.group_size not in GROUP_SIZES:
         return f"takes groups of {', '.join(map(str, GROUP_SIZES))}, not {spec.group_size}"
     return None
+
+
+def int4_of(problem: Problem) -> Int4:
+    """The spec of a problem that is known to be INT4; TypeError for any other."""
+    if not isinstance(problem.spec, Int4):
+        raise TypeError(f"{problem.spec.label} is not INT4")
+    return problem.spec
 
 
 def require_int4(weight: Weight, layout: str) -> Int4Weight:

@@ -49,6 +49,11 @@ class Problem:
     experts: Experts | None = None
     numerics: Numerics = "tuned"
 
+    @classmethod
+    def of(cls, weight: Weight, dtype: torch.dtype, device: torch.device) -> "Problem":
+        """Of a dense layer with this weight."""
+        return cls(weight.spec, *weight.shape, dtype, device)
+
     def __str__(self) -> str:
         """`int4 g128 zp 24576x4096 bfloat16`: what plans file it under. The device is not in it."""
         words = [self.spec.key, f"{self.n}x{self.k}", _dtype_name(self.dtype)]

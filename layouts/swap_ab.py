@@ -17,7 +17,7 @@ from ..kernels.int4 import hopper, swap_ab
 from ..kernels.int4.tile import ARRIVALS
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
-from .int4_affine import require_int4
+from .int4_affine import int4_of, require_int4
 from .layout import Numerics, PackedWeight, Problem, Serves
 
 GROUP_SIZES = (32, 64, 128)
@@ -80,9 +80,14 @@ class SwapABPortable:
 def refuses(problem: Problem, numerics: tuple[Numerics, ...], capability: tuple[int, int]) -> str | None:
     """What every kernel on these bytes refuses."""
     refusal = Serves((Int4,), "cuda", DTYPES, numerics=numerics, capability=capability).refuses(problem)
-    if refusal is None and problem.spec.group_size not in GROUP_SIZES and problem.spec.group_size % 128:
-        return f"takes groups of 32, 64 or a multiple of 128, not {problem.spec.group_size}"
-    return refusal
+    return refusal or refuses_groups(int4_of(problem).group_size)
+
+
+def refuses_groups(group_size: int) -> str | None:
+    """Groups that do not divide a tile of 128 columns and are not divided by it."""
+    if group_size in GROUP_SIZES or group_size % 128 == 0:
+        return None
+    return f"takes groups of 32, 64 or a multiple of 128, not {group_size}"
 
 
 def pack(layout: str, weight: Weight, dtype: torch.dtype) -> PackedWeight:

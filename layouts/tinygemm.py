@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .formats.int4 import Int4
 from .formats.weight_format import Weight
-from .int4_affine import pad_rows, refuses_groups, require_int4, scale_and_zero
+from .int4_affine import int4_of, pad_rows, refuses_groups, require_int4, scale_and_zero
 from .layout import PackedWeight, Problem, Serves
 
 ROW_TILE = 8
@@ -28,7 +28,7 @@ class Tinygemm:
     kernel = "tinygemm_m16n8k16_chunk_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        return SERVES.refuses(problem) or refuses_groups(problem.spec)
+        return SERVES.refuses(problem) or refuses_groups(int4_of(problem))
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         weight = require_int4(weight, self.name)

@@ -13,7 +13,7 @@ from ..layouts.all_layouts import LAYOUTS
 from ..layouts.choose import choose, default_ms
 from ..layouts.errors import UserError
 from ..layouts.layout import Problem
-from ..layouts.plan import LayoutPlan, ShapeChoice, shape_key
+from ..layouts.plan import LayoutPlan, ShapeChoice
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.checkpoint import open_checkpoint
 from .device import resolve_device, resolve_dtype
@@ -84,7 +84,7 @@ def _stands(
         return False
     choices = {choice.shape: choice for choice in plan.choices}
     for module, problem in to_serve.items():
-        choice = choices.get(shape_key(problem))
+        choice = choices.get(str(problem))
         if choice is None or module not in choice.modules or not _measured_all(choice, ms):
             return False
         if choice.forced != (force is not None) or (force is not None and choice.layout != force):

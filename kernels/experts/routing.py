@@ -11,7 +11,7 @@ With A assignments over n experts there are at most n + (A - n) // rows blocks, 
 
 A program for each expert: it counts all experts' assignments, so it knows where its own blocks begin, and
 stores its own by their rank among themselves. No atomics in global memory and no order of programs: the same
-routing gives the same blocks. One launch for any number of tokens; A * E reads of the L2 cache.
+routing gives the same blocks. One launch for any number of tokens, compiled once a bucket.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import compute_capability
-from .tile import BLOCK_ROWS, bucket_of
+from .tile import BLOCK_ROWS, ROWS_PER_EXPERT, bucket_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def route_reference(expert: Tensor, experts: int, block_rows: int) -> tuple[Tens
     return assignments.to(expert.device), block_expert.to(expert.device)
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@triton.jit(do_not_specialize=["count", "blocks"], do_not_specialize_on_alignment=["expert_ptr"])
 def _route(
     expert_ptr, assignments_ptr, block_expert_ptr, count, experts, blocks,
     ROWS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -117,8 +117,14 @@ def _route(
         rank += tl.sum(mine)
 
 
-# Assignments looked at together, and warps, by the number of assignments.
-CHUNKS = ((128, 1), (1024, 4), (4096, 8))
+LARGEST_CHUNK = 4096
+
+
+def chunk_of(bucket: int, experts: int) -> tuple[int, int]:
+    """Assignments that a program looks at together, all of the bucket's where they are few; and its warps."""
+    most = min(ROWS_PER_EXPERT[bucket] * experts, LARGEST_CHUNK)
+    chunk = max(32, triton.next_power_of_2(int(most)))
+    return chunk, 1 if chunk <= 128 else 4 if chunk <= 1024 else 8
 
 
 def route(expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
@@ -132,7 +138,7 @@ def route(expert: Tensor, experts: int, block_rows: int | None = None) -> Expert
     blocks = max_blocks(count, experts, rows)
     assignments = torch.empty((blocks, rows), dtype=torch.int32, device=expert.device)
     block_expert = torch.empty((blocks,), dtype=torch.int32, device=expert.device)
-    chunk, warps = next((one for one in CHUNKS if count <= one[0]), CHUNKS[-1])
+    chunk, warps = chunk_of(bucket, experts)
     pdl = compute_capability(expert.device) >= (9, 0)
     _route[(experts,)](
         expert.contiguous(), assignments, block_expert, count, experts, blocks,
@@ -140,21 +146,3 @@ def route(expert: Tensor, experts: int, block_rows: int | None = None) -> Expert
         num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return ExpertRouting(assignments, block_expert, count, experts, bucket)
-
-
-def buffer_size(count: int, experts: int) -> int:
-    """Numbers int32 that the blocks of `count` assignments take at most, whatever the bucket.
-
-    Linear in `count`, without conditions, so that it holds for a size that is only known as a symbol: blocks
-    of 8 rows take 9 numbers each, at most 9 E + 9/8 A; of 16 rows, where A > 3 E, 17/3 A + 17/16 A; larger
-    ones, of more rows an expert, less.
-    """
-    return 7 * count + 9 * experts
-
-
-def route_into(buffer: Tensor, expert: Tensor, experts: int) -> ExpertRouting:
-    raise NotImplementedError
-
-
-def routing_in(buffer: Tensor, count: int, experts: int) -> ExpertRouting:
-    raise NotImplementedError

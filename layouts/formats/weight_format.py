@@ -7,7 +7,7 @@ A format is two dataclasses. Its *spec* (`Int4(group_size=128)`) is hashable and
 recipe may set. Its *weight* holds the tensors of one linear layer; `dequantize()` is the definition of truth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..registry import Registry
 
 
-class WeightFormat(Protocol):
+class WeightFormat(Hashable, Protocol):
     """A spec: one format with its parameters. A frozen dataclass whose fields are the parameters.
 
     Parameters are plain values (numbers, strings, flags) with defaults, so that a recipe can set them by name

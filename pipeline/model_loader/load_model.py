@@ -17,6 +17,7 @@ from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
+from .merge_groups import merge_groups
 from .skeleton import build_skeleton, default_dtype
 from .weight_loader import LayoutPicker, WeightLoader, listed
 
@@ -29,7 +30,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     checkpoint: Checkpoint
     layouts: dict[str, str]
-    """The layout of every quantized linear, by module name; experts as `experts.<i>.<projection>`."""
+    """The layout of every packed product, by its name (`products.py`): merged layers are one."""
     generation_config: GenerationConfig
 
 
@@ -53,9 +54,10 @@ def load_model(
     device = torch.device(device)
     convention = convention_of(checkpoint)
     stored = convention.modules(checkpoint)
-    skeleton = build_skeleton(checkpoint, dtype or default_dtype(checkpoint), device)
+    dtype = dtype or default_dtype(checkpoint)
+    skeleton = build_skeleton(checkpoint, dtype, device)
     picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)
-    loader = WeightLoader(checkpoint, stored, skeleton, device, picker)
+    loader = WeightLoader(checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype))
     loader.load(progress)
     _refuse_unquantized(checkpoint, convention, stored, loader)
     return LoadedModel(
@@ -70,21 +72,17 @@ def load_model(
 def problems(
     checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> dict[str, Problem]:
-    """What a layout has to serve in this checkpoint: one problem for each quantized linear, no data read."""
+    """What a layout has to serve in this checkpoint, by the product's name: merged as it will be served.
+
+    No data is read but the scales on which merging depends.
+    """
     stored = convention_of(checkpoint).modules(checkpoint)
     dtype = dtype or default_dtype(checkpoint)
     device = torch.device(device)
     skeleton = build_skeleton(checkpoint, dtype)
-    loader = WeightLoader(checkpoint, stored, skeleton, device, LayoutPicker(None, None))
-    found = {}
-    for assignment in loader.assignments():
-        for module, parts in loader.quantized_modules(assignment):
-            first = loader.stored[parts[0]].problem(dtype, device)
-            rows = sum(loader.stored[name].shape[0] for name in parts)
-            found[module] = Problem(
-                first.weight_format, first.group_size, first.integer_zero, rows, first.k, dtype, device
-            )
-    return found
+    groups = merge_groups(checkpoint, dtype)
+    loader = WeightLoader(checkpoint, stored, skeleton, device, LayoutPicker(None, None), groups)
+    return {product.name: product.problem(loader.stored, dtype, device) for product in loader.products()}
 
 
 def _refuse_unquantized(

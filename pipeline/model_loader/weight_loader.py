@@ -3,26 +3,31 @@
 Not for deciding what a checkpoint holds (`conventions/`) nor what goes where (`weight_map.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ...layouts import all_layouts  # noqa: F401 - registers them
+from ...layouts.all_layouts import LAYOUTS
 from ...layouts.choose import default_layout
 from ...layouts.errors import UserError
-from ...layouts.layout import LAYOUTS, Problem, QuantizedWeight
+from ...layouts.experts import ExpertsPart, PackedExperts, stack_inputs
+from ...layouts.formats.input_format import InputFormat
+from ...layouts.formats.weight_format import Weight, merge_rows
+from ...layouts.layout import ExpertsLayout, Layout, Problem
 from ...layouts.linear import QuantizedLinear
-from ...layouts.nvfp4 import NVFP4Input
+from ...layouts.merged_linear import merge_unquantized, put_merged
 from ...layouts.plan import LayoutPlan
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader
-from .quantized_experts import QuantizedExperts, stack_rows
+from .merge_groups import merged_alike, plain_kinds
+from .products import DenseProduct, ExpertsProduct, Product, find_products
 from .weight_map import Assignment, map_weights
 
 WEIGHT = ".weight"
@@ -58,7 +63,10 @@ class WeightLoader:
     model: PreTrainedModel
     device: torch.device
     picker: LayoutPicker
+    merge_groups: list[list[str]] = field(default_factory=list)
+    """Linear layers of the model that get the same input."""
     layouts: dict[str, str] = field(default_factory=dict)
+    """Of every packed product, by its name."""
     filled: set[str] = field(default_factory=set)
     plain_modules: dict[str, str] = field(default_factory=dict)
     """Linears that got an unquantized weight: name in the model to name in the checkpoint."""
@@ -79,17 +87,37 @@ class WeightLoader:
         self._refuse_missing(mapped.missing)
         return mapped.assignments
 
+    def products(self) -> list[Product]:
+        """Every product to be packed, merged as it will be served."""
+        return find_products(
+            self.checkpoint, self.stored, self.assignments(), self.model, self.merge_groups, self.device
+        )
+
     def load(self, progress: bool) -> None:
-        # Biases before quantized weights: a packed linear takes its bias along when it replaces the old one.
-        assignments = sorted(self.assignments(), key=lambda a: any(name in self.stored for name in a.names))
-        bar = tqdm(assignments, "loading", unit=" weights", disable=None if progress else True, leave=False)
-        with DeviceReader(self.device) if self.device.type == "cuda" else nullcontext() as reader:
-            for assignment in bar:
-                if list(self.quantized_modules(assignment)):
-                    self._place_quantized(assignment)
+        products = self.products()
+        packed = {name for product in products for name in product.weights}
+        plain = [one for one in self.assignments() if not packed.issuperset(one.names)]
+        total = len(plain) + len(products)
+        bar = tqdm(
+            total=total, desc="loading", unit=" weights", disable=None if progress else True, leave=False
+        )
+        experts: dict[str, dict[str, list[ExpertsPart]]] = {}
+        with bar, DeviceReader(self.device) if self.device.type == "cuda" else nullcontext() as reader:
+            # Biases before packed weights: a packed linear takes its bias along when it replaces the old one.
+            for assignment in plain:
+                self._place_plain(assignment, reader)
+                bar.update()
+            for product in products:
+                if isinstance(product, DenseProduct):
+                    self._place_dense(product)
                 else:
-                    self._place_plain(assignment, reader)
+                    leaves = experts.setdefault(product.module, {})
+                    leaves.setdefault(product.parameter, []).append(self._pack_experts(product))
+                bar.update()
+        for module, leaves in experts.items():
+            self._place_experts(module, leaves)
         self._tie()
+        merge_unquantized(self.model, merged_alike(self.merge_groups, plain_kinds(self.model)))
         self._refuse_missing([name for name, tensor in self.model.state_dict().items() if tensor.is_meta])
 
     def _refuse_missing(self, missing: list[str]) -> None:
@@ -99,65 +127,56 @@ class WeightLoader:
                 f"{type(self.model).__name__} needs it"
             )
 
-    def quantized_modules(self, assignment: Assignment) -> Iterator[tuple[str, list[str]]]:
-        """The packed linears this assignment makes, by name, each with the weights whose rows it stacks.
+    def _place_dense(self, product: DenseProduct) -> None:
+        linears = [self.model.get_submodule(module) for module in product.modules]
+        biases = []
+        for linear, name in zip(linears, product.weights, strict=True):
+            if not isinstance(linear, nn.Linear):
+                raise TypeError(f"{name} is for a {type(linear).__name__}; only a Linear can be packed")
+            self._check_shape(name, self.stored[name].shape, (linear.out_features, linear.in_features))
+            biases += [] if linear.bias is None else [linear.bias.data]
+        weight = self._merged(product.weights)
+        layout = cast(Layout, self._pick(product))
+        packed = layout.pack(weight.to(self.device), self.model.dtype)
+        bias = torch.cat(biases) if biases else None
+        replacement = QuantizedLinear(packed, bias, self._read_input(product.weights[0]))
+        if len(product.modules) == 1:
+            self.model.set_submodule(product.modules[0], replacement)
+        else:
+            put_merged(self.model, product.modules, replacement)
 
-        Nothing where the weights are plain, or go where only a plain tensor can (an embedding, a merge that
-        is not row-wise): those are dequantized into place.
-        """
-        if not all(name in self.stored and self.stored[name].is_quantized for name in assignment.names):
-            return
-        experts = assignment.expert_parts()
-        if experts is not None:
-            module, _, projection = assignment.target.rpartition(".")
-            for index, parts in enumerate(experts):
-                yield f"{module}.{index}.{projection}", parts
-        elif assignment.converter is None and assignment.target.endswith(WEIGHT):
-            module = assignment.target.removesuffix(WEIGHT)
-            if isinstance(self.model.get_submodule(module), nn.Linear):
-                yield module, assignment.names
+    def _pack_experts(self, product: ExpertsProduct) -> ExpertsPart:
+        self._check_experts(product)
+        layout = cast(ExpertsLayout, self._pick(product))
+        weights = [self._merged(parts).to(self.device) for parts in product.experts]
+        packed = layout.pack_experts(weights, self.model.dtype)
+        inputs = [found for parts in product.experts if (found := self._read_input(parts[0])) is not None]
+        return ExpertsPart(packed, stack_inputs(inputs) if inputs else None)
 
-    def _place_quantized(self, assignment: Assignment) -> None:
-        parent_name, _, leaf = assignment.target.rpartition(".")
-        if assignment.expert_parts() is not None:
-            experts = self.model.get_submodule(parent_name)
-            if not isinstance(experts, QuantizedExperts):
-                experts = QuantizedExperts(experts)
-                self.model.set_submodule(parent_name, experts)
-            self._check_experts(assignment, tuple(getattr(experts.experts, leaf).shape))
-            packed = [
-                self._linears(module, parts, None) for module, parts in self.quantized_modules(assignment)
-            ]
-            experts.set_packed(leaf, packed)
-            return
-        (module, parts), = self.quantized_modules(assignment)  # fmt: skip
-        linear = self.model.get_submodule(module)
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"{module} is a {type(linear).__name__}; only a Linear can be packed")
-        self._check_shape(parts[0], self.stored[parts[0]].shape, (linear.out_features, linear.in_features))
-        bias = linear.bias.data if linear.bias is not None else None
-        (replacement,) = self._linears(module, parts, bias)
-        self.model.set_submodule(module, replacement)
+    def _place_experts(self, name: str, products: Mapping[str, list[ExpertsPart]]) -> None:
+        self.model.set_submodule(name, PackedExperts(self.model.get_submodule(name), products))
 
-    def _linears(self, module: str, parts: list[str], bias: Tensor | None) -> list[QuantizedLinear]:
-        weights = [self._read_quantized(name) for name in parts]
-        inputs = [self._read_input(name) for name in parts]
-        if all(one == inputs[0] for one in inputs):
-            weights = stack_rows(weights)
-        linears = []
-        for weight, input_format in zip(weights, inputs, strict=False):
-            problem = Problem.of(weight, self.model.dtype, self.device)
-            name = self.picker.pick(problem, module)
-            packed = LAYOUTS[name].pack(weight.to(self.device), self.model.dtype)
-            linears.append(QuantizedLinear(packed, bias, input_format))
-            self.layouts[module] = name
-        return linears
+    def _pick(self, product: Product) -> object:
+        problem = product.problem(self.stored, self.model.dtype, self.device)
+        name = self.picker.pick(problem, product.name)
+        self.layouts[product.name] = name
+        return LAYOUTS[name]
 
-    def _read_input(self, name: str) -> NVFP4Input | None:
+    def _merged(self, names: Sequence[str]) -> Weight:
+        """The weights' rows one after another, on the CPU."""
+        merged = merge_rows([self._read_quantized(name) for name in names])
+        if merged is None:
+            raise TypeError(f"{listed(list(names))} are of different formats or do not share their scales")
+        return merged
+
+    def _read_input(self, name: str) -> InputFormat | None:
         read = self.stored[name].read_input
-        return None if read is None else read().to(self.device)
+        if read is None:
+            return None
+        found = read()
+        return found.with_tensors({key: tensor.to(self.device) for key, tensor in found.tensors().items()})
 
-    def _read_quantized(self, name: str) -> QuantizedWeight:
+    def _read_quantized(self, name: str) -> Weight:
         weight = self.stored[name].read()
         if isinstance(weight, Tensor):
             raise TypeError(f"{name} is declared as quantized and read as a plain tensor")
@@ -233,16 +252,15 @@ class WeightLoader:
                 f"the config makes it {list(expected)}"
             )
 
-    def _check_experts(self, assignment: Assignment, expected: tuple[int, ...]) -> None:
-        experts = assignment.expert_parts() or []
-        for parts in experts:
-            shapes = [self.stored[name].shape for name in parts]
-            slice_shape = (sum(n for n, _ in shapes), shapes[0][1])
-            if slice_shape not in (expected[1:], expected[:0:-1]):
-                self._check_shape(" + ".join(parts), slice_shape, expected[1:])
-        if len(experts) != expected[0]:
+    def _check_experts(self, product: ExpertsProduct) -> None:
+        expected = tuple(self.model.get_parameter(f"{product.module}.{product.parameter}").shape)
+        rows = product.rows(self.stored)
+        slice_shape = (rows * product.parts_of_parameter, self.stored[product.experts[0][0]].shape[1])
+        if slice_shape not in (expected[1:], expected[:0:-1]):
+            self._check_shape(product.name, slice_shape, expected[1:])
+        if len(product.experts) != expected[0]:
             raise UserError(
-                f"{self.checkpoint.source}: {assignment.target} has {len(experts)} experts in the "
+                f"{self.checkpoint.source}: {product.name} has {len(product.experts)} experts in the "
                 f"checkpoint; the config makes it {expected[0]}"
             )
 

@@ -15,7 +15,9 @@ from torch import nn
 from tqdm import tqdm
 
 from ...layouts.errors import UserError
+from ...layouts.experts import PackedExperts, experts_shapes, is_experts
 from ...layouts.linear import QuantizedLinear, packed_layers
+from ...layouts.merged_linear import MergedLinear
 from ...serving_check.checks.loads import Loaded
 from ...serving_check.engine.stored_kv import OverStoredKV
 from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
@@ -135,17 +137,30 @@ def _as_served(loaded: LoadedModel, options: LoadOptions) -> nn.Module:
 
 
 def _describe(loaded: LoadedModel) -> Loaded:
-    shapes = {
-        name: (module.out_features, module.in_features)
-        for name, module in loaded.model.named_modules()
-        if isinstance(module, nn.Linear | QuantizedLinear)
-    }
     return Loaded(
-        linear_shapes=shapes,
+        linear_shapes=linear_shapes(loaded.model),
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         layouts=loaded.layouts,
         packed=packed_layers(loaded.model),
     )
+
+
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """[N, K] of every linear layer by its own name, merged or not; [E, N, K] of a layer's experts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, MergedLinear):
+            inside.add(module.merged)
+            shapes[name] = module.out_features, module.in_features
+        elif isinstance(module, nn.Linear | QuantizedLinear) and module not in inside:
+            shapes[name] = module.out_features, module.in_features
+        elif isinstance(module, PackedExperts):
+            inside.add(module.experts)
+            shapes |= {f"{name}.{parameter}": shape for parameter, shape in module.shapes().items()}
+        elif is_experts(module) and module not in inside:
+            shapes |= {f"{name}.{parameter}": shape for parameter, shape in experts_shapes(module).items()}
+    return shapes
 
 
 def _release_memory() -> None:

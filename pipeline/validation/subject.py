@@ -26,11 +26,10 @@ def describe_subject(
 
 
 def describe_quantization(checkpoint: Checkpoint) -> str:
-    """`compressed-tensors, Int4Weight g128`; `none` for a plain checkpoint."""
+    """`compressed-tensors, INT4 g128, zero points`; `none` for a plain checkpoint."""
     convention = convention_of(checkpoint)
     formats = {
-        f"{weight.weight_format.__name__} g{weight.group_size}"
-        + (" with NVFP4 inputs" if weight.read_input else "")
+        weight.spec.label + (" with inputs quantized, too" if weight.read_input else "")
         for weight in convention.modules(checkpoint).values()
         if weight.is_quantized
     }

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...layouts.merged_linear import layers_of
 from ..endpoints.prometheus_text import labels_of
 from ..verdict import CheckResult
 
@@ -19,11 +20,11 @@ SHOWN = 3
 class Loaded:
     """One side as it came out of the loader."""
 
-    linear_shapes: Mapping[str, tuple[int, int]]
-    """[N, K] of every linear layer, by module name."""
+    linear_shapes: Mapping[str, tuple[int, ...]]
+    """[N, K] of every linear layer, [E, N, K] of a layer's experts, by module name."""
     vocab_size: int
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """The layout of every quantized layer, by module name."""
+    """The layout of every packed product, by its name, in which merged layers are one."""
     packed: Mapping[str, int] | None = None
     """How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where what serves is
     no loader of ours."""
@@ -66,15 +67,16 @@ def check_loads(
         if names:
             problems.append(f"{len(names)} linear layers {what}: {', '.join(sorted(names)[:SHOWN])}")
     layouts = ", ".join(f"{count} in {name}" for name, count in Counter(artifact.layouts.values()).items())
+    quantized = sum(layers_of(name) for name in artifact.layouts)
     return CheckResult(
         name=NAME,
         status="fail" if problems else "pass",
-        measured=f"{len(artifact.layouts)} of {len(artifact.linear_shapes)} linear layers quantized"
-        + (f" ({layouts})" if layouts else ""),
+        measured=f"{quantized} of {len(artifact.linear_shapes)} linear layers quantized"
+        + (f" (products: {layouts})" if layouts else ""),
         bound="the layers, shapes and vocabulary of the baseline",
         reason="; ".join(problems)
         or "config and tensors agree, and every layer the config declares is quantized",
-        figures={"linear_layers": len(artifact.linear_shapes), "quantized_layers": len(artifact.layouts)},
+        figures={"linear_layers": len(artifact.linear_shapes), "quantized_layers": quantized},
     )
 
 

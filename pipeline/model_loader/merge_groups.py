@@ -1,0 +1,67 @@
+"""Which linear layers of a model get the same input, so that their weights are loaded as one.
+
+Found by running the model's skeleton on torch's meta device, where nothing is computed: no data is read.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from ...layouts.experts import is_experts
+from ...layouts.merged_linear import layers_with_one_input
+from ...serving_check.engine.attention import attention_layers
+from .skeleton import model_config
+
+if TYPE_CHECKING:
+    from ..checkpoints.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def merge_groups(checkpoint: "Checkpoint", dtype: torch.dtype) -> list[list[str]]:
+    """Module names of each group, in the order in which they are called; none where the model cannot tell.
+
+    A model that the embedded engine does not serve, or that cannot run on the meta device, is left as it is:
+    its layers are then measured and served one by one.
+    """
+    config = model_config(checkpoint)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            for module in model.modules():
+                if is_experts(module):
+                    module.forward = _no_experts  # type: ignore[method-assign]
+            return layers_with_one_input(model, lambda: attention_layers(model))
+    except Exception as error:
+        # Architectures fail here in their own ways, and none of them keeps a model from being loaded.
+        logger.debug("no merged projections for %s: %s", checkpoint.source, error)
+        return []
+
+
+def _no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+    """Stands for the experts, whose default form asks which of them are hit: nobody knows on meta."""
+    return torch.zeros_like(hidden_states)
+
+
+def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list[str]]:
+    """The groups as far as their members are of one kind: those of another kind are left out, or apart."""
+    found = []
+    for names in groups:
+        by_kind: dict[object, list[str]] = {}
+        for name in names:
+            if name in kinds:
+                by_kind.setdefault(kinds[name], []).append(name)
+        found += [alike for alike in by_kind.values() if len(alike) > 1]
+    return found
+
+
+def plain_kinds(model: nn.Module) -> dict[str, object]:
+    """Of every plain linear layer, what has to be alike for it to be merged."""
+    return {
+        name: (module.weight.dtype, module.bias is None)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+    }

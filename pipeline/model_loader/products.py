@@ -1,0 +1,176 @@
+"""The packed products of a checkpoint's model: dense layers merged that share an input, experts stacked.
+
+This is what layouts are measured for and what is served; plans and reports speak of it by these names. Not
+for reading weights (`weight_loader.py`); only scales that decide whether weights may be merged are read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...layouts.errors import UserError
+from ...layouts.layout import Experts, Problem
+from ...layouts.merged_linear import merged_name
+from ..checkpoints.checkpoint import Checkpoint
+from ..conventions.convention import StoredWeight
+from .merge_groups import merged_alike
+from .weight_map import Assignment
+
+Stored = Mapping[str, StoredWeight]
+"""By the weight's name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class DenseProduct:
+    """One product of one or several linear layers.
+
+    modules: linear layers of the model, in the order of their rows; weights: theirs in the checkpoint
+    """
+
+    modules: tuple[str, ...]
+    weights: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return merged_name(self.modules)
+
+    def problem(self, stored: Stored, dtype: torch.dtype, device: torch.device) -> Problem:
+        first = stored[self.weights[0]]
+        rows = sum(stored[name].shape[0] for name in self.weights)
+        return Problem(first.spec, rows, first.shape[1], dtype, device)
+
+
+@dataclass(frozen=True)
+class ExpertsProduct:
+    """One product of all experts of a layer.
+
+    module, parameter:  the experts module and its 3-D parameter that this stands for
+    experts:            for each expert the weights whose rows lie one after another
+    top_k:              experts that each token takes
+    part:               its place where one parameter makes several products; see `parts_of_parameter`
+    parts_of_parameter: how many products stand for the parameter: gate and up apart where they do not merge
+    """
+
+    module: str
+    parameter: str
+    experts: tuple[tuple[str, ...], ...]
+    top_k: int
+    part: int = 0
+    parts_of_parameter: int = 1
+
+    @property
+    def name(self) -> str:
+        suffix = f"[{self.part}]" if self.parts_of_parameter > 1 else ""
+        return f"{self.module}.{self.parameter}{suffix}"
+
+    @property
+    def weights(self) -> list[str]:
+        return list(chain.from_iterable(self.experts))
+
+    def rows(self, stored: Stored) -> int:
+        return sum(stored[name].shape[0] for name in self.experts[0])
+
+    def problem(self, stored: Stored, dtype: torch.dtype, device: torch.device) -> Problem:
+        first = stored[self.experts[0][0]]
+        experts = Experts(len(self.experts), self.top_k)
+        return Problem(first.spec, self.rows(stored), first.shape[1], dtype, device, experts)
+
+
+Product = DenseProduct | ExpertsProduct
+
+
+def find_products(
+    checkpoint: Checkpoint,
+    stored: Stored,
+    assignments: Sequence[Assignment],
+    model: PreTrainedModel,
+    merge_groups: list[list[str]],
+    device: torch.device,
+) -> list[Product]:
+    """Every product of the model whose weights are quantized, in the order of the checkpoint.
+
+    None for weights that go where only a plain tensor can (an embedding, a merge that is not row-wise): those
+    are dequantized into place.
+    """
+    products: list[Product] = []
+    linears: dict[str, str] = {}
+    for assignment in assignments:
+        if not all(name in stored and stored[name].is_quantized for name in assignment.names):
+            continue
+        experts = assignment.expert_parts()
+        module, _, leaf = assignment.target.rpartition(".")
+        if experts is not None:
+            products += _experts_products(checkpoint, stored, model, module, leaf, experts)
+        elif assignment.converter is None and isinstance(model.get_submodule(module), nn.Linear):
+            linears[module] = assignment.names[0]
+    kinds = {
+        module: _dense_kind(checkpoint, stored[name], model.get_submodule(module))
+        for module, name in linears.items()
+    }
+    groups = merged_alike(merge_groups, kinds)
+    grouped = {module: names for names in groups for module in names}
+    for module in linears:
+        names = grouped.get(module, [module])
+        if names[0] == module:
+            products.append(DenseProduct(tuple(names), tuple(linears[one] for one in names)))
+    return products
+
+
+def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
+    """What has to be equal for two weights to be one: format, shared scales, how the input is rounded."""
+    shared = tuple(tuple(checkpoint.read(name).flatten().tolist()) for name in stored.shared)
+    if stored.read_input is None:
+        return stored.spec, shared
+    rounding = stored.read_input()
+    scales = tuple(tuple(tensor.flatten().tolist()) for tensor in rounding.tensors().values())
+    return stored.spec, shared, rounding.label, scales
+
+
+def _dense_kind(checkpoint: Checkpoint, stored: StoredWeight, linear: nn.Module) -> object:
+    """The same of linear layers. One whose input is rounded stays by itself."""
+    alone = None if stored.read_input is None else stored.module
+    return _kind(checkpoint, stored), getattr(linear, "bias", None) is None, alone
+
+
+def _experts_products(
+    checkpoint: Checkpoint,
+    stored: Stored,
+    model: PreTrainedModel,
+    module: str,
+    parameter: str,
+    experts: list[list[str]],
+) -> list[Product]:
+    forms = {
+        tuple((stored[name].spec, stored[name].shape, stored[name].read_input is None) for name in parts)
+        for parts in experts
+    }
+    if len(forms) > 1:
+        raise UserError(
+            f"{checkpoint.source}: the experts of {module}.{parameter} differ in format or shape; experts of "
+            "one layer are multiplied together, so give them one format"
+        )
+    top_k = _top_k(checkpoint, model, module)
+    merges = all(len({_kind(checkpoint, stored[name]) for name in parts}) == 1 for parts in experts)
+    if merges:
+        return [ExpertsProduct(module, parameter, tuple(map(tuple, experts)), top_k)]
+    count = len(experts[0])
+    return [
+        ExpertsProduct(module, parameter, tuple((parts[i],) for parts in experts), top_k, i, count)
+        for i in range(count)
+    ]
+
+
+def _top_k(checkpoint: Checkpoint, model: PreTrainedModel, experts: str) -> int:
+    """How many experts a token takes: the config's, else what the experts' neighbours are built with."""
+    config = model.config.get_text_config(decoder=True)
+    parent = model.get_submodule(experts.rpartition(".")[0])
+    for owner in (config, parent, *parent.children()):
+        for name in ("num_experts_per_tok", "top_k"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    raise UserError(f"{checkpoint.source}: nothing says how many experts of {experts} a token takes")

@@ -1,0 +1,159 @@
+"""Routing and grouped products of experts, against the references; see conftest.py.
+
+The interpreter has no bf16 product, so products are compared in fp16 there.
+"""
+
+import pytest
+import torch
+from scalegate.kernels.experts import int4, unquantized
+from scalegate.kernels.experts.routing import LARGEST_CHUNK, max_blocks, route, route_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPERTS, TOKENS, TOP_K = 5, 9, 2
+N, K = 136, 160
+
+
+def chosen(tokens: int, top_k: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """Distinct random experts for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).topk(top_k).indices.to(DEVICE)
+
+
+def check_routing(expert: torch.Tensor, experts: int, block_rows: int | None) -> None:
+    routing = route(expert, experts, block_rows)
+    assignments, block_expert = route_reference(expert, experts, routing.block_rows)
+    assert torch.equal(routing.block_expert, block_expert)
+    used = block_expert >= 0
+    assert torch.equal(routing.assignments[used], assignments[used])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(1, 1, 1), (1, 8, 128), (7, 3, 6), (40, 8, 60), (150, 4, 40)]
+)
+@pytest.mark.parametrize("block_rows", [None, 16, 64])
+def test_blocks_are_those_of_the_reference(tokens, top_k, experts, block_rows):
+    check_routing(chosen(tokens, top_k, experts), experts, block_rows)
+
+
+def test_one_expert_may_take_every_assignment():
+    for index in (0, 3, 7):
+        check_routing(torch.full((37, 2), index, device=DEVICE), 8, 16)
+
+
+def test_more_assignments_than_one_chunk_are_counted():
+    expert = chosen(1100, 4, 6)
+    assert expert.numel() > LARGEST_CHUNK
+    check_routing(expert, 6, 128)
+
+
+def test_assignments_of_no_expert_are_in_no_block():
+    expert = chosen(12, 2, 4)
+    expert[3:6] = 4
+    expert[8] = -1
+    check_routing(expert, 4, 16)
+    routing = route(expert, 4, 16)
+    used = routing.assignments[routing.block_expert >= 0]
+    assert (used < routing.count).sum() == 16
+
+
+def test_the_bound_on_blocks_is_reached_and_never_passed():
+    for count in range(1, 60):
+        for experts in (1, 3, 8):
+            used = min(count, experts)
+            # All experts but one take one assignment, or as near to that as blocks of 16 fill.
+            counts = torch.ones(used, dtype=torch.int64)
+            counts[0] += count - used
+            assert int(((counts + 15) // 16).sum()) == max_blocks(count, experts, 16)
+            random = torch.bincount(torch.randint(0, experts, (count,)), minlength=experts)
+            assert int(((random + 15) // 16).sum()) <= max_blocks(count, experts, 16)
+
+
+def relative(answer: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((answer.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_unquantized_product_is_right_by_token_and_by_assignment(transposed: bool, biased: bool):
+    torch.manual_seed(1)
+    expert = chosen(TOKENS, TOP_K, EXPERTS)
+    weight = torch.randn(EXPERTS, K, N) if transposed else torch.randn(EXPERTS, N, K)
+    weight = weight.half().to(DEVICE)
+    weight = weight.transpose(1, 2) if transposed else weight
+    bias = torch.randn(EXPERTS, N).half().to(DEVICE) if biased else None
+    routing = route(expert, EXPERTS)
+    for rows in (TOKENS, TOKENS * TOP_K):
+        x = torch.randn(rows, K).half().to(DEVICE)
+        expected = unquantized.grouped_matmul_reference(x, weight, expert, bias)
+        answer = unquantized.grouped_matmul(x, weight, routing, bias)
+        assert relative(answer, expected) < 5e-4
+        # The check sees an expert mistaken for another.
+        mistaken = unquantized.grouped_matmul(x, weight, route((expert + 1) % EXPERTS, EXPERTS), bias)
+        assert relative(mistaken, expected) > 0.5
+
+
+def test_larger_blocks_take_the_same_assignments():
+    torch.manual_seed(2)
+    expert = chosen(40, 1, 2)
+    weight, x = torch.randn(2, 64, 64).half().to(DEVICE), torch.randn(40, 64).half().to(DEVICE)
+    expected = unquantized.grouped_matmul_reference(x, weight, expert)
+    for block_rows in (16, 32, 64):
+        answer = unquantized.grouped_matmul(x, weight, route(expert, 2, block_rows))
+        assert relative(answer, expected) < 5e-4
+
+
+def test_a_weight_with_neither_dimension_contiguous_is_refused():
+    weight = torch.zeros(2, 64, 64, dtype=torch.float16, device=DEVICE)[:, ::2, ::2]
+    with pytest.raises(ValueError, match="contiguous"):
+        unquantized.grouped_matmul(weight[0], weight, route(chosen(32, 1, 2), 2))
+
+
+def random_int4(n: int, k: int, group_size: int, fractional: bool) -> tuple[torch.Tensor, ...]:
+    codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8)
+    scale = torch.rand(EXPERTS, n, k // group_size) * 0.02 + 0.001
+    zero = torch.rand(EXPERTS, n, k // group_size) * 15
+    parts = codes, scale, zero if fractional else zero.to(torch.uint8)
+    return tuple(part.to(DEVICE) for part in parts)
+
+
+def dequantized(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_size: int):
+    values = torch.stack((codes & 0xF, codes >> 4), -1).flatten(2).float()
+    scale, zero = (part.float().repeat_interleave(group_size, 2) for part in (scale, zero))
+    return (values - zero) * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fractional", [False, True])
+@pytest.mark.parametrize(("group_size", "k"), [(32, 160), (64, 192), (128, 256), (256, 512)])
+def test_a_packed_weight_is_the_dequantized_one(group_size, k, fractional, dtype):
+    torch.manual_seed(3)
+    parts = random_int4(70, k, group_size, fractional)
+    words, meta = int4.pack(*parts, group_size, dtype)
+    weight = int4.reference_weight(words, meta, 70, group_size, fractional, dtype)[..., :k]
+    expected = dequantized(*parts, group_size)
+    assert relative(weight, expected) < (3e-3 if dtype == torch.bfloat16 else 4e-4)
+    if not fractional:
+        assert not weight[expected == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("group_size", "k", "fractional", "biased"),
+    [(128, 256, False, True), (64, 192, False, False), (32, 160, True, True), (256, 512, True, False)],
+)
+def test_the_int4_product_is_that_of_the_dequantized_weight(group_size, k, fractional, biased):
+    torch.manual_seed(4)
+    expert = chosen(TOKENS, TOP_K, EXPERTS)
+    parts = random_int4(N, k, group_size, fractional)
+    words, meta = int4.pack(*parts, group_size, torch.float16)
+    bias = torch.randn(EXPERTS, N).half().to(DEVICE) if biased else None
+    routing = route(expert, EXPERTS)
+    for rows in (TOKENS, TOKENS * TOP_K):
+        x = torch.randn(rows, k).half().to(DEVICE)
+        expected = unquantized.grouped_matmul_reference(x, dequantized(*parts, group_size), expert, bias)
+        answer = int4.grouped_matmul(x, words, meta, routing, N, group_size, fractional, bias)
+        assert relative(answer, expected) < 1e-3
+
+
+def test_a_group_size_the_kernel_does_not_know_is_refused():
+    with pytest.raises(ValueError, match="groups of 48"):
+        int4.pack(*random_int4(64, 96, 48, False), 48, torch.float16)

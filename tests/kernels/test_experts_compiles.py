@@ -1,0 +1,242 @@
+"""What the compiler makes of the experts' kernels, with no GPU: instructions a weight, no spills."""
+
+import functools
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+from scalegate.kernels.experts import int4, routing, unquantized
+from scalegate.kernels.experts.tile import BLOCK_ROWS, ROWS_PER_EXPERT, Tile, bucket_of
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+BUCKETS = range(len(BLOCK_ROWS))
+CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|F2FP)\b")
+WGMMA_FROM = {"unquantized": 16, "int4": 32}
+"""Rows of a block; fewer are multiplied by mma.sync, which Triton chooses by itself or for two warps."""
+MOST_INSTRUCTIONS = {8: 3.0, 16: 3.5, 32: 3.5, 64: 3.6, 128: 4.8}
+"""Of the INT4 loop a weight, by rows of a block, groups of 128."""
+DIVISIBLE = ("N", "K", "x_stride", "rows", "expert_stride", "n_stride")
+
+
+def compiled(kernel, types: dict[str, str], constants: dict[str, object], tile: Tile, capability: int):
+    constants = constants | {"PDL": capability >= 90}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
+    places = {name: (kernel.arg_names.index(name),) for name in signature}
+    aligned = [
+        n for n, kind in signature.items() if kind.startswith("*") or (n in DIVISIBLE and kind == "i32")
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        {places[name]: value for name, value in constants.items()},
+        {places[name]: [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages_on(divmod(capability, 10))}
+    options |= {"launch_pdl": capability >= 90}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@functools.cache
+def int4_kernel(
+    bucket: int, group=128, fractional=False, half=False, ragged=False, biased=False, capability=90
+):
+    tile, block_rows = int4.TILES[bucket], BLOCK_ROWS[bucket]
+    element = "*fp16" if half else "*bf16"
+    types = dict.fromkeys(("x", "y", "bias"), element)
+    types |= dict.fromkeys(("words", "meta", "assignments", "block_expert"), "*i32")
+    constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "GROUP": group, "FRACTIONAL": fractional, "ASM": True}
+    constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
+    return compiled(int4.int4_grouped_kernel, types, constants, tile, capability)
+
+
+@functools.cache
+def unquantized_kernel(bucket: int, transposed=False, ragged=False, biased=False, capability=90):
+    tile, block_rows = unquantized.TILES[bucket], BLOCK_ROWS[bucket]
+    types = dict.fromkeys(("x", "y", "bias", "weight"), "*bf16")
+    types |= dict.fromkeys(("assignments", "block_expert"), "*i32")
+    constants = {"SHARED_BY": 8, "EVEN_N": not ragged, "EVEN_K": not ragged, "EVICT": "evict_first"}
+    constants |= {"n_stride" if transposed else "k_stride": 1} | ({} if biased else {"bias": None})
+    constants |= {"BM": block_rows, "BN": tile.n, "BK": tile.k}
+    return compiled(unquantized.grouped_kernel, types, constants, tile, capability)
+
+
+def disassembled(kernel, tmp_path: Path) -> list[tuple[int, str]]:
+    """Addresses and instructions."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    text = subprocess.run([TOOLS / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
+    return [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text.stdout)]
+
+
+def loop_of(instructions: list[tuple[int, str]]) -> list[str]:
+    """The body of the one loop that multiplies."""
+    loops = []
+    for at, line in instructions:
+        to = re.search(r"\bBRA 0x([0-9a-f]+)", line)
+        if to and int(to[1], 16) < at:
+            body = [text for place, text in instructions if int(to[1], 16) <= place <= at]
+            loops += [body] if any("MMA" in text for text in body) else []
+    assert len(loops) == 1
+    return loops[0]
+
+
+def check_no_local_memory(kernel, instructions: list[tuple[int, str]]) -> None:
+    assert not [line for _, line in instructions if re.search(r"\b(LDL|STL)\b", line)]
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_unquantized_tiles_use_the_matrix_unit_and_spill_nothing(bucket, tmp_path):
+    kernel = unquantized_kernel(bucket)
+    instructions = disassembled(kernel, tmp_path)
+    check_no_local_memory(kernel, instructions)
+    product = "HGMMA" if BLOCK_ROWS[bucket] >= WGMMA_FROM["unquantized"] else "HMMA"
+    assert any(product in line for line in loop_of(instructions))
+
+
+@pytest.mark.parametrize("bucket", [1, 3, 5])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ragged_biased_and_transposed_weights_spill_nothing(bucket, transposed, tmp_path):
+    kernel = unquantized_kernel(bucket, transposed, ragged=True, biased=True)
+    check_no_local_memory(kernel, disassembled(kernel, tmp_path))
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight(bucket, tmp_path):
+    kernel, tile, block_rows = int4_kernel(bucket), int4.TILES[bucket], BLOCK_ROWS[bucket]
+    instructions = disassembled(kernel, tmp_path)
+    check_no_local_memory(kernel, instructions)
+    loop = loop_of(instructions)
+    product = "HGMMA" if block_rows >= WGMMA_FROM["int4"] else "HMMA"
+    assert any(product in line for line in loop)
+    assert not [line for line in loop if CONVERSION.search(line)]
+    weights_a_thread = tile.n * int4.TILE_K / (32 * tile.warps)
+    assert len(loop) <= MOST_INSTRUCTIONS[block_rows] * weights_a_thread
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("group", "fractional", "half"),
+    [(64, False, True), (32, True, False), (32, False, True), (128, True, True)],
+)
+def test_every_form_of_the_int4_weight_spills_nothing(bucket, group, fractional, half, tmp_path):
+    kernel = int4_kernel(bucket, group, fractional, half, ragged=True, biased=True)
+    check_no_local_memory(kernel, disassembled(kernel, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "capability"), [(1, 90), (3, 90), (5, 90), (2, 80), (3, 80), (5, 80), (3, 100)]
+)
+def test_words_reach_their_registers_by_pairs_of_columns_and_nothing_is_rearranged(bucket, capability):
+    """The PTX takes neighbouring columns of one row together, as the compiler must deal them out."""
+    ttgir = int4_kernel(bucket, capability=capability).asm["ttgir"]
+    unpackings = [line for line in ttgir.splitlines() if "lop3.b32" in line]
+    assert unpackings
+    for line in unpackings:
+        layout = re.search(r"tensor<\d+x16xi32, (#\w+)>", line)[1]
+        definition = re.search(rf"^{layout} = (.*)$", ttgir, re.MULTILINE)[1]
+        assert "register = [[0, 1], " in definition
+    # Of the sums alone, for their way out.
+    assert len([line for line in ttgir.split("lop3.b32")[-1].splitlines() if "convert_layout" in line]) == 1
+
+
+@pytest.mark.parametrize("capability", [80, 89, 100])
+@pytest.mark.parametrize("bucket", [1, 3, 5])
+def test_products_compile_for_other_chips(bucket, capability):
+    shared = 99 * 1024 if capability == 89 else 163 * 1024 if capability == 80 else 227 * 1024
+    for kernel in (
+        int4_kernel(bucket, capability=capability),
+        unquantized_kernel(bucket, capability=capability),
+    ):
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= shared
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_routing_compiles_and_uses_no_global_atomics(bucket, tmp_path):
+    chunk, warps = routing.chunk_of(bucket, 128)
+    types = dict.fromkeys(("assignments_ptr", "block_expert_ptr"), "*i32") | {"expert_ptr": "*i64"}
+    constants = {"ROWS": BLOCK_ROWS[bucket], "BINS": 128, "CHUNK": chunk}
+    kernel = compiled(routing._route, types, constants, Tile(0, 0, 2, warps), 90)
+    instructions = disassembled(kernel, tmp_path)
+    check_no_local_memory(kernel, instructions)
+    assert not [line for _, line in instructions if re.search(r"\b(ATOMG|RED|REDG)\b", line)]
+
+
+def test_buckets_go_by_rows_an_expert_gets_whatever_the_number_of_experts():
+    assert bucket_of(8, 128) == 0 and bucket_of(2, 8) == 0
+    for experts in (8, 128):
+        for bucket, limit in enumerate(ROWS_PER_EXPERT[:-1]):
+            assert bucket_of(int(limit * experts), experts) == bucket
+            assert bucket_of(int(limit * experts) + 1, experts) == bucket + 1
+    assert len(BLOCK_ROWS) == len(ROWS_PER_EXPERT) == len(int4.TILES) == len(unquantized.TILES)
+
+
+def bits(value: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    return value.to(dtype).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
+
+
+def halves(register: np.ndarray, dtype: torch.dtype) -> list[torch.Tensor]:
+    parts = ((register >> shift & 0xFFFF).astype(np.uint16).view(np.int16) for shift in (0, 16))
+    return [torch.from_numpy(part.copy()).view(dtype).double() for part in parts]
+
+
+def executed(asm: str, operands: dict[str, np.ndarray], dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """The registers after the few instructions that `unpack_asm` uses, each lane an element of the arrays."""
+    registers = dict(operands)
+
+    def value(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for line in asm.strip("{}\n").split("\n"):
+        opcode, _, rest = line.rstrip(";").partition(" ")
+        to, *inputs = [part.strip() for part in rest.split(",")]
+        if opcode == ".reg":
+            continue
+        given = [value(name) for name in inputs]
+        if opcode == "mov.b32":
+            answer = given[0]
+        elif opcode == "shr.u32":
+            answer = given[0] >> given[1]
+        elif opcode == "lop3.b32" and given[3] == 0xEA:
+            answer = given[0] & given[1] | given[2]
+        elif opcode == "prmt.b32" and given[2] in (0x1010, 0x3232):
+            half = given[0] >> np.uint32(16 if given[2] == 0x3232 else 0) & np.uint32(0xFFFF)
+            answer = half | half << np.uint32(16)
+        elif opcode.startswith("fma.rn."):
+            low, high = (
+                bits(a * b + c, dtype) for a, b, c in zip(*(halves(g, dtype) for g in given), strict=True)
+            )
+            answer = low | high << np.uint32(16)
+        else:
+            raise AssertionError(line)
+        registers[to] = np.broadcast_to(np.asarray(answer, np.uint32), operands["$8"].shape)
+    return registers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fractional", [False, True])
+@pytest.mark.parametrize("group", int4.GROUPS)
+def test_the_ptx_unpacks_what_was_packed(group, fractional, dtype):
+    """The interpreter cannot run PTX, so its instructions are carried out here, for every pair of words."""
+    torch.manual_seed(5)
+    codes = torch.randint(0, 256, (1, 64, 64), dtype=torch.uint8)
+    scale, zero = torch.rand(1, 64, 128 // group) * 0.02 + 0.001, torch.rand(1, 64, 128 // group) * 15
+    words, meta = int4.pack(codes, scale, zero if fractional else zero.to(torch.uint8), group, dtype)
+    expected = int4.reference_weight(words, meta, 64, group, fractional, dtype)[0]
+    pairs = words.view(64, 8, 2).numpy().view(np.uint32)
+    operands = {"$8": pairs[..., 0], "$9": pairs[..., 1]}
+    for i in range(128 // group):
+        operands[f"${10 + 2 * i}"] = np.repeat(meta[0, i].numpy().view(np.uint32)[:, None], 8, 1)
+    asm = int4.unpack_asm(group, fractional, dtype == torch.float16)
+    registers = executed(getattr(asm, "value", asm), operands, dtype)
+    for j in range(8):
+        even, odd = halves(registers[f"${j}"], dtype)
+        slice_of = torch.stack((even, odd), -1).flatten(1)
+        assert torch.equal(slice_of, expected[:, 16 * j : 16 * j + 16].double()), j

@@ -1,0 +1,213 @@
+"""Grouped products of experts on the GPU: right at a real model's shapes and in graphs."""
+
+import pytest
+import torch
+import triton
+from scalegate.kernels.experts import int4, unquantized
+from scalegate.kernels.experts.routing import route, route_reference
+from scalegate.kernels.experts.tile import BLOCK_ROWS
+
+pytestmark = pytest.mark.gpu
+
+MAX_ERROR = 4e-3
+EXPERTS, TOP_K = 128, 8
+# Qwen3-30B-A3B: gate_up takes rows of tokens, down takes rows of assignments.
+PROJECTIONS = {"gate_up": (1536, 2048), "down": (2048, 768)}
+TOKENS = (1, 3, 8, 32, 100, 128, 250, 512, 1100)
+
+
+def chosen(tokens: int, experts: int = EXPERTS, top_k: int = TOP_K) -> torch.Tensor:
+    return torch.rand(tokens, experts, device="cuda").topk(top_k).indices
+
+
+def expected_of(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, bias=None) -> torch.Tensor:
+    """y [A, N] in float64."""
+    flat = expert.flatten()
+    rows = x.repeat_interleave(len(flat) // len(x), 0).double()
+    y = torch.empty(len(flat), weight.shape[1], dtype=torch.float64, device="cuda")
+    for index in flat.unique().tolist():
+        mine = flat == index
+        y[mine] = rows[mine] @ weight[index].double().t()
+        if bias is not None:
+            y[mine] += bias[index].double()
+    return y
+
+
+def poison(count: int, n: int, dtype: torch.dtype) -> None:
+    """The next answer's memory."""
+    torch.full((count, n), float("nan"), device="cuda", dtype=dtype)
+
+
+def random_int4(experts: int, n: int, k: int, group_size: int, fractional: bool):
+    codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = (torch.rand(experts, n, k // group_size, device="cuda") * 0.02 + 0.001).to(torch.bfloat16)
+    zero = torch.rand(experts, n, k // group_size, device="cuda") * 15
+    return codes, scale, zero if fractional else zero.to(torch.uint8)
+
+
+def dequantized(codes, scale, zero, group_size: int) -> torch.Tensor:
+    values = torch.stack((codes & 0xF, codes >> 4), -1).flatten(2).float()
+    scale, zero = (part.float().repeat_interleave(group_size, 2) for part in (scale, zero))
+    return (values - zero) * scale
+
+
+def check(answer: torch.Tensor, expected: torch.Tensor, told: object) -> None:
+    assert (answer.double() - expected).norm() <= MAX_ERROR * expected.norm(), told
+
+
+@pytest.mark.parametrize("tokens", [*TOKENS, 16384])
+def test_routing_is_that_of_the_reference(tokens):
+    expert = chosen(tokens)
+    routing = route(expert, EXPERTS)
+    assignments, block_expert = route_reference(expert.cpu(), EXPERTS, routing.block_rows)
+    assert torch.equal(routing.block_expert.cpu(), block_expert)
+    used = block_expert >= 0
+    assert torch.equal(routing.assignments.cpu()[used], assignments[used])
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_unquantized_products_are_right_at_every_number_of_tokens(name):
+    n, k = PROJECTIONS[name]
+    weight = torch.randn(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16)
+    for tokens in TOKENS:
+        expert = chosen(tokens)
+        routing = route(expert, EXPERTS)
+        rows = tokens if name == "gate_up" else tokens * TOP_K
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        expected = expected_of(x, weight, expert)
+        poison(routing.count, n, x.dtype)
+        answer = unquantized.grouped_matmul(x, weight, routing)
+        check(answer, expected, tokens)
+        assert torch.equal(answer, unquantized.grouped_matmul(x, weight, routing))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize(("group_size", "fractional"), [(128, False), (64, True)])
+def test_int4_products_are_right_at_every_number_of_tokens(name, group_size, fractional):
+    n, k = PROJECTIONS[name]
+    parts = random_int4(EXPERTS, n, k, group_size, fractional)
+    weight = dequantized(*parts, group_size)
+    words, meta = int4.pack(*parts, group_size, torch.bfloat16)
+    for tokens in TOKENS:
+        expert = chosen(tokens)
+        routing = route(expert, EXPERTS)
+        rows = tokens if name == "gate_up" else tokens * TOP_K
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        expected = expected_of(x, weight, expert)
+        poison(routing.count, n, x.dtype)
+        answer = int4.grouped_matmul(x, words, meta, routing, n, group_size, fractional)
+        check(answer, expected, tokens)
+        assert torch.equal(answer, int4.grouped_matmul(x, words, meta, routing, n, group_size, fractional))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block_rows", sorted(set(BLOCK_ROWS)))
+def test_ragged_biased_and_transposed_weights_are_right_in_every_block(block_rows, transposed, dtype):
+    """Shapes as gpt_oss has them: no whole tiles of 128."""
+    experts, n, k = 8, 1096, 1448
+    shape = (experts, k, n) if transposed else (experts, n, k)
+    weight = torch.randn(shape, device="cuda").to(dtype)
+    weight = weight.transpose(1, 2) if transposed else weight
+    bias = torch.randn(experts, n, device="cuda").to(dtype)
+    tokens = block_rows * experts // 4
+    expert = chosen(tokens, experts, 4)
+    for rows in (tokens, tokens * 4):
+        x = torch.randn(rows, k, device="cuda").to(dtype)
+        answer = unquantized.grouped_matmul(x, weight, route(expert, experts), bias)
+        check(answer, expected_of(x, weight, expert, bias), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fractional", [False, True])
+@pytest.mark.parametrize(("group_size", "k"), [(32, 1440), (64, 1472), (128, 1408), (256, 1536)])
+def test_every_form_of_an_int4_weight_is_right_in_every_bucket(group_size, k, fractional, dtype):
+    experts, n = 8, 1096
+    parts = random_int4(experts, n, k, group_size, fractional)
+    weight = dequantized(*parts, group_size)
+    words, meta = int4.pack(*parts, group_size, dtype)
+    bias = torch.randn(experts, n, device="cuda").to(dtype)
+    for tokens in (1, 4, 15, 30, 80, 300):
+        expert = chosen(tokens, experts, 2)
+        x = torch.randn(tokens * 2, k, device="cuda").to(dtype)
+        routing = route(expert, experts)
+        answer = int4.grouped_matmul(x, words, meta, routing, n, group_size, fractional, bias)
+        check(answer, expected_of(x, weight, expert, bias), tokens)
+
+
+def test_an_expert_mistaken_for_another_is_seen():
+    """Without this the checks above could pass on weights that are all alike."""
+    weight = torch.randn(EXPERTS, 256, 256, device="cuda", dtype=torch.bfloat16)
+    expert = chosen(16)
+    x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
+    answer = unquantized.grouped_matmul(x, weight, route((expert + 1) % EXPERTS, EXPERTS))
+    with pytest.raises(AssertionError):
+        check(answer, expected_of(x, weight, expert), "mistaken")
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40, 300])
+def test_a_graph_is_right_for_routings_it_was_not_captured_with(tokens):
+    n, k = PROJECTIONS["gate_up"]
+    dense = torch.randn(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16)
+    down = torch.randn(EXPERTS, k, n, device="cuda", dtype=torch.bfloat16)
+    parts = random_int4(EXPERTS, n, k, 128, False)
+    words, meta = int4.pack(*parts, 128, torch.bfloat16)
+    expert = chosen(tokens)
+    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> list[torch.Tensor]:
+        routing = route(expert, EXPERTS)
+        first = unquantized.grouped_matmul(x, dense, routing)
+        return [
+            first,
+            unquantized.grouped_matmul(first, down, routing),
+            int4.grouped_matmul(x, words, meta, routing, n, 128, False),
+        ]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answers = step()
+    routings = [chosen(tokens) for _ in range(3)]
+    routings.append(torch.arange(TOP_K, device="cuda").repeat(tokens, 1))  # all to the same few
+    for other in routings:
+        expert.copy_(other)
+        x.normal_()
+        for answer in answers:
+            answer.fill_(float("nan"))
+        graph.replay()
+        check(answers[0], expected_of(x, dense, other), "first")
+        check(answers[1], expected_of(answers[0], down, other), "second")
+        check(answers[2], expected_of(x, dequantized(*parts, 128), other), "int4")
+
+
+def test_nothing_compiles_for_another_number_of_tokens_of_a_bucket():
+    weight = torch.randn(EXPERTS, 256, 256, device="cuda", dtype=torch.bfloat16)
+    parts = random_int4(EXPERTS, 256, 256, 128, False)
+    words, meta = int4.pack(*parts, 128, torch.bfloat16)
+
+    def step(tokens: int) -> None:
+        routing = route(chosen(tokens), EXPERTS)
+        x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+        unquantized.grouped_matmul(x, weight, routing)
+        int4.grouped_matmul(x, words, meta, routing, 256, 128, False)
+
+    compiled = []
+
+    def listen(**told: object) -> None:
+        compiled.append(told.get("cache_hit"))
+
+    before = triton.knobs.compilation.listener
+    try:
+        for tokens in (2, 20, 100, 200, 500, 1000):  # one of each bucket
+            step(tokens)
+        triton.knobs.compilation.listener = listen
+        for tokens in (1, 3, 16, 17, 33, 48, 101, 160, 256, 300, 512, 768, 1024, 2000):
+            step(tokens)
+    finally:
+        triton.knobs.compilation.listener = before
+    assert not compiled
