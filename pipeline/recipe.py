@@ -154,7 +154,7 @@ class _Reader:
 
     def _format(self, name: Any, line: int | None) -> type[WeightFormat]:
         if not isinstance(name, str) or name not in WEIGHT_FORMATS:
-            raise self._error(line, f"`format` is one of {', '.join(WEIGHT_FORMATS)}; not {name!r}")
+            raise self._error(line, f"`format` is one of {', '.join(sorted(WEIGHT_FORMATS))}; not {name!r}")
         return WEIGHT_FORMATS[name]
 
     def _spec(

@@ -1,4 +1,4 @@
-"""A weight format from outside: one file registers it, and every command works with it; without it, none does.
+"""A weight format from outside: one file registers it and every command works with it; without it, none.
 
 Every command runs in a process of its own, as a user's does: what it knows, it has from the environment.
 """
@@ -17,7 +17,6 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 TOY = Path(__file__).with_name("toy_format.py")
 COMMAND = [sys.executable, "-P", "-m", "scalegate.pipeline"]
@@ -38,7 +37,6 @@ min_reached: 0.01
 min_top1_agreement: 0.5
 """
 KEPT = "model.layers.1.self_attn.o_proj"
-SIGNIFICANT = ("layout", "validate")
 
 
 def run(folder: Path, *arguments: object, plugin: bool = True) -> subprocess.CompletedProcess[str]:
