@@ -220,7 +220,7 @@ class _Reader:
             )
         if ignore:
             return Rule(pattern, Unquantized())
-        make = chosen if "format" in value else partial(replace, spec)
+        make = chosen if "format" in value else partial(replace, spec)  # type: ignore[type-var]
         return Rule(pattern, self._spec(make, names, value, lines))
 
     def _patterns(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> tuple[str, ...]:

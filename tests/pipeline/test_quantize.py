@@ -10,11 +10,14 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
+from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.baseline import open_baseline
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.quantization import weight_tensors
+from scalegate.pipeline.quantization.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
@@ -271,6 +274,33 @@ def test_torchao_takes_integer_and_fractional_zeros(example_checkpoint: Path, tm
     back = stored_weights(tmp_path / "a")[DOWN].dequantize(torch.float32)
     assert float((back - weight).norm() / weight.norm()) < 0.11
     assert len(stored_weights(tmp_path / "b")) == 4
+
+
+def test_a_format_that_is_only_read_is_refused_with_those_that_are_made(
+    example_checkpoint: Path, tmp_path: Path
+) -> None:
+    found = refusal(example_checkpoint, Recipe("n", spec=NVFP4()), tmp_path / "out")
+    assert "q_proj: Scalegate reads nvfp4 and does not make it; it makes int4" in found
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_quantized_a_few_rows_at_a_time_is_the_same(
+    artifact: Path, example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = []
+    original = QUANTIZERS["int4"].quantize
+
+    def counted(values, spec, scale_dtype):
+        blocks.append(values.shape[0])
+        return original(values, spec, scale_dtype)
+
+    monkeypatch.setattr(weight_tensors, "CPU_BLOCK", 100 * 768)
+    monkeypatch.setattr(QUANTIZERS["int4"], "quantize", counted)
+    only = Recipe("one", include=(DOWN,))
+    quantize(example_checkpoint, only, tmp_path / "out", progress=False)
+    assert blocks == [100, 100, 56]
+    found, expected = stored_weights(tmp_path / "out")[DOWN], stored_weights(artifact)[DOWN]
+    assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in found.tensors().items())
 
 
 def test_an_unknown_export_lists_the_choices(example_checkpoint: Path, tmp_path: Path) -> None:
