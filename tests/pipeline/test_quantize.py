@@ -280,7 +280,7 @@ def test_a_format_that_is_only_read_is_refused_with_those_that_are_made(
     example_checkpoint: Path, tmp_path: Path
 ) -> None:
     found = refusal(example_checkpoint, Recipe("n", spec=NVFP4()), tmp_path / "out")
-    assert "q_proj: Scalegate reads nvfp4 and does not make it; it makes int4" in found
+    assert f"{DOWN}: Scalegate reads nvfp4 and does not make it; it makes int4" in found
     assert not (tmp_path / "out").exists()
 
 
