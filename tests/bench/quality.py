@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.quantize import quantize
@@ -26,7 +27,7 @@ from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_a
 
 def ours(checkpoint: Path, group_size: int) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Recipe(name=f"g{group_size}", group_size=group_size)
+        recipe = Recipe(name=f"g{group_size}", spec=Int4(group_size))
         quantize(checkpoint, recipe, folder, device="cpu", progress=False)
         artifact = open_checkpoint(folder)
         modules = convention_of(artifact).modules(artifact)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 
-GROUP_SIZE = 128
+SPEC = Int4(128)
 QWEN3_8B = {
     "q, o": (4096, 4096, 2),
     "k, v": (1024, 4096, 2),
@@ -41,13 +42,13 @@ def on_cpu(repeats: int) -> dict:
 
     def theirs() -> object:
         return _choose_qparams_and_quantize_affine_hqq(
-            weight, nbits=4, group_size=GROUP_SIZE, compute_dtype=torch.bfloat16, device="cpu"
+            weight, nbits=4, group_size=SPEC.group_size, compute_dtype=torch.bfloat16, device="cpu"
         )
 
-    quantize_int4(weight[:64], GROUP_SIZE)
-    mine = [seconds(lambda: quantize_int4(weight, GROUP_SIZE)) for _ in range(repeats)]
+    quantize_int4(weight[:64], SPEC)
+    mine = [seconds(lambda: quantize_int4(weight, SPEC)) for _ in range(repeats)]
     torchao_time = seconds(theirs)
-    mine += [seconds(lambda: quantize_int4(weight, GROUP_SIZE)) for _ in range(repeats)]
+    mine += [seconds(lambda: quantize_int4(weight, SPEC)) for _ in range(repeats)]
     median = statistics.median(mine)
     print(f"scalegate {median:.2f} s, torchao {torchao_time:.2f} s: {torchao_time / median:.1f} times faster")
     return {
@@ -64,14 +65,14 @@ def on_gpu(device: torch.device) -> dict:
         for name, (n, k, _) in QWEN3_8B.items()
     }
     for weight in weights.values():
-        quantize_int4(weight, GROUP_SIZE).weight.to("cpu")
+        quantize_int4(weight, SPEC).weight.to("cpu")
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     total, count, elements = 0.0, 0, 0
     for name, (n, k, per_layer) in QWEN3_8B.items():
         times = []
         for _ in range(per_layer * LAYERS):
-            times.append(seconds(lambda name=name: quantize_int4(weights[name], GROUP_SIZE).weight.to("cpu")))
+            times.append(seconds(lambda name=name: quantize_int4(weights[name], SPEC).weight.to("cpu")))
         torch.cuda.synchronize(device)
         total += sum(times)
         count += len(times)
@@ -96,8 +97,8 @@ def on_gpu(device: torch.device) -> dict:
 
 def same_bits(weight: torch.Tensor) -> bool:
     gpu, cpu = (
-        quantize_int4(weight, GROUP_SIZE).weight.to("cpu"),
-        quantize_int4(weight.cpu(), GROUP_SIZE).weight,
+        quantize_int4(weight, SPEC).weight.to("cpu"),
+        quantize_int4(weight.cpu(), SPEC).weight,
     )
     return all(
         torch.equal(getattr(gpu, part), getattr(cpu, part)) for part in ("codes", "scale", "zero_point")
@@ -114,7 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     result = on_cpu(arguments.repeats) if device.type == "cpu" else on_gpu(device)
-    result |= {"group_size": GROUP_SIZE, "torch": torch.__version__}
+    result |= {"group_size": SPEC.group_size, "torch": torch.__version__}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.int4 import Int4Weight
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.measure import random_weight
 from scalegate.serving_check.engine import compiled_layers, forward
 from scalegate.serving_check.engine.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.engine import Engine
@@ -39,8 +37,8 @@ def random_model(int4: bool) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), dtype=torch.bfloat16).eval()
     for name, linear in list(model.model.layers.named_modules()) if int4 else ():
         if isinstance(linear, nn.Linear):
-            problem = Problem(Int4Weight, 128, True, *linear.weight.shape, torch.bfloat16, model.device)
-            packed = LAYOUTS["swap_ab"].pack(random_weight(problem), problem.dtype)
+            weight = Int4(128).random(*linear.weight.shape, model.device)
+            packed = LAYOUTS["swap_ab"].pack(weight, torch.bfloat16)
             model.model.layers.set_submodule(name, QuantizedLinear(packed, None))
     return model
 
