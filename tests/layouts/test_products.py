@@ -7,9 +7,10 @@ import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.installed import installed_package
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.linear import QuantizedLinear
 from triton.runtime.autotuner import Autotuner
 
@@ -95,6 +96,17 @@ def test_nvfp4_products_agree_with_float64(device, dtype):
         assert relative_error(y, expected) <= bound(name, dtype), name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unquantized_products_agree_with_float64(device, dtype):
+    problem = Problem(Unquantized(), 72, 170, dtype, torch.device(device))
+    weight = UnquantizedWeight(Unquantized(), torch.randn(72, 170, device=device).to(dtype))
+    assert serving(problem) == ["torch_linear"], "it is measured against, so nothing else may stand there"
+    x = torch.randn(7, problem.k, device=device).to(dtype)
+    y = LAYOUTS["torch_linear"].matmul(x, LAYOUTS["torch_linear"].pack(weight, dtype))
+    assert relative_error(y, x.double() @ weight.values.double().T) <= BOUNDS[dtype]
+
+
 def test_a_wrong_zero_point_is_seen_by_these_bounds():
     """Negative control: a weight off by one zero step in one group of one row in eight is not within them."""
     problem = Problem(Int4(32), 64, 256, torch.bfloat16, torch.device("cpu"))
@@ -142,7 +154,10 @@ def test_a_quantized_layer_takes_a_quarter_of_the_memory():
 def test_layouts_refuse_what_they_cannot_serve_and_say_why():
     on_cpu = Problem(NVFP4(), 64, 64, torch.bfloat16, torch.device("cpu"))
     assert "takes int4" in (LAYOUTS["cpu_int4"].refuses(on_cpu) or "")
-    assert "CUDA" in (LAYOUTS["tinygemm"].refuses(on_cpu) or "")
+    int4_on_cpu = Problem(Int4(64), 64, 64, torch.bfloat16, torch.device("cpu"))
+    assert "CUDA" in (LAYOUTS["tinygemm"].refuses(int4_on_cpu) or "")
+    assert "experts" in (LAYOUTS["cpu_int4"].refuses(replace(int4_on_cpu, experts=Experts(4, 2))) or "")
+    assert "experts" in (LAYOUTS["dequantize_per_expert"].refuses(int4_on_cpu) or "")
     odd = Problem(Int4(48), 64, 96, torch.bfloat16, torch.device("cpu"))
     assert "48" in (LAYOUTS["cpu_int4"].refuses(odd) or "")
     with pytest.raises(TypeError, match="packs Int4Weight"):
