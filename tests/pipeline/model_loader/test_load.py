@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
-from scalegate.layouts.layout import Problem
-from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.plan import LayoutPlan, ShapeChoice, shape_key
+from scalegate.layouts.layout import Experts, Problem
+from scalegate.layouts.linear import packed_layers
+from scalegate.layouts.plan import LayoutPlan, ShapeChoice
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn
@@ -35,6 +35,12 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+def parameter(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter by the name that it has before layers are merged."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(module), leaf)
+
+
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
     random_checkpoint, model_type: str
@@ -44,8 +50,9 @@ def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
     loaded = load_model(folder, progress=False)
     assert torch.equal(logits(loaded.model), logits(reference))
     assert not loaded.model.training and loaded.layouts == {}
-    ours, theirs = dict(loaded.model.named_parameters()), dict(reference.named_parameters())
-    assert {n: p.dtype for n, p in ours.items()} == {n: p.dtype for n, p in theirs.items()}
+    for name, theirs in reference.named_parameters():
+        ours = parameter(loaded.model, name)
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -57,8 +64,7 @@ def test_a_quantized_checkpoint_computes_what_its_dequantized_twin_does(
     twin = load_model(pair.dequantized, progress=False)
     loaded = load_model(pair.quantized, layout="dequantize", progress=False)
     torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
-    quantized = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
-    assert len(quantized) == len(loaded.layouts) > 0
+    assert sum(packed_layers(loaded.model).values()) == len(loaded.layouts) > 0
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -74,7 +80,7 @@ def test_one_expert_changed_on_disk_changes_the_output(quantized_pair, model_typ
     assert not torch.allclose(before, after, atol=1e-3)
 
 
-def test_problems_name_every_packed_linear_without_reading_data(quantized_pair, monkeypatch) -> None:
+def test_problems_name_every_packed_product_without_reading_data(quantized_pair, monkeypatch) -> None:
     pair = quantized_pair("qwen3_moe")
     loaded = load_model(pair.quantized, layout="dequantize", progress=False)
     checkpoint = open_checkpoint(pair.quantized)
@@ -85,8 +91,14 @@ def test_problems_name_every_packed_linear_without_reading_data(quantized_pair, 
     monkeypatch.setattr("scalegate.pipeline.checkpoints.safetensors_file.TensorInfo.read", refuse)
     found = problems(checkpoint)
     assert set(found) == set(loaded.layouts)
-    fused = found["model.layers.0.mlp.experts.11.gate_up_proj"]
-    assert (fused.n, fused.k, fused.group_size) == (64, 64, 32)
+    assert {str(problem) for problem in found.values()} == {
+        "int4 g32 sym 128x64 float32",
+        "int4 g32 sym 64x64 float32",
+        "int4 g32 sym 64x64 float32 (12 experts, top 2)",
+        "int4 g32 sym 64x32 float32 (12 experts, top 2)",
+    }
+    assert found["model.layers.0.mlp.experts.gate_up_proj"].experts == Experts(12, 2)
+    assert found["model.layers.0.self_attn.q_proj+k_proj+v_proj"].n == 128
 
 
 def test_tied_weights_are_one_tensor(random_checkpoint) -> None:
@@ -106,7 +118,7 @@ def test_a_tied_checkpoint_that_stores_only_the_head_is_tied_the_other_way(rando
 def test_the_plan_decides_and_a_layout_that_is_asked_for_overrules_it(quantized_pair) -> None:
     pair = quantized_pair("qwen2")
     found = problems(open_checkpoint(pair.quantized), torch.bfloat16)
-    choices = tuple(ShapeChoice(shape_key(p), "dequantize", (name,)) for name, p in found.items())
+    choices = tuple(ShapeChoice(str(p), "dequantize", (name,)) for name, p in found.items())
     plan = LayoutPlan("anywhere", {}, choices)
     planned = load_model(pair.quantized, dtype=torch.bfloat16, plan=plan, progress=False)
     assert set(planned.layouts.values()) == {"dequantize"}
@@ -129,7 +141,7 @@ def test_biases_survive_packing(quantized_pair) -> None:
     tensors[name] = torch.arange(64.0)
     save_file(tensors, pair.quantized / "model.safetensors", {"format": "pt"})
     model = load_model(pair.quantized, layout="dequantize", progress=False).model
-    assert torch.equal(model.get_parameter(name).data, torch.arange(64.0))
+    assert torch.equal(parameter(model, name), torch.arange(64.0))
 
 
 def test_the_dtype_is_the_configs_unless_another_is_asked_for(example_checkpoint: Path) -> None:
@@ -151,9 +163,9 @@ def test_fp8_blocks_are_read_as_ordinary_weights(random_checkpoint, edit: Callab
         {"format": "pt"},
     )
     edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
-    weight = load_model(folder, progress=False).model.get_parameter(name)
+    weight = parameter(load_model(folder, progress=False).model, name)
     spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    assert torch.equal(weight.data, (quantized.float() * spread).to(torch.bfloat16))
+    assert torch.equal(weight, (quantized.float() * spread).to(torch.bfloat16))
 
 
 def test_a_packed_model_holds_its_weights_once(quantized_pair) -> None:
