@@ -23,12 +23,8 @@ from .torch_linear import TorchLinear
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed")
 """What transformers' experts modules have in common, those that its ExpertsInterface can serve."""
-PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether it is a transformers experts module, with its weights in 3-D parameters or replaced already."""
-    return all(hasattr(module, name) for name in INTERFACE)
+PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Their weights, [E, N, K] or, transposed, [E, K, N]."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,6 @@ class ExpertsPart:
 
     packed: PackedWeight
     input_format: InputFormat | None = None
-
-
-def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
-    """One for all experts: its tensors are theirs, [E, 1, 1], and are picked for every row."""
-    parts = [one.tensors() for one in inputs]
-    return inputs[0].with_tensors(
-        {name: torch.stack([p[name] for p in parts]).view(-1, 1, 1) for name in parts[0]}
-    )
 
 
 class PackedExperts(nn.Module):
@@ -62,120 +50,86 @@ class PackedExperts(nn.Module):
                 "experts interface"
             )
         self.experts = experts
-        rest = {name: [_unquantized(experts, name)] for name in PRODUCTS if _is_left(experts, name, products)}
-        self._products: dict[str, list[_Product]] = {}
+        self.parts: dict[str, list[str]] = {}
+        """By parameter, the names of its parts."""
+        self.specs: dict[str, str] = {}
+        self.input_formats: dict[str, InputFormat] = {}
+        self._packed: dict[str, PackedWeight] = {}
+        rest = {
+            name: [_unquantized(experts, name)] for name in parameters_of(experts) if name not in products
+        }
         for name, parts in {**products, **rest}.items():
             delattr(experts, name)
-            self._products[name] = [_Product(self, f"{name}_{i}", part) for i, part in enumerate(parts)]
-        self.num_experts = self._products["down_proj"][0].packed.shape[0]
+            self.parts[name] = [f"{name}_{index}" for index in range(len(parts))]
+            for part_name, part in zip(self.parts[name], parts, strict=True):
+                self._add(part_name, part)
+        self.num_experts = self._packed[self.parts["down_proj"][0]].shape[0]
+
+    def _add(self, name: str, part: ExpertsPart) -> None:
+        self._packed[name] = part.packed
+        self.specs[name] = spec_text(part.packed.spec)
+        for tensor_name, tensor in part.packed.tensors.items():
+            self.register_buffer(f"{name}_{tensor_name}", tensor, persistent=False)
+        if part.input_format is not None:
+            self.input_formats[name] = part.input_format
+            for tensor_name, tensor in part.input_format.tensors().items():
+                self.register_buffer(f"{name}_input_{tensor_name}", tensor, persistent=False)
+
+    @property
+    def packed(self) -> dict[str, PackedWeight]:
+        """What it holds now, after any move to another device, by part."""
+        return self._packed
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """[E, N, K] of each parameter that it stands for."""
         found: dict[str, tuple[int, ...]] = {}
-        for name, parts in self._products.items():
-            experts, _, k = parts[0].packed.shape
-            found[name] = (experts, sum(part.packed.shape[1] for part in parts), k)
+        for name, parts in self.parts.items():
+            shapes = [self._packed[part].shape for part in parts]
+            found[name] = (shapes[0][0], sum(n for _, n, _ in shapes), shapes[0][2])
         return found
-
-    @property
-    def packed(self) -> dict[str, PackedWeight]:
-        """What it holds now, after any move to another device, by product; several of one are numbered."""
-        return {product.name: product.packed for parts in self._products.values() for product in parts}
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
-        for parts in self._products.values():
-            for product in parts:
-                product.refresh(self)
+        for name, packed in self._packed.items():
+            tensors = {tensor: getattr(self, f"{name}_{tensor}") for tensor in packed.tensors}
+            self._packed[name] = replace(packed, tensors=tensors)
+        for name, rounding in self.input_formats.items():
+            tensors = {tensor: getattr(self, f"{name}_input_{tensor}") for tensor in rounding.tensors()}
+            self.input_formats[name] = rounding.with_tensors(tensors)
         return self
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H]."""
         experts: Any = self.experts
+        sorted_experts = torch.ops.scalegate.route_experts(top_k_index, self.num_experts)
         first = "gate_up_proj" if experts.has_gate else "up_proj"
-        routing = route(top_k_index, self.num_experts)
-        x = self._multiply(first, hidden_states, routing)
+        x = self._multiply(first, hidden_states, top_k_index, sorted_experts)
         x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
-        x = self._multiply("down_proj", x, routing)
+        x = self._multiply("down_proj", x, top_k_index, sorted_experts)
         if getattr(experts, "has_post_expert_norm", False):
             x = experts.post_expert_norm(x)
         per_choice = x.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         # Summed choice by choice, not scattered: the order of the additions does not depend on the batch.
         return per_choice.to(hidden_states.dtype).sum(dim=1)
 
-    def _multiply(self, name: str, x: Tensor, routing: Routing) -> Tensor:
-        outputs = [product(x, routing) for product in self._products[name]]
+    def _multiply(self, name: str, x: Tensor, expert: Tensor, sorted_experts: Tensor) -> Tensor:
+        outputs = [self._product(part, x, expert, sorted_experts) for part in self.parts[name]]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         if self.experts.has_bias:
-            y = y + getattr(self.experts, f"{name}_bias")[routing.expert.flatten()]
+            y = y + getattr(self.experts, f"{name}_bias")[expert.flatten()]
         return y
 
-
-def _is_left(experts: nn.Module, name: str, products: Mapping[str, object]) -> bool:
-    return name not in products and isinstance(getattr(experts, name, None), Tensor)
-
-
-def _unquantized(experts: nn.Module, name: str) -> ExpertsPart:
-    """A parameter's weights: on a GPU where they lie, for the grouped kernels."""
-    weight = getattr(experts, name).data
-    rows = weight.transpose(1, 2) if experts.is_transposed else weight
-    if rows.device.type == "cuda":
-        return ExpertsPart(GroupedUnquantized().of(rows))
-    weights = [UnquantizedWeight(Unquantized(), one) for one in rows]
-    return ExpertsPart(PerExpert(TorchLinear()).pack_experts(weights, rows.dtype))
-
-
-def experts_shapes(experts: nn.Module) -> dict[str, tuple[int, ...]]:
-    """[E, N, K] of the parameters of a transformers experts module."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name in PRODUCTS:
-        weight = getattr(experts, name, None)
-        if isinstance(weight, Tensor):
-            count, n, k = weight.transpose(1, 2).shape if experts.is_transposed else weight.shape
-            found[name] = (count, n, k)
-    return found
-
-
-class _Product:
-    """One packed weight of the module, whose buffers its tensors are."""
-
-    def __init__(self, module: nn.Module, name: str, part: ExpertsPart):
-        packed = part.packed
-        self.name = name
-        self.packed = packed
-        self.input_format = part.input_format
-        self.layout = cast(ExpertsLayout, LAYOUTS[packed.layout])
-        self.spec = spec_text(packed.spec)
-        for tensor_name, tensor in packed.tensors.items():
-            module.register_buffer(f"{name}_{tensor_name}", tensor, persistent=False)
-        if part.input_format is not None:
-            for tensor_name, tensor in part.input_format.tensors().items():
-                module.register_buffer(f"{name}_input_{tensor_name}", tensor, persistent=False)
-
-    def refresh(self, module: nn.Module) -> None:
-        tensors = {name: getattr(module, f"{self.name}_{name}") for name in self.packed.tensors}
-        self.packed = replace(self.packed, tensors=tensors)
-        if self.input_format is not None:
-            names = self.input_format.tensors()
-            moved = {name: getattr(module, f"{self.name}_input_{name}") for name in names}
-            self.input_format = self.input_format.with_tensors(moved)
-
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        packed = self.packed
-        if self.input_format is not None:
-            expert = routing.expert.flatten()
-            of_row = {name: tensor[expert] for name, tensor in self.input_format.tensors().items()}
-            rows = x.repeat_interleave(len(expert) // max(1, len(x)), dim=0)
-            x = self.input_format.with_tensors(of_row).round(rows)
-        if not torch.compiler.is_compiling():
-            return self.layout.grouped_matmul(x.contiguous(), packed, routing)
+    def _product(self, part: str, x: Tensor, expert: Tensor, sorted_experts: Tensor) -> Tensor:
+        packed = self._packed[part]
+        if part in self.input_formats:
+            x = _rounded(self.input_formats[part], x, expert.flatten())
         return torch.ops.scalegate.packed_experts_matmul(
             x.contiguous(),
-            routing.expert,
-            routing.buffer,
+            expert,
+            sorted_experts,
             list(packed.tensors.values()),
             packed.layout,
-            self.spec,
+            self.specs[part],
             list(packed.shape),
             " ".join(packed.tensors),
             " ".join(packed.attributes),
@@ -183,15 +137,56 @@ class _Product:
         )
 
 
-def route(expert: Tensor, count: int) -> Routing:
-    """Sort the assignments of `expert`, int [T, top_k], to `count` experts: once for a layer's products."""
-    if torch.compiler.is_compiling():
-        return Routing(expert, count, torch.ops.scalegate.route_experts(expert, count))
-    return Routing.of(expert, count)
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is a transformers experts module that its ExpertsInterface can serve."""
+    return all(hasattr(module, name) for name in INTERFACE)
+
+
+def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
+    """The weights of a transformers experts module that are still its own, as [E, N, K], where they lie."""
+    found = {}
+    for name in PARAMETERS:
+        weight = experts._parameters.get(name)
+        if weight is not None:
+            found[name] = weight.data.transpose(1, 2) if experts.is_transposed else weight.data
+    return found
+
+
+def pack_unquantized_experts(model: nn.Module) -> int:
+    """Replace a model's own experts modules, weights where they lie; how many. For a GPU, whose graphs cannot
+    hold a product that asks the host which experts are hit."""
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    own = {name: module for name, module in found.items() if parameters_of(module)}
+    for name, module in own.items():
+        model.set_submodule(name, PackedExperts(module, {}))
+    return len(own)
+
+
+def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
+    """One for all experts: its tensors are theirs, [E, 1, 1], and are picked for every row."""
+    parts = [one.tensors() for one in inputs]
+    stacked = {name: torch.stack([part[name] for part in parts]).view(-1, 1, 1) for name in parts[0]}
+    return inputs[0].with_tensors(stacked)
+
+
+def _rounded(rounding: InputFormat, x: Tensor, expert: Tensor) -> Tensor:
+    """A row of x for every assignment in `expert` [A], rounded as its expert wants it."""
+    of_row = {name: tensor[expert] for name, tensor in rounding.tensors().items()}
+    rows = x.repeat_interleave(expert.shape[0] // x.shape[0], dim=0)
+    return rounding.with_tensors(of_row).round(rows)
+
+
+def _unquantized(experts: nn.Module, name: str) -> ExpertsPart:
+    rows = parameters_of(experts)[name]
+    if rows.device.type == "cuda":
+        return ExpertsPart(GroupedUnquantized().of(rows))
+    weights = [UnquantizedWeight(Unquantized(), one) for one in rows]
+    return ExpertsPart(PerExpert(TorchLinear()).pack_experts(weights, rows.dtype))
 
 
 @library.custom_op("scalegate::route_experts", mutates_args=())
 def _route_experts(expert: Tensor, count: int) -> Tensor:
+    """The assignments of `expert`, int [T, top_k], sorted by expert: once for all products of a layer."""
     return Routing.of(expert, count).buffer
 
 
@@ -204,7 +199,7 @@ def _(expert: Tensor, count: int) -> Tensor:
 def _packed_experts_matmul(
     x: Tensor,
     expert: Tensor,
-    buffer: Tensor,
+    sorted_experts: Tensor,
     tensors: list[Tensor],
     layout: str,
     spec: str,
@@ -222,7 +217,7 @@ def _packed_experts_matmul(
         dict(zip(names.split(), tensors, strict=True)),
         dict(zip(attribute_names.split(), attributes, strict=True)),
     )
-    routing = Routing(expert, shape[0], buffer)
+    routing = Routing(expert, shape[0], sorted_experts)
     return cast(ExpertsLayout, LAYOUTS[layout]).grouped_matmul(x, packed, routing)
 
 
@@ -230,7 +225,7 @@ def _packed_experts_matmul(
 def _(
     x: Tensor,
     expert: Tensor,
-    buffer: Tensor,
+    sorted_experts: Tensor,
     tensors: list[Tensor],
     layout: str,
     spec: str,

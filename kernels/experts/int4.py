@@ -25,9 +25,10 @@ A word of meta: the scale in the high half; in the low half, in the activations'
 Never (128 + q) * s - (128 + z) * s: in bf16 that errs by a quarter of a step. Both forms are two packed
 multiply-adds for two weights. The weight is the first operand ("swap AB"), blocks as in `unquantized.py`.
 
-Instructions of the loop a weight on sm_90, in tiles of 128 rows and groups of 128: 3.2 for blocks of 16
-assignments, 3.4 for 32, 3.6 for 64; 0.4 more in groups of 32. The unpacking is 1.9 of them. Bytes of a decode
-step in groups of 128: 4.25 bits a weight of the experts taken. Sums over K run in one order, in fp32.
+Instructions of the loop a weight on sm_90, groups of 128: 2.8 for blocks of 8 assignments, 3.0 for 16,
+3.3 for 32, 3.5 for 64, 4.8 for 128; 0.4 to 0.8 more in groups of 32. The unpacking is 1.9 of them.
+Bytes of a decode step in groups of 128: 4.25 bits a weight of the experts taken. Sums over K run in one
+order, in fp32.
 """
 
 import torch
@@ -47,15 +48,15 @@ GROUPS = (32, 64, 128)
 TILES = (
     Tile(n=64, k=TILE_K, stages=5, warps=2),
     Tile(n=64, k=TILE_K, stages=5, warps=2),
-    Tile(n=64, k=TILE_K, stages=5, warps=2),
+    Tile(n=128, k=TILE_K, stages=4, warps=2),
     Tile(n=128, k=TILE_K, stages=4, warps=4),
     Tile(n=128, k=TILE_K, stages=3, warps=4),
     Tile(n=128, k=TILE_K, stages=3, warps=8),
 )
 """By bucket of rows an expert gets, see `tile.py`; k is a tile of words.
 
-Two warps for the smallest blocks: too few for wgmma, after each of which with its first operand in registers
-Triton waits. With mma.sync the unpacking goes on meanwhile.
+Two warps for the smallest blocks: too few for wgmma, so Triton takes mma.sync, which has no fences. Few
+experts fill the device with small tiles; with more rows, large ones read x less often.
 """
 REUSED_FROM = 64
 """Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
@@ -211,21 +212,21 @@ def unpack_plainly(
 
 
 @triton.jit
+def of_rows(at, BN: tl.constexpr):
+    """A row's word of meta for each of its words."""
+    return tl.broadcast_to(tl.load(at)[:, None], [BN, 16])
+
+
+@triton.jit
 def load_meta(at, rows, GROUP: tl.constexpr, BN: tl.constexpr):
-    """Meta of the groups of one tile of words, each [BN, 16]: a row's word for all of its columns."""
-    first = tl.broadcast_to(tl.load(at)[:, None], [BN, 16])
+    """Meta of the groups of one tile of words, each [BN, 16]."""
     if GROUP == 128:
-        meta = (first,)
+        return (of_rows(at, BN),)
     elif GROUP == 64:
-        meta = (first, tl.broadcast_to(tl.load(at + rows)[:, None], [BN, 16]))
+        return of_rows(at, BN), of_rows(at + rows, BN)
     else:
-        meta = (
-            first,
-            tl.broadcast_to(tl.load(at + rows)[:, None], [BN, 16]),
-            tl.broadcast_to(tl.load(at + 2 * rows)[:, None], [BN, 16]),
-            tl.broadcast_to(tl.load(at + 3 * rows)[:, None], [BN, 16]),
-        )
-    return meta
+        low = of_rows(at, BN), of_rows(at + rows, BN)
+        return low + (of_rows(at + 2 * rows, BN), of_rows(at + 3 * rows, BN))  # noqa: RUF005
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -256,6 +257,8 @@ def int4_grouped_kernel(
     words_at = words + expert * rows * k_tiles * 16 + word
     meta_at = meta + expert * rows * k_tiles * (128 // GROUP) + row_tile * 64 + row % 64
     accumulator = tl.zeros([BN, BM], tl.float32)
+    # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
+    tl.assume(k_tiles > 0)
     for k_tile in range(k_tiles):
         inside = taken[None, :]
         if not EVEN_K:

@@ -127,22 +127,48 @@ def chunk_of(bucket: int, experts: int) -> tuple[int, int]:
     return chunk, 1 if chunk <= 128 else 4 if chunk <= 1024 else 8
 
 
-def route(expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """Blocks of `expert` [T, top_k] for grouped products over `experts` experts; no host synchronization.
+def buffer_size(count: int, experts: int) -> int:
+    """Numbers int32 that the blocks of `count` assignments take at most, in any bucket.
 
-    block_rows: a power of two; None takes what the bucket says, which is what the products are tuned for
+    Linear in `count`, with no conditions: it holds for a number of tokens that a traced graph knows as a
+    symbol only. Blocks of 8 rows take 9 numbers each, at most 9 E + 9/8 A together; of 16 rows, where A > 3 E,
+    17/3 A + 17/16 A; larger ones, where an expert gets more rows, less.
     """
-    count = expert.numel()
+    return 7 * count + 9 * experts
+
+
+def routing_in(buffer: Tensor, count: int, experts: int, block_rows: int | None = None) -> ExpertRouting:
+    """The blocks of `count` assignments where they lie in `buffer`, int32 [at least `buffer_size`]."""
     bucket = bucket_of(count, experts)
     rows = BLOCK_ROWS[bucket] if block_rows is None else block_rows
     blocks = max_blocks(count, experts, rows)
-    assignments = torch.empty((blocks, rows), dtype=torch.int32, device=expert.device)
-    block_expert = torch.empty((blocks,), dtype=torch.int32, device=expert.device)
-    chunk, warps = chunk_of(bucket, experts)
+    assignments = buffer[: blocks * rows].view(blocks, rows)
+    return ExpertRouting(assignments, buffer[blocks * rows : blocks * (rows + 1)], count, experts, bucket)
+
+
+def route_into(buffer: Tensor, expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
+    """Blocks of `expert` [T, top_k] for grouped products over `experts` experts; no host synchronization.
+
+    buffer:     int32 [`buffer_size`], where they are put
+    block_rows: a power of two; None takes what the bucket says, which is what the products are tuned for
+    """
+    routing = routing_in(buffer, expert.numel(), experts, block_rows)
+    chunk, warps = chunk_of(routing.bucket, experts)
     pdl = compute_capability(expert.device) >= (9, 0)
     _route[(experts,)](
-        expert.contiguous(), assignments, block_expert, count, experts, blocks,
-        ROWS=rows, BINS=max(32, triton.next_power_of_2(experts)), CHUNK=chunk, PDL=pdl,
+        expert.contiguous(), routing.assignments, routing.block_expert,
+        routing.count, experts, routing.blocks,
+        ROWS=routing.block_rows, BINS=max(32, triton.next_power_of_2(experts)), CHUNK=chunk, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
-    return ExpertRouting(assignments, block_expert, count, experts, bucket)
+    return routing
+
+
+def route(expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
+    """The same in a buffer of its own."""
+    count = expert.numel()
+    size = buffer_size(count, experts)
+    if block_rows is not None:
+        size = max(size, max_blocks(count, experts, block_rows) * (block_rows + 1))
+    buffer = torch.empty(size, dtype=torch.int32, device=expert.device)
+    return route_into(buffer, expert, experts, block_rows)

@@ -1,6 +1,6 @@
 """Grouped products on unquantized experts: y[a] = w[expert of a] . x[a // r] + bias; Triton, and reference.
 
-    x        [R, K]      bf16 or fp16, rows contiguous; r = A // R consecutive assignments share a row
+    x        [R, K]      bf16, fp16 or fp32, rows contiguous; r = A // R consecutive assignments share a row
     weight   [E, N, K]   x's dtype; K contiguous, or N (a transposed view of [E, K, N], as gpt_oss stores it)
     bias     [E, N]      x's dtype, or None
     y        [A, N]      by assignment; not written where an assignment is in no block
@@ -29,6 +29,8 @@ TILES = (
     Tile(n=128, k=64, stages=4, warps=8),
 )
 """By bucket of rows an expert gets, see `tile.py`."""
+FLOAT32_TILE = Tile(n=32, k=32, stages=2, warps=4)
+"""Of fp32, which no matrix unit multiplies exactly: right, and not fast."""
 REUSED_FROM = 64
 """Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
 
@@ -50,7 +52,7 @@ def grouped_matmul_reference(x: Tensor, weight: Tensor, expert: Tensor, bias: Te
 def grouped_kernel(
     x, weight, bias, y, assignments, block_expert, count, N, K, x_stride, expert_stride, n_stride, k_stride,
     SHARED_BY: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM] += weight tile [BN, BK] . x tile [BM, BK]^T over K; grid (blocks * row tiles)."""
     if PDL:
@@ -77,7 +79,7 @@ def grouped_kernel(
             inside = (row < N)[:, None] & (k + column < K)[None, :]
             weight_tile = tl.load(weight_at, mask=inside, other=0.0, eviction_policy=EVICT)
         x_tile = tl.load(x_at, mask=x_inside, other=0.0)
-        accumulator = tl.dot(weight_tile, x_tile, accumulator)
+        accumulator = tl.dot(weight_tile, x_tile, accumulator, input_precision=PRECISION)
         weight_at += BK * k_stride
         x_at += BK
     if bias is not None:
@@ -94,7 +96,8 @@ def grouped_matmul(
     _, n, k = weight.shape
     if 1 not in weight.stride()[1:]:
         raise ValueError(f"neither N nor K of the experts' weight is contiguous: strides {weight.stride()}")
-    tile = tile or TILES[routing.bucket]
+    exact = x.dtype == torch.float32
+    tile = tile or (FLOAT32_TILE if exact else TILES[routing.bucket])
     y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
     capability = compute_capability(x.device)
     pdl = capability >= (9, 0)
@@ -103,6 +106,7 @@ def grouped_matmul(
         n, k, x.stride(0), *weight.stride(),
         SHARED_BY=routing.rows_per_input(len(x)), EVEN_N=n % tile.n == 0, EVEN_K=k % tile.k == 0,
         EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
+        PRECISION="ieee" if exact else "tf32",
         BM=routing.block_rows, BN=tile.n, BK=tile.k, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ...layouts.errors import UserError
-from ...layouts.experts import PackedExperts, experts_shapes, is_experts
+from ...layouts.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
 from ...serving_check.checks.loads import Loaded
@@ -159,7 +159,9 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
             inside.add(module.experts)
             shapes |= {f"{name}.{parameter}": shape for parameter, shape in module.shapes().items()}
         elif is_experts(module) and module not in inside:
-            shapes |= {f"{name}.{parameter}": shape for parameter, shape in experts_shapes(module).items()}
+            shapes |= {
+                f"{name}.{leaf}": tuple(weight.shape) for leaf, weight in parameters_of(module).items()
+            }
     return shapes
 
 

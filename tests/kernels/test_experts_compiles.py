@@ -1,6 +1,7 @@
 """What the compiler makes of the experts' kernels, with no GPU: instructions a weight, no spills."""
 
 import functools
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ BUCKETS = range(len(BLOCK_ROWS))
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|F2FP)\b")
 WGMMA_FROM = {"unquantized": 16, "int4": 32}
 """Rows of a block; fewer are multiplied by mma.sync, which Triton chooses by itself or for two warps."""
-MOST_INSTRUCTIONS = {8: 3.0, 16: 3.5, 32: 3.5, 64: 3.6, 128: 4.8}
+MOST_INSTRUCTIONS = {8: 3.0, 16: 3.1, 32: 3.4, 64: 3.6, 128: 4.9}
 """Of the INT4 loop a weight, by rows of a block, groups of 128."""
 DIVISIBLE = ("N", "K", "x_stride", "rows", "expert_stride", "n_stride")
 
@@ -74,6 +75,13 @@ def disassembled(kernel, tmp_path: Path) -> list[tuple[int, str]]:
     return [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text.stdout)]
 
 
+def assembler_notes(kernel, tmp_path: Path) -> str:
+    source = tmp_path / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"])
+    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 def loop_of(instructions: list[tuple[int, str]]) -> list[str]:
     """The body of the one loop that multiplies."""
     loops = []
@@ -98,10 +106,10 @@ def test_unquantized_tiles_use_the_matrix_unit_and_spill_nothing(bucket, tmp_pat
     check_no_local_memory(kernel, instructions)
     product = "HGMMA" if BLOCK_ROWS[bucket] >= WGMMA_FROM["unquantized"] else "HMMA"
     assert any(product in line for line in loop_of(instructions))
+    assert "serialized" not in assembler_notes(kernel, tmp_path)
 
 
-@pytest.mark.parametrize("bucket", [1, 3, 5])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("bucket", "transposed"), [(1, True), (3, False), (5, False), (5, True)])
 def test_ragged_biased_and_transposed_weights_spill_nothing(bucket, transposed, tmp_path):
     kernel = unquantized_kernel(bucket, transposed, ragged=True, biased=True)
     check_no_local_memory(kernel, disassembled(kernel, tmp_path))
@@ -115,24 +123,28 @@ def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight
     loop = loop_of(instructions)
     product = "HGMMA" if block_rows >= WGMMA_FROM["int4"] else "HMMA"
     assert any(product in line for line in loop)
+    assert "serialized" not in assembler_notes(kernel, tmp_path)
     assert not [line for line in loop if CONVERSION.search(line)]
     weights_a_thread = tile.n * int4.TILE_K / (32 * tile.warps)
     assert len(loop) <= MOST_INSTRUCTIONS[block_rows] * weights_a_thread
 
 
-@pytest.mark.parametrize("bucket", [1, 2, 3, 5])
 @pytest.mark.parametrize(
-    ("group", "fractional", "half"),
-    [(64, False, True), (32, True, False), (32, False, True), (128, True, True)],
+    ("bucket", "group", "fractional", "half"),
+    [
+        (1, 32, True, False),
+        (2, 32, False, True),
+        (3, 64, False, True),
+        (4, 128, True, True),
+        (5, 32, True, True),
+    ],
 )
 def test_every_form_of_the_int4_weight_spills_nothing(bucket, group, fractional, half, tmp_path):
     kernel = int4_kernel(bucket, group, fractional, half, ragged=True, biased=True)
     check_no_local_memory(kernel, disassembled(kernel, tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("bucket", "capability"), [(1, 90), (3, 90), (5, 90), (2, 80), (3, 80), (5, 80), (3, 100)]
-)
+@pytest.mark.parametrize(("bucket", "capability"), [(1, 90), (3, 90), (5, 90), (1, 80), (5, 80), (3, 100)])
 def test_words_reach_their_registers_by_pairs_of_columns_and_nothing_is_rearranged(bucket, capability):
     """The PTX takes neighbouring columns of one row together, as the compiler must deal them out."""
     ttgir = int4_kernel(bucket, capability=capability).asm["ttgir"]
@@ -146,8 +158,7 @@ def test_words_reach_their_registers_by_pairs_of_columns_and_nothing_is_rearrang
     assert len([line for line in ttgir.split("lop3.b32")[-1].splitlines() if "convert_layout" in line]) == 1
 
 
-@pytest.mark.parametrize("capability", [80, 89, 100])
-@pytest.mark.parametrize("bucket", [1, 3, 5])
+@pytest.mark.parametrize(("bucket", "capability"), [(1, 80), (3, 80), (5, 80), (5, 89), (1, 100), (5, 100)])
 def test_products_compile_for_other_chips(bucket, capability):
     shared = 99 * 1024 if capability == 89 else 163 * 1024 if capability == 80 else 227 * 1024
     for kernel in (

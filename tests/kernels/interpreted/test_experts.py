@@ -6,7 +6,14 @@ The interpreter has no bf16 product, so products are compared in fp16 there.
 import pytest
 import torch
 from scalegate.kernels.experts import int4, unquantized
-from scalegate.kernels.experts.routing import LARGEST_CHUNK, max_blocks, route, route_reference
+from scalegate.kernels.experts.routing import (
+    LARGEST_CHUNK,
+    buffer_size,
+    max_blocks,
+    route,
+    route_reference,
+    routing_in,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, TOKENS, TOP_K = 5, 9, 2
@@ -157,3 +164,22 @@ def test_the_int4_product_is_that_of_the_dequantized_weight(group_size, k, fract
 def test_a_group_size_the_kernel_does_not_know_is_refused():
     with pytest.raises(ValueError, match="groups of 48"):
         int4.pack(*random_int4(64, 96, 48, False), 48, torch.float16)
+
+
+def test_blocks_fit_a_buffer_whose_size_no_bucket_decides():
+    for experts in (1, 4, 8, 60, 128, 256):
+        for count in [
+            *range(1, 200),
+            *(1 << power for power in range(8, 18)),
+            *range(experts, 60 * experts, 7),
+        ]:
+            routing = routing_in(torch.empty(buffer_size(count, experts), dtype=torch.int32), count, experts)
+            assert routing.block_expert.shape == (routing.blocks,), (count, experts)
+
+
+def test_the_unquantized_product_is_exact_in_float32():
+    torch.manual_seed(2)
+    expert = chosen(TOKENS, TOP_K, EXPERTS)
+    weight, x = torch.randn(EXPERTS, N, K, device=DEVICE), torch.randn(TOKENS, K, device=DEVICE)
+    y = unquantized.grouped_matmul(x, weight, route(expert, EXPERTS))
+    assert relative(y, unquantized.grouped_matmul_reference(x, weight, expert)) < 1e-6
