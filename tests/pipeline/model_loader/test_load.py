@@ -60,7 +60,7 @@ def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
 def test_a_quantized_checkpoint_computes_what_its_dequantized_twin_does(
     quantized_pair, model_type: str, symmetric: bool
 ) -> None:
-    pair = quantized_pair(model_type, symmetric, lambda module: 16 if "down_proj" in module else 8)
+    pair = quantized_pair(model_type, symmetric, lambda module: 32 if "down_proj" in module else 16)
     twin = load_model(pair.dequantized, progress=False)
     loaded = load_model(pair.quantized, layout="dequantize", progress=False)
     torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
@@ -127,7 +127,7 @@ def test_the_plan_decides_and_a_layout_that_is_asked_for_overrules_it(quantized_
 
 
 def test_a_layout_that_cannot_serve_a_layer_is_refused_by_name(quantized_pair) -> None:
-    pair = quantized_pair("qwen2", True, lambda module: 8)
+    pair = quantized_pair("qwen2", True, lambda module: 16)
     with pytest.raises(UserError, match=r"layout 'cpu_int4' does not serve model\.layers\.\d"):
         load_model(pair.quantized, layout="cpu_int4", progress=False)
     with pytest.raises(UserError, match="unknown layout 'fast'; choose one of"):
