@@ -14,7 +14,7 @@ from scalegate.layouts.errors import UserError
 from scalegate.layouts.explain import explain_slow_layout
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.layouts.layout import PackedWeight, Problem
+from scalegate.layouts.layout import Experts, PackedWeight, Problem
 from scalegate.layouts.measure import ShapeMeasurements, measure
 from scalegate.layouts.measurement_cache import source_digest
 from scalegate.layouts.plan import LayoutPlan, Measurement, device_name, kernel_versions
@@ -281,6 +281,18 @@ def test_a_forced_layout_is_recorded_with_what_would_have_been_better():
     (slow,) = explain_slow_layout(plan, 0.95)
     assert slow.kernel == "_weight_int4pack_mm_for_cpu (float32)"
     assert slow.better_layout == "cpu_int4" and "256x256" in slow.sentence(0.95)
+
+
+def test_a_forced_layout_of_dense_layers_leaves_experts_to_be_chosen():
+    layers = {"up": problem(), "experts.up": replace(problem(), experts=Experts(4, 2))}
+    plan = choose(layers, (1,), force="cpu_int4_float32", progress=False)
+    assert [(one.modules, one.forced) for one in plan.choices] == [(("up",), True), (("experts.up",), False)]
+    assert plan.choices[1].layout in plan.choices[1].measured_layouts
+    plan = choose(layers, (1,), force="dequantize_per_expert", progress=False)
+    assert [one.forced for one in plan.choices] == [False, True]
+    assert plan.choices[1].layout == "dequantize_per_expert"
+    with pytest.raises(UserError, match="multiplies by experts only"):
+        choose({"up": problem()}, (1,), force="dequantize_per_expert", progress=False)
 
 
 def test_a_layout_that_cannot_serve_cannot_be_forced():

@@ -126,10 +126,30 @@ def test_the_plan_decides_and_a_layout_that_is_asked_for_overrules_it(quantized_
     assert set(forced.layouts.values()) == {"cpu_int4"}
 
 
+def test_a_layout_that_is_asked_for_is_taken_where_it_is_for_such_products(quantized_pair) -> None:
+    """A layout of dense layers says nothing of experts, and one of experts nothing of dense layers."""
+    pair = quantized_pair("qwen3_moe")
+    products = problems(open_checkpoint(pair.quantized))
+    experts = {name for name, problem in products.items() if problem.experts is not None}
+    assert experts and experts != set(products)
+    for forced, meant in (
+        ("cpu_int4_float32", set(products) - experts),
+        ("cpu_int4_float32_per_expert", experts),
+    ):
+        layouts = load_model(pair.quantized, layout=forced, progress=False).layouts
+        assert {name for name, layout in layouts.items() if layout == forced} == meant
+        assert {layout for name, layout in layouts.items() if name not in meant} <= {
+            "dequantize",
+            "dequantize_per_expert",
+        }
+
+
 def test_a_layout_that_cannot_serve_a_layer_is_refused_by_name(quantized_pair) -> None:
     pair = quantized_pair("qwen2", True, lambda module: 16)
     with pytest.raises(UserError, match=r"layout 'cpu_int4' does not serve model\.layers\.\d"):
         load_model(pair.quantized, layout="cpu_int4", progress=False)
+    with pytest.raises(UserError, match=r"'dequantize_per_expert' does not serve .*: multiplies by experts"):
+        load_model(pair.quantized, layout="dequantize_per_expert", progress=False)
     with pytest.raises(UserError, match="unknown layout 'fast'; choose one of"):
         load_model(pair.quantized, layout="fast", progress=False)
 
