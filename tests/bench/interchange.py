@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from scalegate.layouts.files import write_json
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
@@ -213,30 +213,28 @@ def write_minmax(
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     convention = EXPORTS[export]
-    tensors, modules, shapes = {}, {}, {}
+    tensors, specs, shapes = {}, {}, {}
     for name in checkpoint.tensors:
         tensor = checkpoint.read(name)
         module = name.removesuffix(".weight")
         if not module.endswith("_proj"):
             tensors[name] = tensor
             continue
-        weight = minmax(tensor, group_sizes.get(module.rpartition(".")[2], 128), symmetric)
-        modules[module], shapes[module] = weight.group_size, weight.shape
-        tensors.update(convention.tensors(module, weight, symmetric))
+        weight = minmax(tensor, Int4(group_sizes.get(module.rpartition(".")[2], 128), symmetric))
+        specs[module], shapes[module] = weight.spec, weight.shape
+        tensors.update(convention.tensors(module, weight))
     plain = [name for name in tensors if name in checkpoint.tensors]
-    save_file(tensors, out / "model.safetensors", convention.file_metadata(modules, shapes, plain))
-    config = checkpoint.config | {
-        "quantization_config": convention.quantization_config(modules, symmetric, ["lm_head"])
-    }
+    save_file(tensors, out / "model.safetensors", convention.file_metadata(specs, shapes, plain))
+    config = checkpoint.config | {"quantization_config": convention.quantization_config(specs, ["lm_head"])}
     write_json(out / "config.json", config)
     for path in checkpoint.other_files():
         shutil.copy(path, out / path.name)
 
 
-def minmax(weight: torch.Tensor, group_size: int, symmetric: bool) -> Int4Weight:
+def minmax(weight: torch.Tensor, spec: Int4) -> Int4Weight:
     n, k = weight.shape
-    groups = weight.float().view(n, k // group_size, group_size)
-    if symmetric:
+    groups = weight.float().view(n, spec.groups(k), spec.group_size)
+    if spec.symmetric:
         scale = (groups.abs().amax(-1) / 7).clamp(min=1e-8).to(torch.bfloat16)
         zero = torch.full_like(scale, 8, dtype=torch.float32)
     else:
@@ -244,7 +242,7 @@ def minmax(weight: torch.Tensor, group_size: int, symmetric: bool) -> Int4Weight
         scale = ((high - low) / 15).clamp(min=1e-8).to(torch.bfloat16)
         zero = (-low / scale.float()).round().clamp(0, 15)
     codes = (groups / scale.float().unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, 15)
-    return Int4Weight(pack_nibbles(codes.to(torch.uint8).view(n, k)), scale, zero.to(torch.uint8), group_size)
+    return Int4Weight(spec, pack_nibbles(codes.to(torch.uint8).view(n, k)), scale, zero.to(torch.uint8))
 
 
 def compared(ours: float, theirs: dict[str, Any]) -> dict[str, Any]:

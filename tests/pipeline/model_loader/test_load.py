@@ -1,6 +1,7 @@
 """Loading into unmodified transformers models: equal to their own loading and to dequantized twins."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ ARCHITECTURES = (
     "gpt_oss",
     "deepseek_v3",
 )
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
@@ -99,6 +101,75 @@ def test_problems_name_every_packed_product_without_reading_data(quantized_pair,
     }
     assert found["model.layers.0.mlp.experts.gate_up_proj"].experts == Experts(12, 2)
     assert found["model.layers.0.self_attn.q_proj+k_proj+v_proj"].n == 128
+
+
+QKV, GATE_UP = ["q_proj+k_proj+v_proj"], ["gate_proj+up_proj"]
+QKV_APART, GATE_UP_APART = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "merged"),
+    [
+        ("llmcompressor-w4a16", True),
+        ("llmcompressor-mixed", True),
+        pytest.param("llmcompressor-nvfp4a16", True, id="global scales that are shared"),
+        pytest.param("torchao-nvfp4", False, id="global scales that are not"),
+        pytest.param("llmcompressor-nvfp4", False, id="inputs that are rounded"),
+    ],
+)
+def test_projections_are_one_product_where_their_weights_can_be_one(name: str, merged: bool) -> None:
+    found = {key for key in problems(open_checkpoint(FIXTURES / name)) if ".layers.0." in key}
+    leaves = {key.rpartition(".")[2] for key in found}
+    first = (QKV + GATE_UP) if merged else (QKV_APART + GATE_UP_APART)
+    assert leaves == {*first, "o_proj", "down_proj"}
+
+
+def test_a_projection_of_another_global_scale_is_served_by_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURES / "llmcompressor-nvfp4a16", folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.k_proj.weight_global_scale"
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, file, {"format": "pt"})
+    before = load_model(FIXTURES / "llmcompressor-nvfp4a16", progress=False)
+    loaded = load_model(folder, progress=False)
+    attention = {key for key in loaded.layouts if ".0.self_attn" in key}
+    prefix = "model.layers.0.self_attn"
+    assert attention == {f"{prefix}.{leaf}" for leaf in ("q_proj+v_proj", "k_proj", "o_proj")}
+    x = torch.randn(1, 3, 128, dtype=loaded.model.dtype)
+    with torch.inference_mode():
+        for leaf, factor in (("q_proj", 1.0), ("k_proj", 0.5), ("v_proj", 1.0)):  # It divides.
+            y, expected = (m.model.get_submodule(f"{prefix}.{leaf}")(x) for m in (loaded, before))
+            torch.testing.assert_close(y, factor * expected, rtol=2e-2, atol=1e-2)
+
+
+def test_projections_of_two_formats_are_merged_as_far_as_they_are_alike(quantized_pair) -> None:
+    pair = quantized_pair("qwen3", False, lambda module: 16 if "v_proj" in module else 32)
+    loaded = load_model(pair.quantized, layout="dequantize", progress=False)
+    attention = {name.rpartition(".")[2] for name in loaded.layouts if ".0.self_attn" in name}
+    assert attention == {"q_proj+k_proj", "v_proj", "o_proj"}
+    twin = load_model(pair.dequantized, progress=False)
+    torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_gate_and_up_of_two_formats_are_two_products_of_the_experts(quantized_pair, model_type: str) -> None:
+    def group_size(module: str) -> int:
+        return 32 if ".experts." in module and module.endswith(("up_proj", "w3")) else 16
+
+    pair = quantized_pair(model_type, False, group_size)
+    loaded = load_model(pair.quantized, progress=False)
+    experts = {name.rpartition(".")[2] for name in loaded.layouts if ".experts." in name}
+    assert experts == {"gate_up_proj[0]", "gate_up_proj[1]", "down_proj"}
+    twin = load_model(pair.dequantized, progress=False)
+    torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_one_layer_in_two_formats_are_refused(quantized_pair) -> None:
+    pair = quantized_pair("qwen3_moe", True, lambda module: 16 if ".experts.3." in module else 32)
+    with pytest.raises(UserError, match=r"experts of .* differ in format or shape"):
+        load_model(pair.quantized, progress=False)
 
 
 def test_tied_weights_are_one_tensor(random_checkpoint) -> None:
