@@ -5,7 +5,7 @@ Nothing compiles for a new number of tokens: it only picks one of these few form
 
 from dataclasses import dataclass
 
-ROWS_PER_EXPERT = (0.25, 3.0, 10.0, 20.0, 48.0, float("inf"))
+ROWS_PER_EXPERT = (0.25, 5.0, 10.0, 20.0, 48.0, float("inf"))
 """Upper ends of the buckets: assignments over experts."""
 BLOCK_ROWS = (8, 8, 16, 32, 64, 128)
 """Assignments of one expert that are multiplied together, by bucket: the N of a matrix instruction."""

@@ -23,10 +23,10 @@ from .tile import Tile
 TILES = (
     Tile(n=64, k=128, stages=4, warps=4),
     Tile(n=64, k=128, stages=4, warps=4),
-    Tile(n=128, k=64, stages=4, warps=4),
-    Tile(n=128, k=64, stages=4, warps=4),
+    Tile(n=64, k=128, stages=3, warps=4),
+    Tile(n=128, k=64, stages=3, warps=4),
     Tile(n=128, k=64, stages=4, warps=8),
-    Tile(n=128, k=64, stages=4, warps=8),
+    Tile(n=128, k=64, stages=3, warps=8),
 )
 """By bucket of rows an expert gets, see `tile.py`."""
 FLOAT32_TILE = Tile(n=32, k=32, stages=2, warps=4)
