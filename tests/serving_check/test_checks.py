@@ -26,7 +26,7 @@ from .gate_samples import load_result, measured_m, sample_verdict
 
 BOUNDS = Bounds()
 SAME = Comparison(8192, 1.5, 1.5, 0.0, 0.0, 0.0, 1.0)
-SHAPE = "Int4Weight g128 zp 768x256 bfloat16"
+SHAPE = "int4 g128 zp 768x256 bfloat16"
 
 
 def plan_with(curves: dict[str, dict[int, float]], layout: str) -> LayoutPlan:
