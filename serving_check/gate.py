@@ -19,7 +19,7 @@ from .checks.loads import Loaded, PackedLayers, check_loads, packed_layers
 from .checks.quality import check_quality
 from .checks.reached import check_reached, most_running
 from .checks.throughput import check_throughput
-from .endpoints import Endpoint
+from .engines import Endpoint
 from .measurement import Block, MeasuredM, output_throughput
 from .quality import Comparison
 from .settings import Bounds, WorkloadSettings

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...layouts.errors import UserError
-from ...serving_check.endpoints import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
+from ...serving_check.engines import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
 from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.settings import WorkloadSettings
 from ..checkpoints.kv_cache import AUTO, UNQUANTIZED

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..endpoints import Endpoint
+from ..engines import Endpoint
 from ..settings import Bounds
 from ..verdict import CheckResult
 

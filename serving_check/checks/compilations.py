@@ -5,7 +5,7 @@ The server's own monitor says so; from outside such a pause looks like any other
 
 from collections import Counter
 
-from ..endpoints.prometheus_text import labels_of
+from ..engines.prometheus_text import labels_of
 from ..verdict import CheckResult
 
 NAME = "compilations in traffic"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...layouts.errors import UserError
-from ..endpoints.prometheus_text import labels_of
+from ..engines.prometheus_text import labels_of
 from ..settings import WorkloadSettings
 from ..verdict import CheckResult, CurvePoint
 

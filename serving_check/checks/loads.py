@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..endpoints.prometheus_text import labels_of
+from ..engines.prometheus_text import labels_of
 from ..verdict import CheckResult
 
 NAME = "loads"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..endpoints.prometheus_text import total
+from ..engines.prometheus_text import total
 from ..verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "M reached"

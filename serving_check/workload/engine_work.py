@@ -6,7 +6,7 @@ Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from ..endpoints.prometheus_text import total
+from ..engines.prometheus_text import total
 
 
 @dataclass(frozen=True)

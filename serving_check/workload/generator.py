@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import aiohttp
 from tqdm import tqdm
 
-from ..endpoints.endpoint import Endpoint
-from ..endpoints.prometheus_text import by_label, parse_metrics, total
+from ..engines.endpoint import Endpoint
+from ..engines.prometheus_text import by_label, parse_metrics, total
 from .engine_work import EngineWork, difference
 from .prompts import prompts
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec

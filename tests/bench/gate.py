@@ -24,7 +24,7 @@ from typing import Any
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation.engines import EMBEDDED, EngineOptions, endpoint_of
-from scalegate.serving_check.endpoints import SubprocessEndpoint
+from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict

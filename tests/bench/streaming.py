@@ -22,8 +22,8 @@ from typing import Any
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 from scalegate.layouts.files import write_json
-from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload

@@ -14,7 +14,7 @@ from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
-from scalegate.serving_check.endpoints import SubprocessEndpoint
+from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.verdict import Verdict
 
 SLOW_LAYOUT = "cpu_int4_float32"

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from scalegate.layouts.errors import UserError
-from scalegate.serving_check.endpoints import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
-from scalegate.serving_check.endpoints.prometheus_text import by_label, parse_metrics, total
+from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
+from scalegate.serving_check.engines.prometheus_text import by_label, parse_metrics, total
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 COMMAND = [sys.executable, "-P", str(COUNTING_SERVER), "0.001"]
@@ -80,7 +80,7 @@ def test_nothing_is_orphaned_when_the_parent_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     parent = (
         "import sys, time; from pathlib import Path;"
-        "from scalegate.serving_check.endpoints import SubprocessEndpoint;"
+        "from scalegate.serving_check.engines import SubprocessEndpoint;"
         f"SubprocessEndpoint({COMMAND!r}, 'counting', log=Path({str(log)!r})).start();"
         "print('up', flush=True); time.sleep(600)"
     )
