@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def load_plugins() -> None:
             for entry in entry_points(group=GROUP):
                 _import(f"{entry.name} (entry point {entry.value})", entry.load)
             for word in _words(os.environ.get(VARIABLE, "")):
-                _import(f"{word} (named in {VARIABLE})", lambda word=word: _load(word))
+                _import(f"{word} (named in {VARIABLE})", partial(_load, word))
             _STATE["loaded"] = True
         finally:
             _STATE["loading"] = False

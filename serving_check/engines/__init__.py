@@ -1,7 +1,6 @@
-"""Servers to be loaded: one already running, one started here, vLLM."""
+"""Engines to validate on, each in a file of its own, and the endpoints that their servers answer at."""
 
 from .endpoint import Endpoint, UrlEndpoint
 from .subprocess_endpoint import SubprocessEndpoint
-from .vllm import vllm_endpoint
 
-__all__ = ["Endpoint", "SubprocessEndpoint", "UrlEndpoint", "vllm_endpoint"]
+__all__ = ["Endpoint", "SubprocessEndpoint", "UrlEndpoint"]

@@ -13,7 +13,6 @@ from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.push import require_passing_verdict
 from scalegate.pipeline.quantization.base_metadata import read_base_metadata
 from scalegate.pipeline.recipe import load_recipe
-from scalegate.pipeline.validation import engines
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 NAME = "org/base-INT4"
@@ -133,7 +132,6 @@ def test_one_command_makes_it_again(artifact):
 
 def test_the_card_knows_the_defaults_of_the_command_it_shows():
     assert card.DEFAULT_EXPORT == quantize.DEFAULT_EXPORT
-    assert card.DEFAULT_ENGINE == engines.EMBEDDED
 
 
 def test_a_shipped_recipe_is_named_and_not_saved(artifact):

@@ -13,7 +13,7 @@ from scalegate.pipeline import release as release_module
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.release import command
 from scalegate.pipeline.inspect import inspect
-from scalegate.pipeline.release import ReleaseOptions, release
+from scalegate.pipeline.release import release
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -27,7 +27,7 @@ min_reached: 0.01
 min_top1_agreement: 0.5
 """
 
-OPTIONS = ReleaseOptions(m=(1, 4), device="cpu")
+OPTIONS = {"m": (1, 4), "device": "cpu"}
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def shared_measurements(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, tiny_checkpoint):
     def run(recipe="int4-hqq", to=f"folder:{tmp_path / 'release'}", **changes):
-        options = replace(OPTIONS, **changes)
-        return release(tiny_checkpoint, recipe, to, work=tmp_path / "work", options=options, progress=False)
+        options = {"work": tmp_path / "work", "progress": False, **OPTIONS, **changes}
+        return release(tiny_checkpoint, recipe, to, **options)
 
     return run
 
