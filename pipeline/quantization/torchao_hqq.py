@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.int4 import Int4Weight, pack_nibbles
-from .hqq import Solved
+from .int4_least_squares import Solved
 
 BITS = 4
 
