@@ -141,6 +141,11 @@ class Engine:
         if sequence is not None:
             self._leave(sequence)
 
+    def abort_all(self) -> None:
+        """Forget every request."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One step of the model: a token for every decoding request, then a chunk of the waiting prompts."""
