@@ -1,16 +1,14 @@
 """A toy engine, wholly in this file: a plugin that `pipeline validate --engine toy` drives like any other.
 
 Its server is ours behind another command line and a proxy that gives every figure another name. Run as a
-script, this file is that proxy: `test_toy_engine.py CHECKPOINT PLACES`.
+script, this file is that proxy: `test_toy_engine.py CHECKPOINT PLACES LOG`.
 """
 
 import http.server
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -32,7 +30,8 @@ RENAMED = {
 
 
 def toy_server(job: ServerJob) -> SubprocessEndpoint:
-    command = [sys.executable, "-P", __file__, str(job.folder), str(job.options.max_num_seqs)]
+    inner_log = job.log.with_suffix(".inner")
+    command = [sys.executable, "-P", __file__, str(job.folder), str(job.options.max_num_seqs), str(inner_log)]
     return SubprocessEndpoint(
         command, f"toy {job.side}", log=job.log, series=TOY.series, progress=job.progress
     )
@@ -129,7 +128,9 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
 
     def _pass_on(self, body: bytes | None) -> None:
-        request = urllib.request.Request(self.upstream + self.path, body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.upstream + self.path, body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request) as answer:
             self.send_response(answer.status)
             self.send_header("Content-Type", answer.headers["Content-Type"])
@@ -151,16 +152,18 @@ def renamed(text: str) -> str:
     return "\n".join(told) + "\n"
 
 
-def main(checkpoint: str, places: str) -> None:
-    logs = Path(tempfile.mkdtemp(prefix="toy-"))
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 64
+
+
+def main(checkpoint: str, places: str, log: str) -> None:
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", checkpoint, "--port", "0"]
     command += ["--device", "cpu", "--max-num-seqs", places, "--max-model-len", "128"]
-    with SubprocessEndpoint(command, "toy", log=logs / "log", progress=False) as endpoint:
+    with SubprocessEndpoint(command, "toy", log=Path(log), progress=False) as endpoint:
         Proxy.upstream = endpoint.base_url
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        with Server(("127.0.0.1", 0), Proxy) as server:
             print(ready_line("toy", f"http://127.0.0.1:{server.server_port}"), flush=True)
             server.serve_forever()
-    shutil.rmtree(logs)
 
 
 if __name__ == "__main__":
