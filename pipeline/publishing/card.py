@@ -12,13 +12,14 @@ from typing import Any
 import jinja2
 import yaml
 
+from ...serving_check.engine.options import ARTIFACT_ONLY
 from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.options import words_of
 from ...serving_check.settings import Bounds, WorkloadSettings
 from ...serving_check.verdict import CurvePoint, Verdict
 from ..artifact import Artifact
 from ..recipe import load_recipe, shipped_recipes
-from ..validation.servers import effective_options, sized_options
+from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
 from .card_engines import engines
 
@@ -225,8 +226,12 @@ def _given_options(verdict: Verdict) -> list[str]:
     """The engine's options that `release` would not have set by itself, as words of its command."""
     recorded = verdict.environment.engine_options or {}
     usual = effective_options(sized_options({"device": recorded.get("device")}, verdict.workload))
-    left = {"device", "dtype", "layout", "kv_cache_dtype"}
-    given = {name: value for name, value in recorded.items() if name not in left and usual.get(name) != value}
+    told_elsewhere = IN_PROCESS.union(ARTIFACT_ONLY)
+    given = {
+        name: value
+        for name, value in recorded.items()
+        if name not in told_elsewhere and usual.get(name) != value
+    }
     return words_of(given)
 
 

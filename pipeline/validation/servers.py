@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...layouts.errors import UserError
-from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
+from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, EngineOptions
 from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.engines.engine import Server, ServerJob
 from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
@@ -35,15 +35,16 @@ def sized_options(given: Mapping[str, Any], workload: WorkloadSettings) -> Engin
 
 
 def baseline_options(options: EngineOptions) -> EngineOptions:
-    """The artifact's layout and KV format are its own; everything else is for both sides."""
-    return replace(options, layout=None, kv_cache_dtype=AUTO)
+    """The same for the baseline, without what is tried on the artifact."""
+    untried = EngineOptions()
+    return replace(options, **{name: getattr(untried, name) for name in ARTIFACT_ONLY})
 
 
 def check_reached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
     """UserError where an option was given that no server would get."""
     ours, theirs = engine_named(engine), engine_named(baseline_engine)
     for name, value in given.items():
-        reached = ours.options if name == "kv_cache_dtype" else ours.options | theirs.options
+        reached = ours.options if name in ARTIFACT_ONLY else ours.options | theirs.options
         if value in (None, AUTO) or name in reached | IN_PROCESS:
             continue
         if ours.starts:

@@ -14,6 +14,8 @@ from .jit_monitor import Mode
 AUTO, UNQUANTIZED = "auto", "unquantized"
 SIZED = ("max_num_seqs", "max_model_len", "kv_cache_tokens")
 """What `validate` and `release` work out from the workload where it is not given."""
+ARTIFACT_ONLY = ("layout", "kv_cache_dtype")
+"""What `validate` tries on the artifact; its baseline keeps its own."""
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 
 CPU_CHUNK = 512
