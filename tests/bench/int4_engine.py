@@ -23,7 +23,7 @@ from scalegate.layouts.linear import QuantizedLinear
 from scalegate.layouts.merged_linear import layers_with_one_input, merge_unquantized
 from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig
+from scalegate.serving_check.engine.options import EngineOptions
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -119,7 +119,7 @@ def check(linear: QuantizedLinear, weight: Int4Weight) -> None:
 
 def warm_engine(model: PreTrainedModel) -> Engine:
     started = time.perf_counter()
-    config = EngineConfig(max_num_seqs=128, max_model_len=4096, kv_cache_tokens=200_000, prefill_chunk=8192)
+    config = EngineOptions(max_num_seqs=128, max_model_len=4096, kv_cache_tokens=200_000, prefill_chunk=8192)
     engine = Engine(model, config, frozenset())
     engine.warm_up(progress=False)
     engine.jit_monitor.disarm()  # Until the other engine is warm too.

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from scalegate.serving_check.endpoints import Endpoint
+from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.measurement import Block, MeasuredM
 from scalegate.serving_check.settings import Bounds, WorkloadSettings

@@ -15,7 +15,7 @@ from scalegate.serving_check.checks.loads import Loaded, check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
-from scalegate.serving_check.endpoints.prometheus_text import parse_metrics
+from scalegate.serving_check.engines.prometheus_text import parse_metrics
 from scalegate.serving_check.measurement import decoding_together
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings

@@ -12,13 +12,14 @@ from scalegate.serving_check.engine import compiled_layers, forward
 from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = EngineConfig(max_num_seqs=32, decode_buckets=(1, 8, 32), prefill_chunk=96, max_model_len=256)
+CONFIG = EngineOptions(max_num_seqs=32, decode_buckets=(1, 8, 32), prefill_chunk=96, max_model_len=256)
 """Steps of at most 128 tokens: for more, the compiler times kernels and may choose others each time."""
 SIZES = {
     "hidden_size": 1024,
