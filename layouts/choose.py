@@ -22,7 +22,7 @@ from tqdm import tqdm
 from .all_layouts import LAYOUTS
 from .errors import UserError
 from .explain import lowest_ratio, mean_ratio
-from .layout import Problem
+from .layout import ExpertsLayout, Problem
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
 from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
@@ -48,6 +48,23 @@ def default_layout(problem: Problem) -> str:
     return next(name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None)
 
 
+def forced_for(force: str | None, problem: Problem) -> str | None:
+    """`force`, where it is for such problems: a layout of dense layers says nothing of experts."""
+    if force is None or isinstance(LAYOUTS[force], ExpertsLayout) != (problem.experts is not None):
+        return None
+    return force
+
+
+def refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
+    """UserError where `force` does not serve what it is for, or where nothing of that kind is there."""
+    layout = LAYOUTS[force]
+    meant = {module: one for module, one in problems.items() if forced_for(force, one) is not None}
+    for module, problem in (meant or problems).items():
+        reason = layout.refuses(problem)
+        if reason is not None:
+            raise UserError(f"layout {force!r} does not serve {module} ({problem!s}): {reason}")
+
+
 def choose(
     problems: Mapping[str, Problem],
     ms: Sequence[int] | None = None,
@@ -60,7 +77,8 @@ def choose(
 
     problems: by module name, all on one device
     ms:       None takes `default_ms`
-    force:    the layout to record whatever the measurements say; they are taken and kept all the same
+    force:    the layout to record for dense layers, or for experts where it is one of theirs, whatever the
+              measurements say; they are taken and kept all the same
     fresh:    measure again what is in the cache
     """
     if not problems:
@@ -70,7 +88,7 @@ def choose(
     if ms[0] < 1:
         raise UserError(f"M={ms[0]}: M is a number of requests, so 1 or more")
     if force is not None:
-        _refuse_impossible(force, problems)
+        refuse_impossible(force, problems)
     modules: dict[Problem, list[str]] = {}
     for module, problem in problems.items():
         modules.setdefault(problem, []).append(module)
@@ -99,7 +117,7 @@ def choose(
                 store(problem, ms, layouts, found)
             else:
                 bar.update(len(ms))
-            choices.append(pick(str(problem), tuple(names), found, force))
+            choices.append(pick(str(problem), tuple(names), found, forced_for(force, problem)))
     return LayoutPlan(device_name(device), kernel_versions(), tuple(choices))
 
 
@@ -141,11 +159,3 @@ def _first_of_the_best(score: Mapping[str, float]) -> str:
     """The first name, in the order of preference, whose score is within TIE_MARGIN of the best."""
     best = max(score.values())
     return next(name for name in LAYOUTS if score.get(name, 0.0) >= best * (1 - TIE_MARGIN))
-
-
-def _refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
-    layout = LAYOUTS[force]
-    for module, problem in problems.items():
-        reason = layout.refuses(problem)
-        if reason is not None:
-            raise UserError(f"layout {force!r} does not serve {module} ({problem!s}): {reason}")

@@ -1,15 +1,20 @@
 """A name-to-implementation table whose error lists the valid names; one instance for each seam."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from .errors import UserError
+from .plugins import load_plugins
 
 T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Implementations of one seam by name, in the order they were added."""
+    """Implementations of one seam by name, in the order they were added.
+
+    The first look-up in any registry loads the plugins, so that what they register is found like the rest.
+    """
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -21,7 +26,20 @@ class Registry(Generic[T]):
         self._entries[name] = entry
         return entry
 
+    def remove(self, name: str) -> None:
+        del self._entries[name]
+
+    @contextmanager
+    def registered(self, name: str, entry: T) -> Iterator[T]:
+        """`entry` under `name` inside the `with` block, and gone after it; for tests."""
+        self.add(name, entry)
+        try:
+            yield entry
+        finally:
+            self.remove(name)
+
     def __getitem__(self, name: str) -> T:
+        load_plugins()
         try:
             return self._entries[name]
         except KeyError:
@@ -29,10 +47,13 @@ class Registry(Generic[T]):
             raise UserError(f"unknown {self.kind} {name!r}; choose one of: {choices}") from None
 
     def __contains__(self, name: str) -> bool:
+        load_plugins()
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
+        load_plugins()
         return iter(self._entries)
 
     def items(self) -> list[tuple[str, T]]:
+        load_plugins()
         return list(self._entries.items())

@@ -3,21 +3,21 @@
 import torch
 
 from ..layouts.errors import UserError
+from ..serving_check.engine.options import AUTO, DTYPES
 
-DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""By the name an option has; auto is the checkpoint's own."""
+DTYPE_OF = {name: None if name == AUTO else getattr(torch, name) for name in DTYPES}
 
 
 def resolve_dtype(name: str) -> torch.dtype | None:
     """The dtype of that name; None is the checkpoint's own."""
-    if name not in DTYPES:
+    if name not in DTYPE_OF:
         raise UserError(f"unknown dtype {name!r}; choose one of: {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPE_OF[name]
 
 
 def resolve_device(device: str) -> str:
     """`auto` made concrete, anything else checked."""
-    if device == "auto":
+    if device == AUTO:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.device(device).type

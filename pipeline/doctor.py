@@ -16,8 +16,12 @@ from huggingface_hub import constants, get_token
 
 from ..layouts.all_layouts import LAYOUTS
 from ..layouts.formats.all_formats import WEIGHT_FORMATS
+from ..layouts.kv_format import KV_FORMATS
 from ..layouts.layout import Experts, ExpertsLayout, Problem
 from ..layouts.plan import device_name
+from ..serving_check.engines.all_engines import ENGINES
+from ..serving_check.engines.engine import Availability
+from .conventions.all_conventions import CONVENTIONS
 
 PACKAGES = (
     "scalegate",
@@ -37,7 +41,6 @@ INSTALL = {
     "humming-kernels": "pip install humming-kernels, for its INT4 and NVFP4 layouts on CUDA",
     "mslk": "pip install mslk from the wheel index on pytorch.org, for its INT4 layout on Hopper",
     "gemlite": "pip install gemlite, for its INT4 layout on CUDA",
-    "vllm": "pip install vllm in an environment of its own, and put its `vllm` on PATH, for --engine vllm",
 }
 PROBE_SHAPE = (4096, 4096)
 """A layer of an 8 B model: N and K that every layout takes whose kernel runs here at all."""
@@ -91,6 +94,9 @@ class Diagnosis:
     """None for what is not installed."""
     layouts: list[LayoutState]
     engines: list[Engine]
+    kv_formats: list[str]
+    conventions: list[str]
+    """Of quantized checkpoints, that it reads."""
     hub: HubLogin
     disk_free_bytes: int
     """Where the command runs, which is where artifacts go unless told otherwise."""
@@ -106,20 +112,20 @@ def doctor() -> Diagnosis:
     versions = {name: _version(name) for name in PACKAGES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    engines = {name: engine.availability() for name, engine in ENGINES.items()}
     cache = Path(constants.HF_HUB_CACHE)
     return Diagnosis(
         platform=f"Python {platform.python_version()}, {platform.platform()}",
         devices=[_device(device) for device in devices],
         versions=versions,
         layouts=[state for device in devices for state in _layouts(device)],
-        engines=[
-            Engine("embedded", True, "Scalegate's own, on every device above"),
-            _vllm(versions["vllm"]),
-        ],
+        engines=[Engine(name, one.available, one.detail) for name, one in engines.items()],
+        kv_formats=list(KV_FORMATS),
+        conventions=list(CONVENTIONS),
         hub=HubLogin(constants.ENDPOINT, get_token() is not None, constants.is_offline_mode(), str(cache)),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         cache_free_bytes=shutil.disk_usage(_existing(cache)).free,
-        advice=_advice(versions),
+        advice=_advice(versions, engines),
     )
 
 
@@ -153,13 +159,6 @@ def _layouts(device: torch.device) -> list[LayoutState]:
     return states
 
 
-def _vllm(version: str | None) -> Engine:
-    command = shutil.which("vllm")
-    if command is None:
-        return Engine("vllm", False, "no `vllm` command on PATH")
-    return Engine("vllm", True, f"{command}{f', {version}' if version else ''}")
-
-
 def _existing(path: Path) -> Path:
     """`path`, or the nearest folder above it that exists."""
     while not path.exists():
@@ -167,18 +166,14 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _advice(versions: dict[str, str | None]) -> list[str]:
+def _advice(versions: dict[str, str | None], engines: dict[str, Availability]) -> list[str]:
     advice = []
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         advice.append(f"no CUDA device is seen, by a torch {built}; for a GPU, see pytorch.org/get-started")
-    wanted = [name for name, version in versions.items() if version is None and name in INSTALL]
-    if not torch.cuda.is_available():
-        # Kernels for CUDA help nobody here; another engine may still run elsewhere.
-        wanted = [name for name in wanted if name == "vllm"]
-    if shutil.which("vllm") is not None:
-        wanted = [name for name in wanted if name != "vllm"]
-    advice += [INSTALL[name] for name in wanted]
+    else:
+        advice += [text for name, text in INSTALL.items() if versions.get(name) is None]
+    advice += [engine.install for engine in engines.values() if engine.install and not engine.available]
     if get_token() is None:
         advice.append("no Hub token: log in with `hf auth login`, or set HF_TOKEN, before pushing to the Hub")
     return advice

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..layouts.all_layouts import LAYOUTS
-from ..layouts.choose import choose, default_ms
+from ..layouts.choose import choose, default_ms, forced_for
 from ..layouts.errors import UserError
 from ..layouts.layout import Problem
 from ..layouts.plan import LayoutPlan, ShapeChoice
@@ -48,7 +48,8 @@ def layout(
 
     artifact: folder or Hub id, of any convention we read; the plan is stored where the folder is an artifact
     ms:       None takes the gate's for the device
-    force:    one layout for every layer, whatever the measurements say; they are recorded all the same
+    force:    one layout for every dense layer, or for all experts where it is one of theirs, whatever the
+              measurements say; they are recorded all the same
     fresh:    measure again, whatever was measured before
     """
     on = torch.device(resolve_device(device))
@@ -87,7 +88,8 @@ def _stands(
         choice = choices.get(str(problem))
         if choice is None or module not in choice.modules or not _measured_all(choice, ms):
             return False
-        if choice.forced != (force is not None) or (force is not None and choice.layout != force):
+        forced = forced_for(force, problem)
+        if choice.forced != (forced is not None) or (forced is not None and choice.layout != forced):
             return False
     return True
 

@@ -5,11 +5,15 @@ there and belongs to the same model, recipe, device, workload and bytes. The ste
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..layouts.errors import UserError
+from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
+from ..serving_check.engines.all_engines import DEFAULT_ENGINE
+from ..serving_check.options import flag, from_given, takes
 from ..serving_check.settings import Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
@@ -19,30 +23,27 @@ from .push import check_target, push
 from .quantize import DEFAULT_EXPORT, quantize
 from .recipe import Recipe, load_recipe
 from .validate import QUALITY_TOKENS, validate
+from .validation.servers import check_reached, effective_options, sized_options
 
 DEFAULT_WORK = "scalegate-work"
 
 
 @dataclass(frozen=True)
 class ReleaseOptions:
-    """What the steps are run with; the names are those of the steps' own options."""
+    """What the steps are run with beside the engine's options; the names are those of the steps' own."""
 
     revision: str | None = None
     """Of the model, where it is a Hub id."""
     export: str = DEFAULT_EXPORT
     overwrite: bool = False
     """Quantize anew where the work folder holds another or an older job."""
-    device: str = "auto"
-    dtype: str = "auto"
-    layout: str | None = None
-    """One layout for every layer, whatever is measured; None takes the fastest."""
     baseline: str | None = None
     m: Sequence[int] = WorkloadSettings().ms
     input_len: int = WorkloadSettings.input_len
     output_len: int = WorkloadSettings.output_len
     max_repeats: int = WorkloadSettings.max_blocks
     floor: float | None = None
-    engine: str = "embedded"
+    engine: str = DEFAULT_ENGINE
     text: str | Path | None = None
     quality_tokens: int = QUALITY_TOKENS
     private: bool = False
@@ -76,37 +77,57 @@ class ReleaseResult:
         }
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """One call of `release`, its options sorted."""
+
+    steps: ReleaseOptions
+    engine: EngineOptions
+    given: Mapping[str, Any]
+    """Those of the engine's options that were given, as `validate` takes them; without the layout, which the
+    artifact's plan records."""
+
+    @property
+    def workload(self) -> WorkloadSettings:
+        return WorkloadSettings(tuple(sorted(self.steps.m)), self.steps.input_len, self.steps.output_len)
+
+
+@takes(ReleaseOptions, EngineOptions, sized=SIZED)
 def release(
     model: str | Path,
     recipe: str | Path,
     to: str,
     *,
     work: str | Path = DEFAULT_WORK,
-    options: ReleaseOptions | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> ReleaseResult:
     """Quantize `model` by `recipe` in a folder under `work`, prove that it scales, and publish it to `to`.
 
     A verdict other than a pass ends it: the result then holds the verdict and no push.
+
+    options: the fields of ReleaseOptions and of EngineOptions; `layout` is recorded in the artifact, whatever
+             is measured, and the KV format is always the one that the checkpoint declares
     """
-    options = options or ReleaseOptions()
+    asked = _asked(options)
     model = str(model)
     chosen = load_recipe(recipe)
     folder = Path(work).expanduser() / f"{Path(model).name}-{chosen.name}"
     # Asked first: a push that cannot succeed should not be found out after hours of work.
-    check_target(folder, to, options.private, options.create_pr, options.to_revision)
+    steps = asked.steps
+    check_target(folder, to, steps.private, steps.create_pr, steps.to_revision)
     result = ReleaseResult(folder)
-    _quantize(result, model, chosen, options, progress)
-    _lay_out(result, options, progress)
-    result.verdict = _validate(result, options, progress)
+    _quantize(result, model, chosen, asked, progress)
+    _lay_out(result, asked, progress)
+    result.verdict = _validate(result, asked, progress)
     if result.verdict.status != "pass":
         return result
     result.push = push(
         folder,
         to,
-        private=options.private,
-        create_pr=options.create_pr,
-        revision=options.to_revision,
+        private=steps.private,
+        create_pr=steps.create_pr,
+        revision=steps.to_revision,
         progress=progress,
     )
     unchanged = result.push.status == "unchanged"
@@ -116,9 +137,24 @@ def release(
     return result
 
 
-def _quantize(
-    result: ReleaseResult, model: str, recipe: Recipe, options: ReleaseOptions, progress: bool
-) -> None:
+def _asked(options: Mapping[str, Any]) -> _Asked:
+    """UserError where the options ask for what cannot be released."""
+    own = {one.name for one in fields(ReleaseOptions)}
+    for_engine = {name: value for name, value in options.items() if name not in own}
+    steps = from_given(ReleaseOptions, {name: value for name, value in options.items() if name in own})
+    engine = from_given(EngineOptions, for_engine)
+    if engine.kv_cache_dtype != AUTO:
+        raise UserError(
+            f"{flag('kv_cache_dtype')} tries a KV format out, and a release is served with the one that its "
+            "checkpoint declares; leave it out, or try it with `pipeline validate`"
+        )
+    given = {name: value for name, value in for_engine.items() if name != "layout"}
+    check_reached(given, steps.engine, steps.engine)
+    return _Asked(steps, engine, given)
+
+
+def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool) -> None:
+    options = asked.steps
     # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
     finished = not options.overwrite and (result.artifact / MANIFEST_NAME).is_file()
     artifact = quantize(
@@ -127,7 +163,7 @@ def _quantize(
         result.artifact,
         revision=options.revision,
         export=options.export,
-        device=None if options.device == "auto" else options.device,
+        device=None if asked.engine.device == AUTO else asked.engine.device,
         overwrite=options.overwrite,
         progress=progress,
     )
@@ -135,20 +171,21 @@ def _quantize(
     _note(result, "quantize", finished, f"{result.artifact} is {model}{at} by {recipe.name}")
 
 
-def _lay_out(result: ReleaseResult, options: ReleaseOptions, progress: bool) -> None:
+def _lay_out(result: ReleaseResult, asked: _Asked, progress: bool) -> None:
     plan = lay_out(
         result.artifact,
-        ms=options.m,
-        force=options.layout,
-        device=options.device,
-        dtype=options.dtype,
+        ms=asked.steps.m,
+        force=asked.engine.layout,
+        device=asked.engine.device,
+        dtype=asked.engine.dtype,
         progress=progress,
     )
     _note(result, "layout", not plan.measured, plan.note)
 
 
-def _validate(result: ReleaseResult, options: ReleaseOptions, progress: bool) -> Verdict:
-    verdict, why_not = _standing_pass(result.artifact, options)
+def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
+    options = asked.steps
+    verdict, why_not = _standing_pass(result.artifact, asked)
     if verdict is not None:
         _note(result, "validate", True, f"a pass of {verdict.created} stands for these bytes and workload")
         return verdict
@@ -163,15 +200,14 @@ def _validate(result: ReleaseResult, options: ReleaseOptions, progress: bool) ->
         floor=options.floor,
         text=options.text,
         quality_tokens=options.quality_tokens,
-        device=options.device,
-        dtype=options.dtype,
         progress=progress,
+        **asked.given,
     )
     _note(result, "validate", False, f"{verdict.status} ({why_not})")
     return verdict
 
 
-def _standing_pass(folder: Path, options: ReleaseOptions) -> tuple[Verdict | None, str]:
+def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
     """A passing verdict that answers what is asked now, or why there is none."""
     manifest = Artifact.read(folder)
     path = folder / VERDICT_NAME
@@ -185,24 +221,37 @@ def _standing_pass(folder: Path, options: ReleaseOptions) -> tuple[Verdict | Non
         or verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256()
     ):
         return None, "the verdict there was given for other bytes"
-    workload, asked = verdict.workload, _asked_workload(options)
+    workload, wanted = verdict.workload, asked.workload
     if (workload.ms, workload.input_len, workload.output_len) != (
-        asked.ms,
-        asked.input_len,
-        asked.output_len,
+        wanted.ms,
+        wanted.input_len,
+        wanted.output_len,
     ):
         return None, "the verdict there was given under another workload"
-    if verdict.bounds.throughput_floor != _asked_floor(manifest, options):
+    if verdict.bounds.throughput_floor != _asked_floor(manifest, asked.steps):
         return None, "the verdict there was given with another floor"
-    if verdict.environment.engine != options.engine:
+    if verdict.environment.engine != asked.steps.engine:
         return None, "the verdict there was given on another engine"
+    if changed := _changed_options(verdict, asked):
+        return None, f"the verdict there was given with another {', '.join(map(flag, changed))}"
     if verdict.status != "pass":
         return None, f"the verdict there was {verdict.status}"
     return verdict, ""
 
 
-def _asked_workload(options: ReleaseOptions) -> WorkloadSettings:
-    return WorkloadSettings(tuple(sorted(options.m)), options.input_len, options.output_len)
+def _changed_options(verdict: Verdict, asked: _Asked) -> list[str]:
+    """The engine's options that are asked for otherwise than the verdict records them."""
+    recorded = verdict.environment.engine_options
+    if recorded is None:
+        return []
+    options = sized_options(asked.given, asked.workload)
+    if options.device == AUTO:
+        options = replace(options, device=str(recorded.get("device", AUTO)))
+    return [
+        name
+        for name, value in effective_options(options).items()
+        if name in recorded and value not in (AUTO, recorded[name])
+    ]
 
 
 def _asked_floor(manifest: Artifact, options: ReleaseOptions) -> float:

@@ -5,12 +5,12 @@ Not the server itself: that is `serving_check/server`, which knows nothing of ch
 
 import functools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..serving_check.engine.jit_monitor import Mode
-from ..serving_check.engine.request import EngineConfig
+from ..serving_check.engine.options import EngineOptions
+from ..serving_check.options import from_given, takes
 from ..serving_check.server.run import ServerOptions, run_server
 from ..serving_check.server.served_model import ModelDescription, SamplingDefaults
 
@@ -23,20 +23,7 @@ if TYPE_CHECKING:
     from .checkpoints.checkpoint import Checkpoint
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What the engine's process loads; picklable."""
-
-    folder: Path
-    device: str = "auto"
-    dtype: str = "auto"
-    """A name in `device.py`; auto is the checkpoint's own."""
-    layout: str | None = None
-    """One layout for every quantized layer, whatever the artifact's plan says."""
-    kv_cache_dtype: str = "auto"
-    """How keys and values are stored; auto is what the checkpoint declares."""
-
-
+@takes(EngineOptions)
 def serve(
     artifact: str | Path,
     *,
@@ -44,42 +31,24 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     served_model_name: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    layout: str | None = None,
-    max_num_seqs: int = 128,
-    max_model_len: int | None = None,
-    kv_cache_dtype: str = "auto",
-    kv_cache_tokens: int | None = None,
-    prefill_chunk: int | None = None,
-    jit_monitor: Mode = "warn",
     revision: str | None = None,
     drain_seconds: float = 30.0,
+    **engine_options: Any,
 ) -> None:
     """Serve `artifact`, a folder or a Hub id of any convention we read, until SIGTERM or SIGINT.
 
     host:              loopback unless told otherwise; the API is open to all who reach it without `api_key`
     port:              0 takes a free one, which the ready line names
     served_model_name: what clients call the model; None takes `artifact` as it was given
-    device:            `auto` is CUDA where there is one
-    dtype:             of activations and unquantized weights; a name in `device.py`
-    layout:            one layout for every quantized layer; None takes the artifact's plan
-    kv_cache_dtype:    a name in `layouts/kv_format.py`; `auto` is what the checkpoint declares
-    jit_monitor:       on a compilation after warm-up, `warn` logs and counts it, `error` ends the server
+    drain_seconds:     on SIGTERM, how long running requests may take to finish
+    engine_options:    the fields of EngineOptions (`serving_check/engine/options.py`)
     """
+    options = from_given(EngineOptions, engine_options)
     folder = checkpoint_folder(artifact, revision)
-    name = served_model_name or str(artifact)
-    config = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        kv_cache_tokens=kv_cache_tokens,
-        prefill_chunk=prefill_chunk,
-        jit_monitor=jit_monitor,
-    )
     run_server(
         ServerOptions(host, port, api_key, drain_seconds),
-        name,
-        functools.partial(build_engine, ModelOptions(folder, device, dtype, layout, kv_cache_dtype), config),
+        served_model_name or str(artifact),
+        functools.partial(build_engine, folder, options),
         functools.partial(describe, folder),
     )
 
@@ -94,25 +63,25 @@ def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
     return open_checkpoint(str(artifact), revision).folder
 
 
-def build_engine(options: ModelOptions, config: EngineConfig) -> "Engine":
-    """Load the model and put the engine around it; runs in the engine's process."""
+def build_engine(folder: Path, options: EngineOptions) -> "Engine":
+    """Load the model in `folder` and put the engine around it; runs in the engine's process."""
     from ..serving_check.engine.engine import Engine
     from .checkpoints.checkpoint import open_checkpoint
     from .checkpoints.kv_cache import FP8, kv_cache_of
     from .device import resolve_device, resolve_dtype
     from .model_loader.load_model import load_model
 
-    kv_cache = kv_cache_of(open_checkpoint(options.folder), options.kv_cache_dtype)
+    kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)
     if kv_cache.kv_format == FP8 and not kv_cache.scales:
         print("Note: no KV scales in the checkpoint; keys and values are stored unscaled.", file=sys.stderr)
     loaded = load_model(
-        options.folder,
+        folder,
         device=resolve_device(options.device),
         dtype=resolve_dtype(options.dtype),
         layout=options.layout,
     )
     ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
-    return Engine(loaded.model, replace(config, kv_cache_dtype=kv_cache.kv_format), ends, kv_cache.scales)
+    return Engine(loaded.model, replace(options, kv_cache_dtype=kv_cache.kv_format), ends, kv_cache.scales)
 
 
 def describe(folder: Path) -> ModelDescription:

@@ -12,25 +12,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ..layouts.choose import choose
 from ..layouts.errors import UserError
 from ..layouts.plan import LayoutPlan
 from ..serving_check.checks.diagnosis import Diagnosis, diagnose
 from ..serving_check.checks.loads import Loaded
+from ..serving_check.engine.options import SIZED, EngineOptions
+from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
+from ..serving_check.engines.engine import Engine
 from ..serving_check.environment import describe_environment
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, judge, serve_and_measure
+from ..serving_check.options import flag, takes, words_of
 from ..serving_check.settings import Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict, overall_status
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .checkpoints.kv_cache import AUTO, kv_cache_of
-from .device import DTYPES, resolve_device
+from .checkpoints.kv_cache import kv_cache_of
+from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import problems
 from .report.write import write_report
-from .validation.engines import EMBEDDED, EngineOptions, endpoint_of, is_url
 from .validation.in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
+from .validation.servers import (
+    IN_PROCESS,
+    baseline_options,
+    check_reached,
+    recorded_options,
+    server_of,
+    sized_options,
+)
 from .validation.subject import describe_subject
 
 REPORT_FOLDER = "serving_check"
@@ -49,17 +61,15 @@ class _Run:
     bounds: Bounds
     engine: str
     baseline_engine: str
-    device: str
-    dtype: str
-    layout: str | None
-    kv_cache_dtype: str
+    options: EngineOptions
+    """The artifact's side."""
     text: Path | None
     quality_tokens: int
     progress: bool
 
     @property
     def in_process(self) -> LoadOptions:
-        return LoadOptions(self.device, DTYPES[self.dtype], self.layout, self.kv_cache_dtype, self.progress)
+        return LoadOptions(self.options, self.progress)
 
     @property
     def command(self) -> str:
@@ -83,23 +93,22 @@ class _Run:
             "quality-tokens": self.quality_tokens,
             "engine": self.engine,
             "baseline-engine": self.baseline_engine,
-            "device": self.device,
-            "dtype": self.dtype,
-            "layout": self.layout,
-            "kv-cache-dtype": self.kv_cache_dtype,
         }
         for name, value in options.items():
-            words += [] if value is None else [f"--{name}", str(value)]
-        return shlex.join(words)
+            words += [] if value is None else [flag(name), str(value)]
+        reach = engine_named(self.engine).options | engine_named(self.baseline_engine).options | IN_PROCESS
+        spelled = {name: value for name, value in self.options.to_json().items() if name in reach}
+        return shlex.join([*words, *words_of(spelled)])
 
 
+@takes(EngineOptions, sized=SIZED)
 def validate(
     artifact: str | Path,
     baseline: str | Path | None = None,
     *,
     m: Sequence[int] = WorkloadSettings.ms,
     report: str | Path | None = None,
-    engine: str = EMBEDDED,
+    engine: str = DEFAULT_ENGINE,
     baseline_engine: str | None = None,
     input_len: int = WorkloadSettings.input_len,
     output_len: int = WorkloadSettings.output_len,
@@ -110,32 +119,31 @@ def validate(
     floor: float | None = None,
     text: str | Path | None = None,
     quality_tokens: int = QUALITY_TOKENS,
-    device: str = "auto",
-    dtype: str = "auto",
-    layout: str | None = None,
-    kv_cache_dtype: str = AUTO,
     revision: str | None = None,
     baseline_revision: str | None = None,
     progress: bool = True,
+    **engine_options: Any,
 ) -> Verdict:
     """Serve `artifact` and `baseline` side by side under load at every M, run every check, and decide.
 
     artifact:        folder or Hub id, of any convention we read
     baseline:        what to compare with; None takes the checkpoint that the artifact was made from
     report:          folder for the verdict, the page and the plots, besides those in the artifact itself
-    engine:          `embedded`, `vllm`, or the URL of a server that is already running
-    baseline_engine: the same for the baseline; None takes `engine`, or `embedded` where that is a URL
+    engine:          a name in `ENGINES`, or the URL of a server that is already running
+    baseline_engine: the same for the baseline; None takes `engine`, or our own where that is a URL
     max_repeats:     blocks of four interleaved repeats at one M before it is called undecided
     floor:           least throughput ratio; None takes the recipe's, or the default
     text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
-    layout:          one layout for every quantized layer, to try it; the artifact then keeps its old verdict
-    kv_cache_dtype:  how the artifact's keys and values are stored, to try it, as `layout`; a name in
-                     `layouts/kv_format.py`, or `auto`, which both sides get: what each checkpoint declares
+    engine_options:  the fields of EngineOptions, for both servers; sizes are the workload's unless given.
+                     `layout` and `kv_cache_dtype` are for the artifact alone, to try them: it then keeps its
+                     old verdict
     """
     started = time.monotonic()
-    if dtype not in DTYPES:
-        raise UserError(f"unknown dtype {dtype!r}; choose one of: {', '.join(DTYPES)}")
     workload = WorkloadSettings(tuple(sorted(m)), input_len, output_len, waves, max_repeats, warmups, seed)
+    options = sized_options(engine_options, workload)
+    if baseline_engine is None:
+        baseline_engine = engine if engine_named(engine).starts else DEFAULT_ENGINE
+    check_reached(engine_options, engine, baseline_engine)
     checkpoint = open_checkpoint(str(artifact), revision)
     manifest = _unchanged_manifest(checkpoint.folder)
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
@@ -146,11 +154,8 @@ def validate(
         workload=workload,
         bounds=bounds if floor is None else replace(bounds, throughput_floor=floor),
         engine=engine,
-        baseline_engine=baseline_engine or (EMBEDDED if is_url(engine) else engine),
-        device=resolve_device(device),
-        dtype=dtype,
-        layout=layout,
-        kv_cache_dtype=kv_cache_dtype,
+        baseline_engine=baseline_engine,
+        options=replace(options, device=resolve_device(options.device)),
         text=None if text is None else Path(text),
         quality_tokens=quality_tokens,
         progress=progress,
@@ -161,7 +166,7 @@ def validate(
         verdict.write(Path(report) / VERDICT_NAME)
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
     # not be served in a layout or a KV format that is forced here.
-    as_served = layout is None and kv_cache_dtype == AUTO
+    as_served = options == baseline_options(options)
     if manifest is not None and as_served and Path(artifact).expanduser().is_dir():
         _write_into_artifact(verdict, checkpoint.folder, manifest)
     return verdict
@@ -173,10 +178,11 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     text = read_held_out(run.text, run.artifact, run.baseline, run.quality_tokens)
     figures = take_figures(run.artifact, run.baseline, text, run.in_process)
     served = _serve(run, text)
-    used = figures.loaded.layouts if run.engine == EMBEDDED else {}
+    ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
+    used = figures.loaded.layouts if ours.packs_with_layouts else {}
     checks = judge(
-        _as_served(figures.loaded, run.engine),
-        _as_served(figures.baseline_loaded, run.baseline_engine),
+        _as_served(figures.loaded, ours),
+        _as_served(figures.baseline_loaded, theirs),
         figures.comparison,
         served,
         BaselineScorer(run.baseline, run.in_process),
@@ -184,20 +190,28 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         run.workload,
         run.bounds,
     )
-    baseline_layouts = figures.baseline_loaded.layouts if run.baseline_engine == EMBEDDED else {}
+    baseline_layouts = figures.baseline_loaded.layouts if theirs.packs_with_layouts else {}
+    asked = baseline_options(run.options)
     return Verdict(
         status=overall_status(checks),
         artifact=replace(
             describe_subject(run.artifact, run.manifest, used),
-            kv_cache_dtype=_kv_format(run.engine, run.artifact, run.kv_cache_dtype),
+            kv_cache_dtype=_kv_format(ours, run.artifact, run.options),
         ),
         baseline=replace(
             describe_subject(run.baseline, None, baseline_layouts),
-            kv_cache_dtype=_kv_format(run.baseline_engine, run.baseline, AUTO),
+            kv_cache_dtype=_kv_format(theirs, run.baseline, asked),
         ),
         checks=tuple(checks),
         curve=tuple(served.curve),
-        environment=describe_environment(run.device, figures.dtype, run.engine, run.baseline_engine),
+        environment=describe_environment(
+            run.options.device,
+            figures.dtype,
+            run.engine,
+            run.baseline_engine,
+            recorded_options(run.engine, run.artifact, run.options, figures.dtype),
+            recorded_options(run.baseline_engine, run.baseline, asked, figures.baseline_dtype),
+        ),
         workload=run.workload,
         bounds=run.bounds,
         quality_tokens=figures.comparison.tokens,
@@ -208,21 +222,21 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     )
 
 
-def _as_served(loaded: Loaded, engine: str) -> Loaded:
+def _as_served(loaded: Loaded, engine: Engine) -> Loaded:
     """Only our own servers, on this machine, load as this process does."""
-    return loaded if engine == EMBEDDED else replace(loaded, packed=None)
+    return loaded if engine.packs_with_layouts else replace(loaded, packed=None)
 
 
-def _kv_format(engine: str, checkpoint: Checkpoint, asked: str) -> str | None:
-    return kv_cache_of(checkpoint, asked).kv_format if engine == EMBEDDED else None
+def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
+    return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format if engine.packs_with_layouts else None
 
 
 def _serve(run: _Run, text: HeldOutText) -> Served:
     """Both servers up at once, loaded in turn, and down again whatever happens."""
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
-    options = EngineOptions(run.device, run.dtype, run.workload, logs, run.progress)
-    ours = endpoint_of(run.engine, "artifact", run.artifact.folder, options, run.layout, run.kv_cache_dtype)
-    theirs = endpoint_of(run.baseline_engine, "baseline", run.baseline.folder, options)
+    asked = baseline_options(run.options)
+    ours = server_of(run.engine, "artifact", run.artifact.folder, run.options, logs, run.progress)
+    theirs = server_of(run.baseline_engine, "baseline", run.baseline.folder, asked, logs, run.progress)
     with ours as artifact, theirs as baseline:
         floor = run.bounds.throughput_floor
         served = serve_and_measure(
@@ -265,7 +279,7 @@ def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]
 
     @functools.cache
     def plan() -> LayoutPlan:
-        to_serve = problems(run.artifact, DTYPES[run.dtype], run.device)
+        to_serve = problems(run.artifact, resolve_dtype(run.options.dtype), run.options.device)
         if recorded and (found := LayoutPlan.from_json(recorded)).covers(to_serve, used):
             return found
         return choose(to_serve, ms=run.workload.ms, progress=run.progress)

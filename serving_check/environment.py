@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from ..layouts.plan import device_name
+from .options import OptionValue
 from .verdict import Environment
 
 PACKAGES = (
@@ -22,7 +23,14 @@ PACKAGES = (
 )
 
 
-def describe_environment(device: str, dtype: str, engine: str, baseline_engine: str) -> Environment:
+def describe_environment(
+    device: str,
+    dtype: str,
+    engine: str,
+    baseline_engine: str,
+    engine_options: dict[str, OptionValue] | None = None,
+    baseline_engine_options: dict[str, OptionValue] | None = None,
+) -> Environment:
     """This machine, now."""
     return Environment(
         device=device_name(torch.device(device)),
@@ -32,6 +40,8 @@ def describe_environment(device: str, dtype: str, engine: str, baseline_engine: 
         versions=package_versions(),
         platform=platform.platform(),
         cpu_count=os.cpu_count() or 1,
+        engine_options=engine_options,
+        baseline_engine_options=baseline_engine_options,
     )
 
 

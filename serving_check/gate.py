@@ -19,7 +19,7 @@ from .checks.loads import Loaded, PackedLayers, check_loads, packed_layers
 from .checks.quality import check_quality
 from .checks.reached import check_reached, most_running
 from .checks.throughput import check_throughput
-from .endpoints import Endpoint
+from .engines import Endpoint
 from .measurement import Block, MeasuredM, output_throughput
 from .quality import Comparison
 from .settings import Bounds, WorkloadSettings
@@ -76,17 +76,18 @@ def serve_and_measure(
     text: token ids that prompts are cut from
     """
     said, baseline_said = artifact.metrics(), baseline.metrics()
-    capacity = kv_cache_tokens(said)
+    series, baseline_series = artifact.series, baseline.series
+    capacity = kv_cache_tokens(said, series)
     require_capacity("the artifact's server", capacity, workload)
-    require_capacity("the baseline's server", kv_cache_tokens(baseline_said), workload)
+    require_capacity("the baseline's server", kv_cache_tokens(baseline_said, baseline_series), workload)
     prompts = canary_prompts(text)
     canary = continuations(artifact, prompts, CANARY_LENGTH, tokenize)
     baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenize)
     measured, decisions = measure(artifact, baseline, workload, floor, text, run, progress)
-    compiled = compilations(said), compilations(artifact.metrics())
-    packed = packed_layers(said), packed_layers(baseline_said)
+    compiled = compilations(said, series), compilations(artifact.metrics(), series)
+    packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
     return Served(
-        canary, baseline_canary, measured, decisions, capacity, most_running(said), compiled, packed
+        canary, baseline_canary, measured, decisions, capacity, most_running(said, series), compiled, packed
     )
 
 

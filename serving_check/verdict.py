@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..layouts.errors import UserError
 from ..layouts.files import write_json
+from .options import OptionValue
 from .settings import DOCUMENTED, Bounds, WorkloadSettings
 
 Status = Literal["pass", "fail", "inconclusive"]
@@ -134,6 +135,11 @@ class Environment:
     versions: dict[str, str]
     platform: str
     cpu_count: int
+    engine_options: dict[str, OptionValue] | None = None
+    """What the artifact's server was started with, defaults spelled out; null in it leaves the choice to the
+    engine, null for all of it stands for a server that was running already."""
+    baseline_engine_options: dict[str, OptionValue] | None = None
+    """The same of the baseline's."""
 
 
 @dataclass(frozen=True)

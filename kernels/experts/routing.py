@@ -131,7 +131,7 @@ def buffer_size(count: int, experts: int) -> int:
     """Numbers int32 that the blocks of `count` assignments take at most, in any bucket.
 
     Linear in `count`, with no conditions: it holds for a number of tokens that a traced graph knows as a
-    symbol only. Blocks of 8 rows take 9 numbers each, at most 9 E + 9/8 A together; of 16 rows, where A > 5 E,
+    symbol only. Blocks of 8 rows take 9 numbers each, at most 9 E + 9/8 A in all; of 16 rows, where A > 5 E,
     17/5 A + 17/16 A; larger ones, where an expert gets more rows, hardly more.
     """
     return 7 * count + 9 * experts

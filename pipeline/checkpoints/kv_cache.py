@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales
+from ...serving_check.engine.options import AUTO, UNQUANTIZED
 from ..conventions.modelopt import SIDECAR
 from .checkpoint import Checkpoint, read_json_object
 
-AUTO, UNQUANTIZED, FP8 = "auto", "unquantized", "fp8"
+FP8 = "fp8"
 
 SCALE = re.compile(
     r"\.(?P<layer>\d+)\.[^.]+\.(?:(?P<of>[kv])_scale|(?P<of_proj>[kv])_proj\.(?:[kv]|output)_scale)$"

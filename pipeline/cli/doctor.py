@@ -43,6 +43,8 @@ def _print(found: Diagnosis) -> None:
     click.echo("\nEngines")
     for engine in found.engines:
         click.echo(f"  {engine.name:10} {'yes' if engine.available else 'no'}: {engine.detail}")
+    click.echo(f"\nKV formats   {', '.join(found.kv_formats)}")
+    click.echo(f"Conventions  {', '.join(found.conventions)}")
     hub = found.hub
     login = "a token is there (`hf auth whoami` asks whether it is valid)" if hub.token else "no token"
     click.echo(f"\nHub {hub.endpoint}: {login}{', offline mode' if hub.offline else ''}")

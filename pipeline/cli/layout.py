@@ -4,6 +4,7 @@ import json
 
 import click
 
+from ...serving_check.engine.options import DTYPES
 from .validate import WholeNumbers
 
 
@@ -14,7 +15,7 @@ from .validate import WholeNumbers
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
     help="Of activations; auto is the checkpoint's own.",

@@ -2,11 +2,21 @@
 
 import json
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import click
 
+from ...serving_check.engine.options import SIZED
+from .engine_options import EngineWord, Registered, engine_options
 from .push import print_result
 from .validate import INTERRUPTED, WholeNumbers
+
+
+def _exports() -> Iterable[str]:
+    from ..conventions.all_conventions import EXPORTS
+
+    return EXPORTS
 
 
 @click.command("release")
@@ -17,21 +27,12 @@ from .validate import INTERRUPTED, WholeNumbers
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, where it is a Hub id.")
 @click.option(
     "--export",
-    type=click.Choice(["compressed-tensors", "torchao"]),
+    type=Registered(_exports),
     default="compressed-tensors",
     show_default=True,
     help="The convention to write.",
 )
 @click.option("--overwrite", is_flag=True, help="Quantize anew where DIR holds another or older job.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    default="auto",
-    show_default=True,
-    help="Of activations; auto is the checkpoint's own.",
-)
-@click.option("--layout", metavar="NAME", help="One layout for every layer, whatever is measured.")
 @click.option("--baseline", metavar="MODEL", help="What to compare with; default MODEL itself.")
 @click.option(
     "--m", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(), help="Requests at once."
@@ -40,7 +41,13 @@ from .validate import INTERRUPTED, WholeNumbers
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
 @click.option("--max-repeats", default=24, show_default=True, help="Blocks of repeats at one M at most.")
 @click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
-@click.option("--engine", default="embedded", show_default=True, help="embedded or vllm.")
+@click.option(
+    "--engine",
+    type=EngineWord(),
+    default="embedded",
+    show_default=True,
+    help="URL: that of a running server.",
+)
 @click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
 @click.option(
     "--quality-tokens",
@@ -49,13 +56,14 @@ from .validate import INTERRUPTED, WholeNumbers
     show_default=True,
     help="Held-out tokens to measure quality on.",
 )
+@engine_options(sized=SIZED)
 @click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option("--to-revision", metavar="BRANCH", help="Push to this branch of the repository.")
 @click.option("--json", "as_json", is_flag=True, help="Print steps, verdict and push as JSON.")
 @click.pass_context
 def command(
-    context: click.Context, model: str, recipe: str, to: str, work: str, as_json: bool, **options: object
+    context: click.Context, model: str, recipe: str, to: str, work: str, as_json: bool, **options: Any
 ) -> None:
     """Quantize MODEL, lay it out, prove that it scales, and publish it.
 
@@ -69,11 +77,11 @@ def command(
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
         pipeline release ./my-model --recipe my-recipe.yaml --to folder:release/my-model-int4
     """
-    from ..release import ReleaseOptions, release
+    from ..release import release
     from ..report.table import verdict_table
 
     try:
-        result = release(model, recipe, to, work=work, options=ReleaseOptions(**options))  # type: ignore[arg-type]
+        result = release(model, recipe, to, work=work, **options)
     except KeyboardInterrupt:
         click.echo("Interrupted; run the same command again to resume.", err=True)
         sys.exit(INTERRUPTED)

@@ -2,8 +2,12 @@
 
 import json
 import sys
+from typing import Any
 
 import click
+
+from ...serving_check.engine.options import SIZED
+from .engine_options import EngineWord, engine_options
 
 INTERRUPTED = 130
 
@@ -31,8 +35,14 @@ class WholeNumbers(click.ParamType):
     "--m", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(), help="Requests at once."
 )
 @click.option("--report", metavar="DIR", help="Also write the verdict, an HTML page and the plots here.")
-@click.option("--engine", default="embedded", show_default=True, help="embedded, vllm, or a server's URL.")
-@click.option("--baseline-engine", metavar="ENGINE", help="The same for the baseline; default as --engine.")
+@click.option(
+    "--engine",
+    type=EngineWord(),
+    default="embedded",
+    show_default=True,
+    help="URL: that of a running server.",
+)
+@click.option("--baseline-engine", type=EngineWord(), help="The same for the baseline; default as --engine.")
 @click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
 @click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
@@ -53,56 +63,22 @@ class WholeNumbers(click.ParamType):
     show_default=True,
     help="Held-out tokens to measure quality on.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    default="auto",
-    show_default=True,
-    help="Of activations and unquantized weights, on both sides; auto is each checkpoint's own.",
-)
-@click.option("--layout", metavar="NAME", help="Try one layout for every quantized layer.")
-@click.option(
-    "--kv-cache-dtype",
-    type=click.Choice(["auto", "unquantized", "fp8", "int8_per_token_head"]),
-    default="auto",
-    show_default=True,
-    help="How ARTIFACT's keys and values are stored; auto is what each checkpoint declares.",
-)
+@engine_options(sized=SIZED)
 @click.option("--revision", help="Of ARTIFACT, where it is a Hub id.")
 @click.option("--baseline-revision", help="Of the baseline, where it is a Hub id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 @click.pass_context
 def command(
-    context: click.Context,
-    artifact: str,
-    baseline: str | None,
-    m: tuple[int, ...],
-    report: str | None,
-    engine: str,
-    baseline_engine: str | None,
-    input_len: int,
-    output_len: int,
-    waves: int,
-    max_repeats: int,
-    warmups: int,
-    seed: int,
-    floor: float | None,
-    text: str | None,
-    quality_tokens: int,
-    device: str,
-    dtype: str,
-    layout: str | None,
-    kv_cache_dtype: str,
-    revision: str | None,
-    baseline_revision: str | None,
-    as_json: bool,
+    context: click.Context, artifact: str, baseline: str | None, as_json: bool, **options: Any
 ) -> None:
     """Serve ARTIFACT beside its baseline under load at every M, check it, and give a verdict.
 
     ARTIFACT is a folder or a Hub id: one of Scalegate's, or any compressed-tensors, ModelOpt, torchao or
     plain checkpoint. The verdict goes into ARTIFACT (serving_check.json and serving_check/), where that is
     Scalegate's, and into --report.
+
+    Both servers get the engine's options, from --device on; --layout and --kv-cache-dtype are for ARTIFACT
+    alone, to try them: its verdict then stays as it was.
 
     Exit status: 0 pass, 1 fail, 2 inconclusive or unusable input, 130 interrupted.
 
@@ -118,29 +94,7 @@ def command(
     from ..validate import validate
 
     try:
-        verdict = validate(
-            artifact,
-            baseline,
-            m=m,
-            report=report,
-            engine=engine,
-            baseline_engine=baseline_engine,
-            input_len=input_len,
-            output_len=output_len,
-            waves=waves,
-            max_repeats=max_repeats,
-            warmups=warmups,
-            seed=seed,
-            floor=floor,
-            text=text,
-            quality_tokens=quality_tokens,
-            device=device,
-            dtype=dtype,
-            layout=layout,
-            kv_cache_dtype=kv_cache_dtype,
-            revision=revision,
-            baseline_revision=baseline_revision,
-        )
+        verdict = validate(artifact, baseline, **options)
     except KeyboardInterrupt:
         # Click would exit with 1, which here means that the artifact failed.
         click.echo("Interrupted; both servers are stopped, nothing was decided.", err=True)

@@ -48,7 +48,8 @@ def load_model(
 
     dtype:  of activations and unquantized weights; None takes the config's
     plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
-    layout: one layout for every quantized layer, whatever the plan says
+    layout: one layout for every quantized dense layer, or for all experts where it is one of theirs,
+            whatever the plan says
     """
     checkpoint = open_checkpoint(str(model), revision)
     device = torch.device(device)

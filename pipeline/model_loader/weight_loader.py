@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ...layouts.all_layouts import LAYOUTS
-from ...layouts.choose import default_layout
+from ...layouts.choose import default_layout, forced_for, refuse_impossible
 from ...layouts.errors import UserError
 from ...layouts.experts import ExpertsPart, PackedExperts, stack_inputs
 from ...layouts.formats.input_format import InputFormat
@@ -41,12 +41,10 @@ class LayoutPicker:
     plan: LayoutPlan | None
     forced: str | None
 
-    def pick(self, problem: Problem, module: str) -> str:
-        if self.forced is not None:
-            reason = LAYOUTS[self.forced].refuses(problem)
-            if reason is not None:
-                raise UserError(f"layout {self.forced!r} does not serve {module}: {reason}")
-            return self.forced
+    def pick(self, problem: Problem) -> str:
+        forced = forced_for(self.forced, problem)
+        if forced is not None:
+            return forced
         planned = self.plan.layout_for(problem) if self.plan else None
         # A plan may come from another machine, whose layouts are not all here.
         if planned is not None and planned in LAYOUTS and LAYOUTS[planned].refuses(problem) is None:
@@ -95,6 +93,8 @@ class WeightLoader:
 
     def load(self, progress: bool) -> None:
         products = self.products()
+        if self.picker.forced is not None and products:
+            refuse_impossible(self.picker.forced, {one.name: self._problem(one) for one in products})
         packed = {name for product in products for name in product.weights}
         plain = [one for one in self.assignments() if not packed.issuperset(one.names)]
         total = len(plain) + len(products)
@@ -157,10 +157,12 @@ class WeightLoader:
         self.model.set_submodule(name, PackedExperts(self.model.get_submodule(name), products))
 
     def _pick(self, product: Product) -> object:
-        problem = product.problem(self.stored, self.model.dtype, self.device)
-        name = self.picker.pick(problem, product.name)
+        name = self.picker.pick(self._problem(product))
         self.layouts[product.name] = name
         return LAYOUTS[name]
+
+    def _problem(self, product: Product) -> Problem:
+        return product.problem(self.stored, self.model.dtype, self.device)
 
     def _merged(self, names: Sequence[str]) -> Weight:
         """The weights' rows one after another, on the CPU."""

@@ -12,18 +12,20 @@ from typing import Any
 import jinja2
 import yaml
 
+from ...serving_check.engine.options import ARTIFACT_ONLY
+from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
+from ...serving_check.options import words_of
 from ...serving_check.settings import Bounds, WorkloadSettings
 from ...serving_check.verdict import CurvePoint, Verdict
 from ..artifact import Artifact
 from ..recipe import load_recipe, shipped_recipes
+from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
 from .card_engines import engines
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 HUB = "https://huggingface.co"
 DEFAULT_EXPORT = "compressed-tensors"
-DEFAULT_ENGINE = "embedded"
-ENGINE_NAMES = {DEFAULT_ENGINE: "Scalegate's own engine", "vllm": "vLLM"}
 LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 UNKNOWN = "not known"
 
@@ -134,8 +136,8 @@ def _baseline(verdict: Verdict) -> str:
 
 def _engine(verdict: Verdict) -> str:
     ours, theirs = (
-        ENGINE_NAMES.get(engine, "another server")
-        for engine in (verdict.environment.engine, verdict.environment.baseline_engine)
+        engine.title if (engine := find_engine(name)) else name
+        for name in (verdict.environment.engine, verdict.environment.baseline_engine)
     )
     return ours if ours == theirs else f"{ours}, the baseline's on {theirs}"
 
@@ -216,9 +218,25 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
         [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
     )
     engine = verdict.environment.engine
-    words += [] if engine == DEFAULT_ENGINE or "://" in engine else ["--engine", engine]
+    known = find_engine(engine)
+    nameless = engine == DEFAULT_ENGINE or (known is not None and not known.starts)
+    words += [] if nameless else ["--engine", engine]
+    words += _given_options(verdict)
     target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
     return shlex.join([*words, "--to", target])
+
+
+def _given_options(verdict: Verdict) -> list[str]:
+    """The engine's options that `release` would not have set by itself, as words of its command."""
+    recorded = verdict.environment.engine_options or {}
+    usual = effective_options(sized_options({"device": recorded.get("device")}, verdict.workload))
+    told_elsewhere = IN_PROCESS.union(ARTIFACT_ONLY)
+    given = {
+        name: value
+        for name, value in recorded.items()
+        if name not in told_elsewhere and usual.get(name) != value
+    }
+    return words_of(given)
 
 
 def _title(path: str) -> str:

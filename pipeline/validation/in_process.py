@@ -19,10 +19,12 @@ from ...layouts.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
 from ...serving_check.checks.loads import Loaded
+from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
 from ...serving_check.engine.stored_kv import OverStoredKV
 from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.kv_cache import UNQUANTIZED, kv_cache_of
+from ..checkpoints.kv_cache import kv_cache_of
+from ..device import resolve_dtype
 from ..model_loader.load_model import LoadedModel, load_model, load_tokenizer
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
@@ -51,16 +53,15 @@ class InProcessFigures:
     baseline_loaded: Loaded
     comparison: Comparison
     dtype: str
+    baseline_dtype: str
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """How both are loaded; `layout` and `kv_cache_dtype` are for the artifact alone."""
 
-    device: str
-    dtype: torch.dtype | None
-    layout: str | None
-    kv_cache_dtype: str
+    engine: EngineOptions
+    """Its device is a concrete one."""
     progress: bool
 
 
@@ -91,7 +92,7 @@ def take_figures(
     artifact: Checkpoint, baseline: Checkpoint, text: HeldOutText, options: LoadOptions
 ) -> InProcessFigures:
     """Load both, look at their layers, and compare their predictions."""
-    ours = _load(artifact, options, options.layout)
+    ours = _load(artifact, options, options.engine.layout)
     theirs = _load(baseline, options, None)
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     if loaded.vocab_size != baseline_loaded.vocab_size:
@@ -102,10 +103,10 @@ def take_figures(
     total = sum(window.numel() for window in text.windows)
     with tqdm(total=total, desc="quality", unit="tok", disable=None if options.progress else True) as bar:
         comparison = compare(_as_served(ours, options), theirs.model, text.windows, bar.update)
-    dtype = str(ours.model.dtype).removeprefix("torch.")
+    dtypes = [str(side.model.dtype).removeprefix("torch.") for side in (ours, theirs)]
     del ours, theirs
     _release_memory()
-    return InProcessFigures(loaded, baseline_loaded, comparison, dtype)
+    return InProcessFigures(loaded, baseline_loaded, comparison, *dtypes)
 
 
 class BaselineScorer:
@@ -121,8 +122,8 @@ class BaselineScorer:
 def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> LoadedModel:
     return load_model(
         checkpoint.folder,
-        device=options.device,
-        dtype=options.dtype,
+        device=options.engine.device,
+        dtype=resolve_dtype(options.engine.dtype),
         layout=layout,
         progress=options.progress,
     )
@@ -130,7 +131,7 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> L
 
 def _as_served(loaded: LoadedModel, options: LoadOptions) -> nn.Module:
     """The model with its keys and values as they are stored while it serves."""
-    kv_cache = kv_cache_of(loaded.checkpoint, options.kv_cache_dtype)
+    kv_cache = kv_cache_of(loaded.checkpoint, options.engine.kv_cache_dtype)
     if kv_cache.kv_format == UNQUANTIZED:
         return loaded.model
     return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, WINDOW)

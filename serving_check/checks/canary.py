@@ -3,15 +3,15 @@
 It catches what numbers taken in process cannot: a kernel that is wrong only when served, or only for a batch.
 """
 
+import http.client
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..endpoints import Endpoint
+from ..engines import Endpoint
 from ..settings import Bounds
 from ..verdict import CheckResult
 
@@ -110,5 +110,5 @@ def _complete(endpoint: Endpoint, prompt: Tokens, length: int) -> str:
     try:
         with urllib.request.urlopen(request, timeout=600) as response:
             return str(json.load(response)["choices"][0]["text"])
-    except (urllib.error.URLError, TimeoutError, ValueError, KeyError, IndexError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError):
         return ""

@@ -5,11 +5,11 @@ The server's own monitor says so; from outside such a pause looks like any other
 
 from collections import Counter
 
-from ..endpoints.prometheus_text import labels_of
+from ..engines.prometheus_text import labelled
+from ..engines.series import SCALEGATE_SERIES, Series
 from ..verdict import CheckResult
 
 NAME = "compilations in traffic"
-COMPILATIONS = "scalegate:compilations_total"
 SHOWN = 3
 SHOWN_CHARACTERS = 300
 """Of one compilation's key, which can be long."""
@@ -18,12 +18,12 @@ Compilations = Counter[str]
 """How often each thing was compiled, by kind, kernel and key in a few words."""
 
 
-def compilations(samples: dict[str, float]) -> Compilations | None:
+def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> Compilations | None:
     """What was compiled since warm-up, in one look at `/metrics`; None where nobody counts."""
-    counted = {name: value for name, value in samples.items() if name.partition("{")[0] == COMPILATIONS}
+    counted = labelled(samples, series.compilations)
     if not counted:
         return None
-    return +Counter({_words(labels_of(name)): int(value) for name, value in counted.items()})
+    return +Counter({_words(labels): int(value) for labels, value in counted})
 
 
 def check_compilations(before: Compilations | None, after: Compilations | None) -> CheckResult:

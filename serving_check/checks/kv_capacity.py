@@ -3,22 +3,20 @@
 from collections.abc import Sequence
 
 from ...layouts.errors import UserError
-from ..endpoints.prometheus_text import labels_of
+from ..engines.prometheus_text import labelled
+from ..engines.series import SCALEGATE_SERIES, Series
 from ..settings import WorkloadSettings
 from ..verdict import CheckResult, CurvePoint
 
 NAME = "KV capacity"
-CACHE_CONFIG = "vllm:cache_config_info"
 
 
-def kv_cache_tokens(samples: dict[str, float]) -> int | None:
+def kv_cache_tokens(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
     """How many tokens a server's KV cache holds, as its `/metrics` say; None where they do not."""
-    for sample in samples:
-        if sample.partition("{")[0] == CACHE_CONFIG:
-            labels = labels_of(sample)
-            pages, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            if pages.isdigit() and size.isdigit():
-                return int(pages) * int(size)
+    for labels, _ in labelled(samples, series.cache_config):
+        pages, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        if pages.isdigit() and size.isdigit():
+            return int(pages) * int(size)
     return None
 
 

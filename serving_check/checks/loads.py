@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...layouts.merged_linear import layers_of
-from ..endpoints.prometheus_text import labels_of
+from ..engines.prometheus_text import labelled
+from ..engines.series import SCALEGATE_SERIES, Series
 from ..verdict import CheckResult
 
 NAME = "loads"
-PACKED_LAYERS = "scalegate:packed_layers"
 SHOWN = 3
 
 
@@ -34,13 +34,12 @@ PackedLayers = Mapping[str, int] | None
 """As in `Loaded`, of a server; None where it does not say."""
 
 
-def packed_layers(samples: Mapping[str, float]) -> PackedLayers:
+def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> PackedLayers:
     """What a server's `/metrics` say of its layers."""
-    said = {name: value for name, value in samples.items() if name.partition("{")[0] == PACKED_LAYERS}
+    said = labelled(samples, series.packed_layers)
     if not said:
         return None
-    labels = {name: labels_of(name) for name in said}
-    return {f"{labels[name]['layout']} {labels[name]['shape']}": int(n) for name, n in said.items() if n}
+    return {f"{labels['layout']} {labels['shape']}": int(count) for labels, count in said if count}
 
 
 def check_loads(

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 
-from ..endpoints.prometheus_text import total
+from ..engines.prometheus_text import total
+from ..engines.series import SCALEGATE_SERIES, Series
 from ..verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "M reached"
 
 
-def most_running(samples: dict[str, float]) -> int | None:
+def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
     """How many requests a server runs together at most, as its `/metrics` say; None where they do not."""
-    limit = total(samples, "scalegate:max_num_seqs")
+    limit = total(samples, series.max_num_seqs)
     return None if limit is None else int(limit)
 
 

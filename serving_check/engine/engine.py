@@ -19,16 +19,9 @@ from .compiled_layers import restore_layers
 from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, decode_buckets
+from .options import EngineOptions
 from .packed_steps import PackedSteps
-from .request import (
-    EngineCapacity,
-    EngineConfig,
-    EngineStats,
-    FinishReason,
-    SamplingParams,
-    StepOutput,
-    TokenLogprobs,
-)
+from .request import EngineCapacity, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from .sampler import SamplingBatch, sample, token_logprobs
 from .scheduler import PrefillPiece, Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
@@ -66,7 +59,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        config: EngineConfig,
+        config: EngineOptions,
         eos_token_ids: frozenset[int],
         kv_scales: Mapping[int, KVScales] | None = None,
     ):
@@ -82,7 +75,7 @@ class Engine:
         packed = packed_layers(model)
         if model.device.type == "cuda" and config.compiled:
             join_siblings(model, lambda: attention_layers(model))
-        kv_format = KV_FORMATS[config.kv_cache_dtype]
+        kv_format = KV_FORMATS[config.kv_format]
         page_size = config.page_size or kv_format.page_size(model.device)
         num_pages = pool_pages(
             layers,
@@ -105,7 +98,7 @@ class Engine:
         )
         buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
         self.capacity = EngineCapacity(
-            config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_cache_dtype, packed
+            config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_format, packed
         )
         chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
         self.runner = ModelRunner(model, layers, self.pool, buckets, chunk, config.compiled)
@@ -147,6 +140,11 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._leave(sequence)
+
+    def abort_all(self) -> None:
+        """Forget every request."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...layouts.errors import UserError
-from .jit_monitor import JitEvent, Mode
+from .jit_monitor import JitEvent
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -55,50 +55,6 @@ class StepOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-
-
-CPU_CHUNK = 512
-"""Prompt tokens in a step."""
-CUDA_CHUNK = 4096
-"""Prompt tokens in a step that no decoding request waits for."""
-CUDA_CHUNK_WHILE_DECODING = 256
-"""About as much work as decoding for a full batch, so that a step takes about twice as long."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes fixed when the engine is built."""
-
-    max_num_seqs: int = 128
-    """The most requests that decode together."""
-    max_model_len: int | None = None
-    """Prompt plus output, in tokens; None takes the model's own context."""
-    kv_cache_dtype: str = "unquantized"
-    """How keys and values are stored: a name in `layouts/kv_format.py`."""
-    page_size: int | None = None
-    """Tokens a KV page holds; None takes what suits the KV format and the device."""
-    kv_cache_tokens: int | None = None
-    """Tokens the whole pool holds; None takes what memory allows, at most max_num_seqs full contexts."""
-    prefill_chunk: int | None = None
-    """Prompt tokens computed in one step, over all requests; None takes the device's own."""
-    chunk_while_decoding: int | None = None
-    """The same where requests decode in that step and wait for it; None takes prefill_chunk, or where that is
-    None too, the device's own."""
-    decode_buckets: tuple[int, ...] | None = None
-    """Batch sizes that decode steps are padded to, ascending; None takes the device's own."""
-    compiled: bool = True
-    """On a GPU: fuse the model's small operations, and the products of layers that share an input."""
-    overlapped: bool = True
-    """On a GPU: launch a step while the host still handles the one before."""
-    jit_monitor: Mode = "warn"
-    """What to do about compilations after warm-up; `error` ends the engine."""
-
-    def chunks(self, on_gpu: bool) -> tuple[int, int]:
-        """Prompt tokens in a step, and in a step in which requests decode."""
-        chunk, while_decoding = (CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING) if on_gpu else (CPU_CHUNK, CPU_CHUNK)
-        if self.prefill_chunk is not None:
-            chunk = while_decoding = self.prefill_chunk
-        return chunk, min(chunk, self.chunk_while_decoding or while_decoding)
 
 
 @dataclass(frozen=True)

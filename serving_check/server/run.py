@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from ...layouts.errors import UserError
-from ..endpoints.ready_line import ready_line
+from ..engines.ready_line import ready_line
 from .app import create_app
 from .engine_child import EngineFactory
 from .engine_client import EngineClient

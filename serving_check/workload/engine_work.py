@@ -3,10 +3,11 @@
 Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from ..endpoints.prometheus_text import total
+from ..engines.prometheus_text import total
+from ..engines.series import SCALEGATE_SERIES, Series
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,17 @@ class EngineWork:
     device_idle_seconds: float | None = None
 
     @classmethod
-    def between(cls, before: dict[str, float], after: dict[str, float]) -> "EngineWork":
-        return cls(**{name: difference(before, after, series) for name, series in _SERIES.items()})
+    def between(
+        cls, before: dict[str, float], after: dict[str, float], series: Series = SCALEGATE_SERIES
+    ) -> "EngineWork":
+        return cls(
+            steps=difference(before, after, series.steps_by_running),
+            waiting_request_steps=difference(before, after, series.waiting_request_steps),
+            step_seconds=difference(before, after, series.step_seconds),
+            host_seconds=difference(before, after, series.host_seconds),
+            device_busy_seconds=difference(before, after, series.device_busy_seconds),
+            device_idle_seconds=difference(before, after, series.device_idle_seconds),
+        )
 
     @classmethod
     def sum(cls, works: Iterable["EngineWork"]) -> "EngineWork":
@@ -56,17 +66,7 @@ class EngineWork:
         return _over(self.device_idle_seconds, self.device_busy_seconds + self.device_idle_seconds)
 
 
-_SERIES: Mapping[str, str] = {
-    "steps": "scalegate:engine_steps_total",
-    "waiting_request_steps": "scalegate:waiting_request_steps_total",
-    "step_seconds": "scalegate:engine_step_seconds_total",
-    "host_seconds": "scalegate:engine_host_seconds_total",
-    "device_busy_seconds": "scalegate:device_busy_seconds_total",
-    "device_idle_seconds": "scalegate:device_idle_seconds_total",
-}
-
-
-def difference(before: dict[str, float], after: dict[str, float], series: str) -> float | None:
+def difference(before: dict[str, float], after: dict[str, float], series: str | None) -> float | None:
     """By how much a counter rose; None where the server has none."""
     later = total(after, series)
     return None if later is None else later - (total(before, series) or 0.0)

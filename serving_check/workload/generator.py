@@ -14,13 +14,12 @@ from collections.abc import Iterator
 import aiohttp
 from tqdm import tqdm
 
-from ..endpoints.endpoint import Endpoint
-from ..endpoints.prometheus_text import by_label, parse_metrics, total
+from ..engines.endpoint import Endpoint
+from ..engines.prometheus_text import by_label, parse_metrics, total
+from ..engines.series import Series
 from .engine_work import EngineWork, difference
 from .prompts import prompts
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
-
-STEPS_BY_RUNNING = "scalegate:engine_steps_total"
 
 # In JSON a quote inside a string is escaped, so these match keys of the chunk and never its text.
 _HAS_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
@@ -66,9 +65,9 @@ async def run_workload_async(
         duration=ended - began,
         requests=tuple(records),
         samples=tuple(samples),
-        steps_by_running=_steps_by_running(before, after),
-        preemptions=_whole(difference(before, after, "vllm:num_preemptions_total")),
-        engine=EngineWork.between(before, after),
+        steps_by_running=_steps_by_running(before, after, endpoint.series),
+        preemptions=_whole(difference(before, after, endpoint.series.preemptions)),
+        engine=EngineWork.between(before, after, endpoint.series),
     )
 
 
@@ -185,9 +184,9 @@ async def _sample_metrics(
         into.append(
             MetricsSample(
                 time=time.perf_counter() - start,
-                running=total(samples, "vllm:num_requests_running"),
-                waiting=total(samples, "vllm:num_requests_waiting"),
-                kv_cache_usage=total(samples, "vllm:kv_cache_usage_perc"),
+                running=total(samples, endpoint.series.running),
+                waiting=total(samples, endpoint.series.waiting),
+                kv_cache_usage=total(samples, endpoint.series.kv_cache_usage),
             )
         )
 
@@ -201,11 +200,13 @@ async def _metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[s
         return {}
 
 
-def _steps_by_running(before: dict[str, float], after: dict[str, float]) -> dict[int, int] | None:
-    counted = by_label(after, STEPS_BY_RUNNING, "running")
+def _steps_by_running(
+    before: dict[str, float], after: dict[str, float], series: Series
+) -> dict[int, int] | None:
+    counted = by_label(after, series.steps_by_running, "running")
     if not counted:
         return None
-    earlier = by_label(before, STEPS_BY_RUNNING, "running")
+    earlier = by_label(before, series.steps_by_running, "running")
     steps = {int(running): int(count - earlier.get(running, 0)) for running, count in counted.items()}
     return {running: count for running, count in sorted(steps.items()) if count > 0 and running > 0}
 

@@ -20,7 +20,7 @@ import torch
 from scalegate.layouts import choose as choose_module
 from scalegate.layouts.choose import choose
 from scalegate.layouts.files import write_json
-from scalegate.layouts.int4 import Int4Weight
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.measurement_cache import CACHE_VARIABLE
 from scalegate.layouts.plan import LayoutPlan, device_name, kernel_versions
@@ -56,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     problems = {
-        name: Problem(Int4Weight, options.group_size, True, n, k, torch.bfloat16, device)
+        name: Problem(Int4(options.group_size), n, k, torch.bfloat16, device)
         for name, (n, k) in MODELS[options.model].items()
     }
     plans, seconds = [], []

@@ -22,8 +22,8 @@ from typing import Any
 
 import openai
 from scalegate.layouts.files import write_json
-from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.endpoints.prometheus_text import total
+from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.engines.prometheus_text import total
 from transformers import AutoTokenizer
 
 RESULTS = Path(__file__).parent / "results" / "clients.json"

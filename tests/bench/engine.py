@@ -80,7 +80,8 @@ def main() -> None:
 
 def measure_dtype(options: argparse.Namespace, dtype) -> list[dict]:
     from scalegate.serving_check.engine.engine import Engine
-    from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+    from scalegate.serving_check.engine.options import EngineOptions
+    from scalegate.serving_check.engine.request import SamplingParams
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -88,7 +89,7 @@ def measure_dtype(options: argparse.Namespace, dtype) -> list[dict]:
     ).eval()
     length = options.input_len + options.output_len
     most = max(options.m)
-    config = EngineConfig(max_num_seqs=most, max_model_len=length, kv_cache_tokens=most * (length + 16))
+    config = EngineOptions(max_num_seqs=most, max_model_len=length, kv_cache_tokens=most * (length + 16))
     engine = Engine(copy.deepcopy(model), config, frozenset())
     engine.warm_up()
     greedy = SamplingParams(max_tokens=options.output_len, temperature=0.0, ignore_eos=True)

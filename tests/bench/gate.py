@@ -23,8 +23,9 @@ from typing import Any
 
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.validate import validate
-from scalegate.pipeline.validation.engines import EMBEDDED, EngineOptions, endpoint_of
-from scalegate.serving_check.endpoints import SubprocessEndpoint
+from scalegate.pipeline.validation.servers import server_of, sized_options
+from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.engines.all_engines import DEFAULT_ENGINE
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict
@@ -47,7 +48,9 @@ def main() -> None:
     options = parser.parse_args()
     merged = [json.loads(path.read_text()) for path in options.merge]
     environment = (
-        merged[0]["environment"] if merged else vars(describe_environment("cpu", "auto", EMBEDDED, EMBEDDED))
+        merged[0]["environment"]
+        if merged
+        else vars(describe_environment("cpu", "auto", DEFAULT_ENGINE, DEFAULT_ENGINE))
     )
     runs: list[dict[str, Any]] = [run for result in merged for run in result["runs"]]
     for seed in range(options.first_run, options.first_run + options.runs):
@@ -76,7 +79,7 @@ def run_once(checkpoint: Path, case: str, seed: int) -> Verdict:
             checkpoint,
             checkpoint,
             engine=endpoint.base_url,
-            baseline_engine=EMBEDDED,
+            baseline_engine=DEFAULT_ENGINE,
             device="cpu",
             seed=seed,
             progress=False,
@@ -85,9 +88,8 @@ def run_once(checkpoint: Path, case: str, seed: int) -> Verdict:
 
 def slowed(checkpoint: Path, logs: Path) -> SubprocessEndpoint:
     """The endpoint that `validate` itself would start, behind the slowing launcher."""
-    embedded = endpoint_of(
-        EMBEDDED, "artifact", checkpoint, EngineOptions("cpu", "auto", WorkloadSettings(), logs, False)
-    )
+    options = sized_options({"device": "cpu"}, WorkloadSettings())
+    embedded = server_of(DEFAULT_ENGINE, "artifact", checkpoint, options, logs, progress=False)
     if not isinstance(embedded, SubprocessEndpoint):
         raise TypeError("the embedded engine is not a process")
     serve_options = embedded.command[embedded.command.index("serve") + 1 :]

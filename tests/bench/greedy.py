@@ -17,7 +17,8 @@ import torch
 import transformers
 from scalegate.layouts.files import write_json
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 TEXT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
@@ -46,7 +47,7 @@ def main() -> None:
     generated = [generate(model, [prompt], options.tokens) for prompt in prompts]
     generated = [(tokens[0], logits[0]) for tokens, logits in generated]
     batched, _ = generate(model, prompts, options.tokens)
-    engine = Engine(model, EngineConfig(max_model_len=1024, kv_cache_tokens=65536), frozenset())
+    engine = Engine(model, EngineOptions(max_model_len=1024, kv_cache_tokens=65536), frozenset())
     engine.warm_up(progress=False)
     greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
     answers = [list(answer.token_ids) for answer in engine.generate(prompts, greedy)]

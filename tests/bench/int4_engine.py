@@ -3,9 +3,9 @@
     python -P tests/bench/int4_engine.py --out tests/bench/results/int4_engine.json
 
 Both engines are up at once and take turns at every N. The INT4 weights (groups of 128, integer zeros) are
-random and packed as the loader packs them; the output layer stays bf16. vLLM's figures were taken earlier on
-another H200. Exit status 1 where anything was compiled once both were warm. Not for HTTP, nor for the kernels
-alone (`linear.py`).
+random, packed for products merged as in a model that was loaded; the output layer stays bf16. vLLM's figures
+were taken earlier on another H200. Exit status 1 where anything was compiled once both were warm. Not for
+HTTP, nor for the kernels alone (`linear.py`).
 """
 
 import argparse
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.int4 import Int4Weight
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.measure import random_weight
+from scalegate.layouts.merged_linear import layers_with_one_input, merge_unquantized
+from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig
+from scalegate.serving_check.engine.options import EngineOptions
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import random_model
 from serving import PROFILED_STEPS, covered, greedy, profiled_steps, wave
 
-GROUP_SIZE = 128
+SPEC = Int4(128)
 INPUT_LEN, OUTPUT_LEN = 32, 512
 BARS = {1: 1.45, 8: 1.45, 16: 1.45, 32: 1.35, 64: 1.15, 128: 1.0}
 VLLM_INT4 = {1: 297, 8: 2284, 16: 4223, 32: 7051, 64: 9917, 128: 15812}
@@ -44,8 +44,8 @@ MAX_ERROR = 4e-3
 
 def main() -> None:
     options = arguments()
-    engines = {"bf16": warm_engine(random_model("qwen3-8b"))}
-    engines["int4"] = warm_engine(quantized(random_model("qwen3-8b"), options.layout))
+    engines = {"bf16": warm_engine(merged(random_model("qwen3-8b")))}
+    engines["int4"] = warm_engine(quantized(merged(random_model("qwen3-8b")), options.layout))
     for engine in engines.values():
         engine.jit_monitor.arm()
     rows = [row(engines, n) for n in options.n]
@@ -83,20 +83,27 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """Linears that share an input are one product, as in a model that was loaded."""
+    merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
+    return model
+
+
 def quantized(model: PreTrainedModel, layout: str) -> PreTrainedModel:
-    """Every linear of the layers with random INT4 weights, packed for `layout`, each shape checked once."""
+    """Every product of the layers with random INT4 weights, packed for `layout`, each shape checked once."""
+    packed: dict[nn.Linear, QuantizedLinear] = {}
     checked: set[tuple[int, int]] = set()
-    for name, linear in list(model.model.layers.named_modules()):
-        if not isinstance(linear, nn.Linear):
-            continue
-        n, k = linear.weight.shape
-        problem = Problem(Int4Weight, GROUP_SIZE, True, n, k, linear.weight.dtype, linear.weight.device)
-        weight = random_weight(problem)
-        replacement = QuantizedLinear(LAYOUTS[layout].pack(weight, problem.dtype), None)
-        model.model.layers.set_submodule(name, replacement)
-        if (n, k) not in checked:
-            checked.add((n, k))
-            check(replacement, weight)
+    for parent in list(model.model.layers.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is not nn.Linear:
+                continue
+            if linear not in packed:  # A merged one is a child of each layer that it stands for.
+                weight = SPEC.random(*linear.weight.shape, linear.weight.device)
+                packed[linear] = QuantizedLinear(LAYOUTS[layout].pack(weight, linear.weight.dtype), None)
+                if weight.shape not in checked:
+                    checked.add(weight.shape)
+                    check(packed[linear], weight)
+            setattr(parent, name, packed[linear])
     return model
 
 
@@ -112,7 +119,7 @@ def check(linear: QuantizedLinear, weight: Int4Weight) -> None:
 
 def warm_engine(model: PreTrainedModel) -> Engine:
     started = time.perf_counter()
-    config = EngineConfig(max_num_seqs=128, max_model_len=4096, kv_cache_tokens=200_000, prefill_chunk=8192)
+    config = EngineOptions(max_num_seqs=128, max_model_len=4096, kv_cache_tokens=200_000, prefill_chunk=8192)
     engine = Engine(model, config, frozenset())
     engine.warm_up(progress=False)
     engine.jit_monitor.disarm()  # Until the other engine is warm too.

@@ -22,7 +22,8 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.layouts.files import write_json
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import SHAPES, random_model, random_prompts
@@ -87,7 +88,7 @@ def serve(options: argparse.Namespace) -> dict:
     most, longest = max(options.n), options.input + OUTPUT
     engine = Engine(
         random_model(model, options.device),
-        EngineConfig(
+        EngineOptions(
             max_num_seqs=most,
             max_model_len=longest,
             kv_cache_dtype=kv_cache_dtype,

@@ -18,11 +18,11 @@ from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choose import DEFAULT_MS, pick
 from scalegate.layouts.explain import lowest_ratio, mean_ratio
 from scalegate.layouts.files import write_json
-from scalegate.layouts.int4 import Int4Weight
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.measure import measure, random_weight
-from scalegate.layouts.plan import ShapeChoice, device_name, kernel_versions, shape_key
+from scalegate.layouts.measure import measure
+from scalegate.layouts.plan import ShapeChoice, device_name, kernel_versions
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 
@@ -41,13 +41,12 @@ def linear_shapes(folder: str) -> list[tuple[int, int]]:
 
 def overhead() -> dict[str, float]:
     """Microseconds a call at M=1 on a 256×256 layer: the kernel, the module around it, and `nn.Linear`."""
-    problem = Problem(Int4Weight, 64, True, 256, 256, torch.bfloat16, CPU)
-    packed = LAYOUTS["cpu_int4"].pack(random_weight(problem), torch.bfloat16)
+    packed = LAYOUTS["cpu_int4"].pack(Int4(GROUP_SIZE).random(256, 256, CPU), torch.bfloat16)
     module = QuantizedLinear(packed, None)
     linear = torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
     rows = x.view(1, 256)
-    tensors, group_size = packed.tensors, packed.meta["group_size"]
+    tensors, group_size = packed.tensors, packed.attributes["group_size"]
     kernel = torch._weight_int4pack_mm_for_cpu
     calls = {
         "nn.Linear": lambda copy: linear(x),
@@ -75,7 +74,7 @@ def main() -> None:
     for dtype in DTYPES:
         for n, k in shapes:
             runs = options.runs if dtype is torch.bfloat16 and (n, k) in repeated else 1
-            rows.append(one_shape(Problem(Int4Weight, GROUP_SIZE, True, n, k, dtype, CPU), runs))
+            rows.append(one_shape(Problem(Int4(GROUP_SIZE), n, k, dtype, CPU), runs))
             show(rows[-1])
     calls = {name: round(value, 1) for name, value in overhead().items()}
     print("one call at M=1, 256x256, in microseconds:", calls)
@@ -96,12 +95,12 @@ def one_shape(problem: Problem, runs: int) -> dict[str, object]:
     table: dict[str, object] = {}
     started = time.perf_counter()
     for run in range(runs):
-        choice = pick(shape_key(problem), (), measure(problem, DEFAULT_MS, list(LAYOUTS)))
+        choice = pick(str(problem), (), measure(problem, DEFAULT_MS, list(LAYOUTS)))
         picks[choice.layout] += 1
         if run == 0:
             table = {layout: curve(choice, layout) for layout in choice.measured_layouts}
     return {
-        "shape": shape_key(problem),
+        "shape": str(problem),
         "picks": dict(picks),
         "seconds_a_choice": round((time.perf_counter() - started) / runs, 2),
         "layouts": table,

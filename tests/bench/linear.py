@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.files import write_json
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Layout, PackedWeight, Problem
 from scalegate.layouts.timing import HOPELESS, TimingBudget, interleaved_microseconds
 from torch import Tensor
@@ -57,20 +57,25 @@ COMPILING_BY_SHAPE, COMPILING_BY_M = "humming", "gemlite"
 """Layouts whose packages compile for each shape, for all M at once; for each M, for all shapes alike."""
 
 
+def int4(group_size: int, fractional: bool) -> Int4:
+    return Int4(group_size, zero_point="fractional" if fractional else "integer")
+
+
 def random_int4(n: int, k: int, group_size: int, fractional: bool, device: torch.device) -> Int4Weight:
+    spec = int4(group_size, fractional)
     codes = pack_nibbles(torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device))
-    groups = (n, k // group_size)
+    groups = (n, spec.groups(k))
     scale = (torch.rand(groups, device=device) * 0.02 + 0.001).to(torch.bfloat16)
     if fractional:
-        return Int4Weight(codes, scale, torch.rand(groups, device=device) * 15, group_size)
+        return Int4Weight(spec, codes, scale, torch.rand(groups, device=device) * 15)
     zero = torch.randint(0, 16, groups, dtype=torch.uint8, device=device)
-    return Int4Weight(codes, scale, zero, group_size)
+    return Int4Weight(spec, codes, scale, zero)
 
 
 def exact_weight(weight: Int4Weight) -> Tensor:
     """The weight in float64, from the definition."""
-    n, k = weight.shape
-    codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(n, -1, weight.group_size).double()
+    (n, k), size = weight.shape, weight.spec.group_size
+    codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(n, -1, size).double()
     return ((codes - weight.zero_point.double()[..., None]) * weight.scale.double()[..., None]).view(n, k)
 
 
@@ -89,13 +94,7 @@ def checked_error(layout: Layout, packed: PackedWeight, x: Tensor, expected: Ten
 
 def copies_of(packed: PackedWeight, count: int) -> list[PackedWeight]:
     return [packed] + [
-        PackedWeight(
-            packed.layout,
-            packed.shape,
-            packed.dtype,
-            {name: tensor.clone() for name, tensor in packed.tensors.items()},
-            packed.meta,
-        )
+        replace(packed, tensors={name: tensor.clone() for name, tensor in packed.tensors.items()})
         for _ in range(count - 1)
     ]
 
@@ -109,7 +108,7 @@ def multiply_dense(copies: list[Tensor], x: Tensor) -> Callable[[int], Tensor]:
 
 
 def problem_of(n: int, k: int, group_size: int, fractional: bool, device: torch.device) -> Problem:
-    return Problem(Int4Weight, group_size, not fractional, n, k, torch.bfloat16, device)
+    return Problem(int4(group_size, fractional), n, k, torch.bfloat16, device)
 
 
 @dataclass

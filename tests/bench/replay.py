@@ -22,7 +22,8 @@ from scalegate.layouts.files import write_json
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
-from scalegate.pipeline.validation.engines import EMBEDDED, EngineOptions, endpoint_of
+from scalegate.pipeline.validation.servers import server_of, sized_options
+from scalegate.serving_check.engines.all_engines import DEFAULT_ENGINE
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -100,8 +101,8 @@ def main() -> None:
         recipe.write_text(RECIPE, encoding="utf-8")
         make_checkpoint(source, options.hidden, options.layers, options.device)
         done("checkpoint made", True)
-        engine = EngineOptions(options.device, "auto", WorkloadSettings(ms), Path(temporary), progress=False)
-        server = endpoint_of(EMBEDDED, "baseline", source, engine)
+        sized = sized_options({"device": options.device}, WorkloadSettings(ms))
+        server = server_of(DEFAULT_ENGINE, "baseline", source, sized, Path(temporary), progress=False)
         try:
             with ThreadPoolExecutor(1) as beside:
                 starting = beside.submit(server.start)

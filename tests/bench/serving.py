@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import CUDA_CHUNK_WHILE_DECODING, EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import CUDA_CHUNK_WHILE_DECODING, EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     engine = Engine(
         model,
-        EngineConfig(
+        EngineOptions(
             max_num_seqs=128,
             max_model_len=4096,
             kv_cache_tokens=200_000,

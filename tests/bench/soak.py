@@ -24,8 +24,8 @@ from typing import Any
 import aiohttp
 from scalegate.layouts.files import write_json
 from scalegate.serving_check.checks.compilations import compilations
-from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.endpoints.prometheus_text import total
+from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.engines.prometheus_text import total
 from scalegate.serving_check.workload.engine_work import EngineWork, difference
 from transformers import AutoTokenizer
 

@@ -62,12 +62,13 @@ def timed_start(checkpoint: Path, device: str, caches: dict[str, str]) -> dict[s
 def first_token(checkpoint: Path, device: str) -> dict[str, float]:
     """Seconds since this process began to run, at the end of each stage."""
     import scalegate.pipeline.model_loader.load_model  # noqa: F401 - its share of the time is shown
-    from scalegate.pipeline.serve import ModelOptions, build_engine
+    from scalegate.pipeline.serve import build_engine
     from scalegate.serving_check.engine.engine import Engine  # noqa: F401
-    from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+    from scalegate.serving_check.engine.options import EngineOptions
+    from scalegate.serving_check.engine.request import SamplingParams
 
     stages = {"imported": time.perf_counter() - STARTED}
-    engine = build_engine(ModelOptions(checkpoint, device), EngineConfig(max_model_len=2048))
+    engine = build_engine(checkpoint, EngineOptions(device=device, max_model_len=2048))
     stages["built"] = time.perf_counter() - STARTED
     engine.warm_up(progress=False)
     stages["warmed_up"] = time.perf_counter() - STARTED

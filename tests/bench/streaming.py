@@ -22,8 +22,9 @@ from typing import Any
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 from scalegate.layouts.files import write_json
-from scalegate.serving_check.endpoints import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
@@ -83,7 +84,7 @@ def timed_engine(
     model = random_model(shape, device)
     most = max(n for _, _, n in cells)
     longest = max(input_len + output_len for input_len, output_len, _ in cells)
-    sizes = EngineConfig(
+    sizes = EngineOptions(
         max_num_seqs=most,
         max_model_len=longest + 64,
         kv_cache_tokens=most * (longest + 64),

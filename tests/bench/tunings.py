@@ -79,11 +79,11 @@ def step_milliseconds(model_name: str, way: dict) -> dict[str, float]:
     from random_qwen3 import random_model
     from scalegate.serving_check.engine import compiled_layers, forward
     from scalegate.serving_check.engine.engine import Engine
-    from scalegate.serving_check.engine.request import EngineConfig
+    from scalegate.serving_check.engine.options import EngineOptions
 
     tunings = (replace(compiled_layers.TUNINGS[0], **way), *compiled_layers.TUNINGS[1:])
     compiled_layers.TUNINGS = forward.TUNINGS = tunings
-    sizes = EngineConfig(max_num_seqs=max(BATCHES), max_model_len=1024, kv_cache_tokens=100_000)
+    sizes = EngineOptions(max_num_seqs=max(BATCHES), max_model_len=1024, kv_cache_tokens=100_000)
     engine = Engine(random_model(model_name), sizes, frozenset())
     engine.warm_up(progress=False)
     found = {}

@@ -3,7 +3,7 @@
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choose import choose, default_layout, default_ms, pick
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.explain import explain_slow_layout
-from scalegate.layouts.int4 import Int4Weight
-from scalegate.layouts.layout import PackedWeight, Problem
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.layout import Experts, PackedWeight, Problem
 from scalegate.layouts.measure import ShapeMeasurements, measure
 from scalegate.layouts.measurement_cache import source_digest
-from scalegate.layouts.nvfp4 import NVFP4Weight
 from scalegate.layouts.plan import LayoutPlan, Measurement, device_name, kernel_versions
 from scalegate.layouts.time_limit import OutOfTime, time_limit
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
@@ -26,7 +26,7 @@ QUICK = TimingBudget(samples=6, sample_seconds=0.0002)
 
 
 def problem(n: int = 64, k: int = 128, dtype: torch.dtype = torch.bfloat16) -> Problem:
-    return Problem(Int4Weight, 64, True, n, k, dtype, CPU)
+    return Problem(Int4(64), n, k, dtype, CPU)
 
 
 def curves(**ratios: list[float]) -> ShapeMeasurements:
@@ -61,8 +61,7 @@ class Altered:
         return LAYOUTS[self.inner].refuses(problem)
 
     def pack(self, weight, dtype) -> PackedWeight:
-        packed = LAYOUTS[self.inner].pack(weight, dtype)
-        return PackedWeight(self.name, packed.shape, packed.dtype, packed.tensors, packed.meta)
+        return replace(LAYOUTS[self.inner].pack(weight, dtype), layout=self.name)
 
     def matmul(self, x, packed):
         self.calls.append(x.shape[0])
@@ -284,6 +283,18 @@ def test_a_forced_layout_is_recorded_with_what_would_have_been_better():
     assert slow.better_layout == "cpu_int4" and "256x256" in slow.sentence(0.95)
 
 
+def test_a_forced_layout_of_dense_layers_leaves_experts_to_be_chosen():
+    layers = {"up": problem(), "experts.up": replace(problem(), experts=Experts(4, 2))}
+    plan = choose(layers, (1,), force="cpu_int4_float32", progress=False)
+    assert [(one.modules, one.forced) for one in plan.choices] == [(("up",), True), (("experts.up",), False)]
+    assert plan.choices[1].layout in plan.choices[1].measured_layouts
+    plan = choose(layers, (1,), force="dequantize_per_expert", progress=False)
+    assert [one.forced for one in plan.choices] == [False, True]
+    assert plan.choices[1].layout == "dequantize_per_expert"
+    with pytest.raises(UserError, match="multiplies by experts only"):
+        choose({"up": problem()}, (1,), force="dequantize_per_expert", progress=False)
+
+
 def test_a_layout_that_cannot_serve_cannot_be_forced():
     with pytest.raises(UserError, match=r"'tinygemm' does not serve layer \(.*64x128.*\): runs on CUDA"):
         choose({"layer": problem()}, (1,), force="tinygemm", progress=False)
@@ -345,7 +356,7 @@ def test_a_plan_covers_what_it_timed_in_that_layout_dtype_and_device():
 def test_unmeasured_layers_get_the_first_layout_that_serves_them_exactly():
     assert default_layout(problem(dtype=torch.bfloat16)) == "cpu_int4"
     assert default_layout(problem(dtype=torch.float32)) == "dequantize"
-    assert default_layout(Problem(NVFP4Weight, 16, True, 64, 64, torch.bfloat16, CPU)) == "dequantize"
+    assert default_layout(Problem(NVFP4(), 64, 64, torch.bfloat16, CPU)) == "dequantize"
     assert default_ms(CPU) == (1, 2, 4, 8, 16, 32)
 
 

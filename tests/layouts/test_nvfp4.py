@@ -3,10 +3,8 @@
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.formats.nvfp4 import E2M1_VALUES, NVFP4, NVFP4Input
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.measure import random_weight
-from scalegate.layouts.nvfp4 import E2M1_VALUES, NVFP4Input, NVFP4Weight
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOTH = pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])
@@ -80,8 +78,8 @@ def test_values_that_nvfp4_can_say_stay_as_they_are(divides):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_layer_rounds_its_input_and_nothing_else(device, bias):
-    problem = Problem(NVFP4Weight, 16, True, 48, 96, torch.bfloat16, torch.device(device))
-    packed = LAYOUTS["dequantize"].pack(random_weight(problem), torch.bfloat16)
+    weight = NVFP4().random(48, 96, torch.device(device))
+    packed = LAYOUTS["dequantize"].pack(weight, torch.bfloat16)
     x = torch.randn(2, 5, 96, dtype=torch.bfloat16, device=device)
     quantized = calibrated(x, divides=False)
     plain = QuantizedLinear(packed, torch.ones(48, dtype=torch.bfloat16, device=device) if bias else None)
@@ -94,8 +92,8 @@ def test_a_linear_layer_rounds_its_input_and_nothing_else(device, bias):
 
 
 def test_the_scale_of_the_inputs_moves_with_the_module():
-    problem = Problem(NVFP4Weight, 16, True, 32, 64, torch.bfloat16, torch.device("cpu"))
-    packed = LAYOUTS["dequantize"].pack(random_weight(problem), torch.bfloat16)
+    weight = NVFP4().random(32, 64, torch.device("cpu"))
+    packed = LAYOUTS["dequantize"].pack(weight, torch.bfloat16)
     moved = QuantizedLinear(packed, None, NVFP4Input(torch.tensor(0.5), divides=True)).to("meta")
     assert moved.input_format is not None and moved.input_format.divides
     assert moved.input_format.global_scale.device.type == "meta"

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
+from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.installed import installed_package
-from scalegate.layouts.int4 import Int4Weight
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.measure import random_weight
-from scalegate.layouts.nvfp4 import NVFP4Weight
 from triton.runtime.autotuner import Autotuner
 
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
@@ -40,6 +41,10 @@ def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
     return ((y.double() - expected).norm() / expected.norm()).item()
 
 
+def random_weight(problem: Problem) -> Weight:
+    return problem.spec.random(problem.n, problem.k, problem.device)
+
+
 def serving(problem: Problem) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
 
@@ -50,13 +55,13 @@ def bound(name: str, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("integer_zero", [True, False], ids=["integer", "fractional"])
+@pytest.mark.parametrize("zero_point", ["integer", "fractional"])
 @pytest.mark.parametrize(
     ("group_size", "n", "k"),
     [(32, 24, 96), (64, 100, 192), (128, 256, 640), (128, 256, 1024), (128, 8, 128), (256, 48, 512)],
 )
-def test_int4_products_agree_with_float64(device, dtype, integer_zero, group_size, n, k):
-    problem = Problem(Int4Weight, group_size, integer_zero, n, k, dtype, torch.device(device))
+def test_int4_products_agree_with_float64(device, dtype, zero_point, group_size, n, k):
+    problem = Problem(Int4(group_size, zero_point=zero_point), n, k, dtype, torch.device(device))
     names = serving(problem)
     # No kernel of ours or torch's multiplies INT4 by float32 on a GPU.
     assert len(names) >= (1 if (device, dtype) == ("cuda", torch.float32) else 2)
@@ -80,7 +85,7 @@ def test_int4_products_agree_with_float64(device, dtype, integer_zero, group_siz
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nvfp4_products_agree_with_float64(device, dtype):
-    problem = Problem(NVFP4Weight, 16, True, 72, 176, dtype, torch.device(device))
+    problem = Problem(NVFP4(), 72, 176, dtype, torch.device(device))
     weight = random_weight(problem)
     names = serving(problem)
     assert "dequantize" in names
@@ -91,13 +96,24 @@ def test_nvfp4_products_agree_with_float64(device, dtype):
         assert relative_error(y, expected) <= bound(name, dtype), name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unquantized_products_agree_with_float64(device, dtype):
+    problem = Problem(Unquantized(), 72, 170, dtype, torch.device(device))
+    weight = UnquantizedWeight(Unquantized(), torch.randn(72, 170, device=device).to(dtype))
+    assert serving(problem) == ["torch_linear"], "it is measured against, so nothing else may stand there"
+    x = torch.randn(7, problem.k, device=device).to(dtype)
+    y = LAYOUTS["torch_linear"].matmul(x, LAYOUTS["torch_linear"].pack(weight, dtype))
+    assert relative_error(y, x.double() @ weight.values.double().T) <= BOUNDS[dtype]
+
+
 def test_a_wrong_zero_point_is_seen_by_these_bounds():
     """Negative control: a weight off by one zero step in one group of one row in eight is not within them."""
-    problem = Problem(Int4Weight, 32, True, 64, 256, torch.bfloat16, torch.device("cpu"))
+    problem = Problem(Int4(32), 64, 256, torch.bfloat16, torch.device("cpu"))
     weight = random_weight(problem)
     zero = weight.zero_point.clone()
     zero[::8, 0] += 1
-    wrong = Int4Weight(weight.codes, weight.scale, zero, 32)
+    wrong = replace(weight, zero_point=zero)
     x = torch.randn(8, 256).bfloat16()
     y = LAYOUTS["cpu_int4"].matmul(x, LAYOUTS["cpu_int4"].pack(wrong, torch.bfloat16))
     assert relative_error(y, x.double() @ weight.dequantize(torch.float64).T) > BOUNDS[torch.bfloat16]
@@ -105,7 +121,7 @@ def test_a_wrong_zero_point_is_seen_by_these_bounds():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_module_stands_where_a_linear_stood(bias):
-    problem = Problem(Int4Weight, 64, True, 100, 192, torch.bfloat16, torch.device("cpu"))
+    problem = Problem(Int4(64), 100, 192, torch.bfloat16, torch.device("cpu"))
     weight = random_weight(problem)
     linear = torch.nn.Linear(192, 100, bias=bias, dtype=torch.bfloat16)
     linear.weight.data = weight.dequantize(torch.bfloat16)
@@ -121,7 +137,7 @@ def test_a_module_stands_where_a_linear_stood(bias):
 
 
 def test_packed_tensors_are_buffers_that_move_with_the_module():
-    problem = Problem(Int4Weight, 64, True, 32, 64, torch.bfloat16, torch.device("cpu"))
+    problem = Problem(Int4(64), 32, 64, torch.bfloat16, torch.device("cpu"))
     module = QuantizedLinear(LAYOUTS["cpu_int4"].pack(random_weight(problem), torch.bfloat16), None)
     assert set(dict(module.named_buffers())) == set(module.packed.tensors)
     moved = module.to("meta")
@@ -130,16 +146,19 @@ def test_packed_tensors_are_buffers_that_move_with_the_module():
 
 
 def test_a_quantized_layer_takes_a_quarter_of_the_memory():
-    problem = Problem(Int4Weight, 128, True, 1024, 1024, torch.bfloat16, torch.device("cpu"))
+    problem = Problem(Int4(128), 1024, 1024, torch.bfloat16, torch.device("cpu"))
     packed = LAYOUTS["cpu_int4"].pack(random_weight(problem), torch.bfloat16)
     assert packed.nbytes < 0.27 * 1024 * 1024 * 2
 
 
 def test_layouts_refuse_what_they_cannot_serve_and_say_why():
-    on_cpu = Problem(NVFP4Weight, 16, True, 64, 64, torch.bfloat16, torch.device("cpu"))
-    assert "takes Int4Weight" in (LAYOUTS["cpu_int4"].refuses(on_cpu) or "")
-    assert "CUDA" in (LAYOUTS["tinygemm"].refuses(on_cpu) or "")
-    odd = Problem(Int4Weight, 48, True, 64, 96, torch.bfloat16, torch.device("cpu"))
+    on_cpu = Problem(NVFP4(), 64, 64, torch.bfloat16, torch.device("cpu"))
+    assert "takes int4" in (LAYOUTS["cpu_int4"].refuses(on_cpu) or "")
+    int4_on_cpu = Problem(Int4(64), 64, 64, torch.bfloat16, torch.device("cpu"))
+    assert "CUDA" in (LAYOUTS["tinygemm"].refuses(int4_on_cpu) or "")
+    assert "experts" in (LAYOUTS["cpu_int4"].refuses(replace(int4_on_cpu, experts=Experts(4, 2))) or "")
+    assert "experts" in (LAYOUTS["dequantize_per_expert"].refuses(int4_on_cpu) or "")
+    odd = Problem(Int4(48), 64, 96, torch.bfloat16, torch.device("cpu"))
     assert "48" in (LAYOUTS["cpu_int4"].refuses(odd) or "")
     with pytest.raises(TypeError, match="packs Int4Weight"):
         LAYOUTS["cpu_int4"].pack(random_weight(on_cpu), torch.bfloat16)
@@ -155,7 +174,7 @@ def test_a_kernel_package_that_is_absent_is_named_with_its_installation():
     [(128, 640, 512), (128, 11008, 512), (64, 192, 256), (256, 1536, 1024), (512, 1536, 1024)],
 )
 def test_gemlite_is_not_given_a_k_past_whose_end_it_reads(group_size, k, columns):
-    problem = Problem(Int4Weight, group_size, True, 256, k, torch.bfloat16, torch.device("cuda"))
+    problem = Problem(Int4(group_size), 256, k, torch.bfloat16, torch.device("cuda"))
     longer = replace(problem, k=k // columns * columns + columns)
     assert f"not a multiple of {columns}" in (LAYOUTS["gemlite"].refuses(problem) or "")
     assert "past" not in (LAYOUTS["gemlite"].refuses(longer) or "")

@@ -3,18 +3,19 @@
 from pathlib import Path
 
 import pytest
-import torch
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.validation.engines import EMBEDDED, VLLM, EngineOptions, endpoint_of
 from scalegate.pipeline.validation.in_process import LoadOptions, read_held_out, take_figures
+from scalegate.pipeline.validation.servers import check_reached, server_of, sized_options
+from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import WorkloadSettings
 
 
-def figures(folder: Path, text: Path, kv_cache_dtype: str, dtype: torch.dtype = torch.float32):
+def figures(folder: Path, text: Path, kv_cache_dtype: str):
     checkpoint = open_checkpoint(folder)
     held_out = read_held_out(text, checkpoint, checkpoint, 1024)
-    options = LoadOptions("cpu", dtype, None, kv_cache_dtype, progress=False)
+    engine = EngineOptions(device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype)
+    options = LoadOptions(engine, progress=False)
     return take_figures(checkpoint, checkpoint, held_out, options).comparison
 
 
@@ -28,18 +29,21 @@ def test_eight_bits_cost_little_and_more_than_nothing(example_checkpoint: Path, 
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> EngineOptions:
-    return EngineOptions("cpu", "auto", WorkloadSettings(), tmp_path, progress=False)
+def options() -> EngineOptions:
+    return sized_options({"device": "cpu", "kv_cache_dtype": "fp8"}, WorkloadSettings())
 
 
-def test_the_artifacts_server_is_started_with_the_format(options: EngineOptions, example_checkpoint: Path):
-    endpoint = endpoint_of(EMBEDDED, "artifact", example_checkpoint, options, None, "fp8")
-    assert "--kv-cache-dtype fp8" in " ".join(endpoint.command)
+def test_the_artifacts_server_is_started_with_the_format(
+    options: EngineOptions, example_checkpoint: Path, tmp_path: Path
+):
+    server = server_of("embedded", "artifact", example_checkpoint, options, tmp_path)
+    assert "--kv-cache-dtype fp8" in " ".join(server.command)
 
 
-def test_a_running_server_cannot_be_given_a_format(options: EngineOptions, example_checkpoint: Path):
-    with pytest.raises(UserError, match="is running already"):
-        endpoint_of("http://127.0.0.1:1", "artifact", example_checkpoint, options, None, "fp8")
+def test_a_running_server_cannot_be_given_a_format():
+    with pytest.raises(UserError, match="is running already; --kv-cache-dtype"):
+        check_reached({"kv_cache_dtype": "fp8"}, "http://127.0.0.1:1", "embedded")
+    check_reached({"kv_cache_dtype": "auto"}, "http://127.0.0.1:1", "embedded")
 
 
 def test_vllm_is_started_with_the_format(
@@ -47,5 +51,11 @@ def test_vllm_is_started_with_the_format(
 ):
     (tmp_path / "vllm").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    command = endpoint_of(VLLM, "artifact", example_checkpoint, options, None, "fp8").command
-    assert command[-2:] == ["--kv-cache-dtype", "fp8"]
+    server = server_of("vllm", "artifact", example_checkpoint, options, tmp_path)
+    assert server.command[-2:] == ["--kv-cache-dtype", "fp8"]
+
+
+def test_what_reaches_no_server_is_refused():
+    with pytest.raises(UserError, match="--page-size does not reach an engine 'vllm'"):
+        check_reached({"page_size": 16}, "vllm", "vllm")
+    check_reached({"page_size": 16, "layout": "dequantize"}, "vllm", "embedded")

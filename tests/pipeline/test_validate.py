@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
-from scalegate.serving_check.endpoints import SubprocessEndpoint
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.verdict import Verdict
 
 SLOW_LAYOUT = "cpu_int4_float32"
@@ -53,6 +55,14 @@ def test_the_verdict_is_bound_to_the_bytes_and_the_manifest_to_the_verdict(passe
     assert manifest.verdict_sha256 == sha256_of(artifact / "serving_check.json")
     assert Verdict.read(artifact / "serving_check.json") == passed
     assert (artifact / "serving_check" / "report.html").is_file()
+
+
+def test_what_both_servers_were_started_with_is_recorded(passed: Verdict):
+    ours, theirs = passed.environment.engine_options, passed.environment.baseline_engine_options
+    assert ours is not None and theirs is not None
+    assert set(ours) == set(theirs) == {one.name for one in fields(EngineOptions)}
+    assert ours["kv_cache_dtype"] == "unquantized" and ours["device"] != "auto" != ours["dtype"]
+    assert ours["max_num_seqs"] == 4 and ours["prefill_chunk"] is not None
 
 
 def test_the_recorded_command_is_one_that_the_command_line_takes(passed: Verdict):
@@ -102,12 +112,13 @@ def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, a
 
 def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp_path: Path, monkeypatch):
     module = importlib.import_module("scalegate.pipeline.validate")
-    as_asked = module.endpoint_of
+    as_asked = module.server_of
 
-    def packs_otherwise(engine, side, folder, options, layout=None, *rest):
-        return as_asked(engine, side, folder, options, "dequantize" if side == "artifact" else layout, *rest)
+    def packs_otherwise(engine, side, folder, options, *rest):
+        other = replace(options, layout="dequantize") if side == "artifact" else options
+        return as_asked(engine, side, folder, other, *rest)
 
-    monkeypatch.setattr(module, "endpoint_of", packs_otherwise)
+    monkeypatch.setattr(module, "server_of", packs_otherwise)
     copy = shutil.copytree(artifact, tmp_path / "artifact")
     verdict = validate(copy, m=(1,), floor=0.001, **SMALL)
     loads = next(check for check in verdict.checks if check.name == "loads")

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from scalegate.serving_check.endpoints import Endpoint
+from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.measurement import Block, MeasuredM
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
@@ -78,7 +78,7 @@ def sample_verdict(ratios: dict[int, float], checks: tuple[CheckResult, ...] = (
         curve.append(one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), plan)))
     checks = checks or (CheckResult("throughput", "pass", "lowest 1.0", "at least 0.93", "measured"),)
     subject = Subject(
-        "base-int4", None, "a" * 64, "b" * 64, "compressed-tensors, Int4Weight g128", {"tiles": 28}
+        "base-int4", None, "a" * 64, "b" * 64, "compressed-tensors, INT4 g128, zero points", {"tiles": 28}
     )
     return Verdict(
         status=overall_status(list(checks)),

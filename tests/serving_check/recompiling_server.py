@@ -7,12 +7,14 @@ powers of two only.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from scalegate.pipeline import serve as serving
 from scalegate.pipeline.cli.main import main
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, StepOutput
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import StepOutput
 
 
 @torch.compile(backend="eager", dynamic=False)
@@ -20,8 +22,8 @@ def specialized_on_a_size(values: torch.Tensor) -> torch.Tensor:
     return values * 2
 
 
-def build_recompiling_engine(options: serving.ModelOptions, config: EngineConfig) -> Engine:
-    engine = serving.build_engine(options, config)
+def build_recompiling_engine(folder: Path, options: EngineOptions) -> Engine:
+    engine = serving.build_engine(folder, options)
     step = engine.step
 
     def compiling_step() -> list[StepOutput]:

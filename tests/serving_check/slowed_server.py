@@ -8,17 +8,17 @@ A step in which at least FROM_M requests got a token takes STEP_TIME_FACTOR time
 import functools
 import sys
 import time
+from pathlib import Path
 
 from scalegate.pipeline import serve as serving
 from scalegate.pipeline.cli.main import main
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, StepOutput
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import StepOutput
 
 
-def build_slowed_engine(
-    factor: float, from_m: int, options: serving.ModelOptions, config: EngineConfig
-) -> Engine:
-    engine = serving.build_engine(options, config)
+def build_slowed_engine(factor: float, from_m: int, folder: Path, options: EngineOptions) -> Engine:
+    engine = serving.build_engine(folder, options)
     step = engine.step
 
     def slowed_step() -> list[StepOutput]:

@@ -15,7 +15,7 @@ from scalegate.serving_check.checks.loads import Loaded, check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
-from scalegate.serving_check.endpoints.prometheus_text import parse_metrics
+from scalegate.serving_check.engines.prometheus_text import parse_metrics
 from scalegate.serving_check.measurement import decoding_together
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
@@ -26,7 +26,7 @@ from .gate_samples import load_result, measured_m, sample_verdict
 
 BOUNDS = Bounds()
 SAME = Comparison(8192, 1.5, 1.5, 0.0, 0.0, 0.0, 1.0)
-SHAPE = "Int4Weight g128 zp 768x256 bfloat16"
+SHAPE = "int4 g128 zp 768x256 bfloat16"
 
 
 def plan_with(curves: dict[str, dict[int, float]], layout: str) -> LayoutPlan:

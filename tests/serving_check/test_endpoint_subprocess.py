@@ -9,8 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 from scalegate.layouts.errors import UserError
-from scalegate.serving_check.endpoints import SubprocessEndpoint, UrlEndpoint, vllm_endpoint
-from scalegate.serving_check.endpoints.prometheus_text import by_label, parse_metrics, total
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint
+from scalegate.serving_check.engines.engine import ServerJob
+from scalegate.serving_check.engines.prometheus_text import by_label, parse_metrics, total
+from scalegate.serving_check.engines.vllm import VLLM
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 COMMAND = [sys.executable, "-P", str(COUNTING_SERVER), "0.001"]
@@ -80,7 +83,7 @@ def test_nothing_is_orphaned_when_the_parent_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     parent = (
         "import sys, time; from pathlib import Path;"
-        "from scalegate.serving_check.endpoints import SubprocessEndpoint;"
+        "from scalegate.serving_check.engines import SubprocessEndpoint;"
         f"SubprocessEndpoint({COMMAND!r}, 'counting', log=Path({str(log)!r})).start();"
         "print('up', flush=True); time.sleep(600)"
     )
@@ -109,13 +112,21 @@ def test_a_url_that_wants_a_key(tmp_path):
         assert UrlEndpoint(endpoint.base_url, api_key="key").start() == endpoint
 
 
-def test_vllm_is_started_by_its_own_command_and_missed_by_name(tmp_path):
-    with pytest.raises(UserError, match="no 'vllm-is-not-here' command"):
-        vllm_endpoint("model", log=tmp_path / "log.txt", executable="vllm-is-not-here")
-    endpoint = vllm_endpoint("m", log=tmp_path / "log.txt", executable=sys.executable, max_model_len=64)
-    assert endpoint.command[1:3] == ["serve", "m"]
-    assert endpoint.base_url == "http://127.0.0.1:" + endpoint.command[endpoint.command.index("--port") + 1]
-    assert "--no-enable-prefix-caching" in endpoint.command
+def test_vllm_is_started_by_its_own_command_and_missed_by_name(tmp_path, monkeypatch):
+    options = EngineOptions(max_num_seqs=16, dtype="bfloat16")
+    job = ServerJob("vllm", "artifact", tmp_path, options, tmp_path / "log.txt", memory_share=0.45)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no 'vllm' command"):
+        VLLM.server(job)
+    assert not VLLM.availability().available
+    (tmp_path / "vllm").touch(0o755)
+    assert VLLM.availability().available
+    server = VLLM.server(job)
+    words = " ".join(server.command)
+    assert words.startswith(f"vllm serve {tmp_path} ") and "--no-enable-prefix-caching" in words
+    assert "--max-num-seqs 16 --gpu-memory-utilization 0.45 --dtype bfloat16" in words
+    assert server.base_url == "http://127.0.0.1:" + server.command[server.command.index("--port") + 1]
+    assert server.series.compilations is None and server.series.running == "vllm:num_requests_running"
 
 
 def test_prometheus_text_is_read_and_summed():

@@ -5,20 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.int4 import Int4Weight
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.measure import random_weight
+from scalegate.layouts.merged_linear import layers_with_one_input, merge_unquantized
 from scalegate.serving_check.engine import compiled_layers, forward
+from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = EngineConfig(max_num_seqs=32, decode_buckets=(1, 8, 32), prefill_chunk=96, max_model_len=256)
+CONFIG = EngineOptions(max_num_seqs=32, decode_buckets=(1, 8, 32), prefill_chunk=96, max_model_len=256)
 """Steps of at most 128 tokens: for more, the compiler times kernels and may choose others each time."""
 SIZES = {
     "hidden_size": 1024,
@@ -37,11 +38,15 @@ def random_model(int4: bool) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), dtype=torch.bfloat16).eval()
-    for name, linear in list(model.model.layers.named_modules()) if int4 else ():
-        if isinstance(linear, nn.Linear):
-            problem = Problem(Int4Weight, 128, True, *linear.weight.shape, torch.bfloat16, model.device)
-            packed = LAYOUTS["swap_ab"].pack(random_weight(problem), problem.dtype)
-            model.model.layers.set_submodule(name, QuantizedLinear(packed, None))
+    merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
+    packed: dict[nn.Linear, QuantizedLinear] = {}
+    for parent in list(model.model.layers.modules()) if int4 else ():
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear:
+                if linear not in packed:  # A merged one is a child of each layer that it stands for.
+                    weight = Int4(128).random(*linear.weight.shape, model.device)
+                    packed[linear] = QuantizedLinear(LAYOUTS["swap_ab"].pack(weight, torch.bfloat16), None)
+                setattr(parent, name, packed[linear])
     return model
 
 

@@ -9,7 +9,8 @@ import copy
 import pytest
 import torch
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -107,7 +108,7 @@ def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[in
 
 
 def served(model: PreTrainedModel, prompts: list[list[int]], **sizes) -> tuple[Engine, list[tuple[int, ...]]]:
-    engine = Engine(copy.deepcopy(model), EngineConfig(prefill_chunk=40, **sizes), frozenset())
+    engine = Engine(copy.deepcopy(model), EngineOptions(prefill_chunk=40, **sizes), frozenset())
     return engine, [completion.token_ids for completion in engine.generate(prompts, GREEDY)]
 
 

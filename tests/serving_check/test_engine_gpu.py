@@ -8,7 +8,8 @@ import pytest
 import torch
 from scalegate.serving_check.engine.compiled_layers import TUNINGS, CompiledLayers
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sibling_products import SiblingLinear
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -56,7 +57,7 @@ def generated(example_checkpoint: Path, prompts: list[list[int]]) -> list[list[i
 
 @pytest.fixture(scope="module", params=WAYS)
 def engine(request: pytest.FixtureRequest, example_checkpoint: Path) -> Engine:
-    engine = Engine(load(example_checkpoint), EngineConfig(**SIZES, **WAYS[request.param]), frozenset())
+    engine = Engine(load(example_checkpoint), EngineOptions(**SIZES, **WAYS[request.param]), frozenset())
     engine.warm_up(progress=False)
     return engine
 
@@ -110,7 +111,7 @@ def test_sampled_tokens_do_not_depend_on_the_loop(example_checkpoint: Path, prom
     ]
     answers = []
     for overlapped in (False, True):
-        config = EngineConfig(**SIZES, compiled=False, overlapped=overlapped)
+        config = EngineOptions(**SIZES, compiled=False, overlapped=overlapped)
         engine = Engine(load(example_checkpoint), config, frozenset())
         engine.warm_up(progress=False)
         answers.append(engine.generate(prompts, params))
@@ -121,7 +122,7 @@ def test_sampled_tokens_do_not_depend_on_the_loop(example_checkpoint: Path, prom
 def test_layers_that_are_alike_are_compiled_once(example_checkpoint: Path):
     torch._dynamo.utils.counters.clear()
     model = load(example_checkpoint)
-    engine = Engine(model, EngineConfig(**SIZES), frozenset())
+    engine = Engine(model, EngineOptions(**SIZES), frozenset())
     engine.warm_up(progress=False)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     alike = ("embedding", "rotary embedding", "first norm", "layer with the norm that follows")
@@ -136,7 +137,7 @@ def test_layers_that_are_alike_are_compiled_once(example_checkpoint: Path):
 def test_a_model_can_be_handed_to_another_engine(example_checkpoint: Path, prompts, generated):
     model = load(example_checkpoint)
     for _ in range(2):
-        engine = Engine(model, EngineConfig(**SIZES), frozenset())
+        engine = Engine(model, EngineOptions(**SIZES), frozenset())
         assert [list(answer.token_ids) for answer in engine.generate(prompts, GREEDY)] == generated
 
 
@@ -154,7 +155,7 @@ def test_a_layer_that_cannot_be_compiled_is_named(example_checkpoint: Path):
 
 
 def test_a_bucket_that_warm_up_did_not_meet_is_noticed(example_checkpoint: Path):
-    engine = Engine(load(example_checkpoint), EngineConfig(**SIZES, compiled=False), frozenset())
+    engine = Engine(load(example_checkpoint), EngineOptions(**SIZES, compiled=False), frozenset())
     engine.warm_up(progress=False)
     del engine.runner.graphs.graphs[8]
     engine.generate([[1]] * 8, GREEDY)

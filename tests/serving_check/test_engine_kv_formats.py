@@ -14,7 +14,8 @@ from scalegate.layouts.kv_format import KV_FORMATS, KVScales, KVShape
 from scalegate.serving_check.engine import kv_pool
 from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -109,7 +110,7 @@ def expected(model: PreTrainedModel, name: str, scales: dict[int, KVScales]) -> 
 
 
 def make_engine(model: PreTrainedModel, name: str, scales=None, **sizes) -> Engine:
-    config = EngineConfig(kv_cache_dtype=name, **{"prefill_chunk": 40, "max_num_seqs": 16, **sizes})
+    config = EngineOptions(kv_cache_dtype=name, **{"prefill_chunk": 40, "max_num_seqs": 16, **sizes})
     return Engine(copy.deepcopy(model), config, frozenset(), scales)
 
 

@@ -14,7 +14,8 @@ import torch
 from scalegate.kernels.append_kv import quantize_reference
 from scalegate.layouts.kv_format import KVScales
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sequence import Completion
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -73,7 +74,7 @@ def calibrated(model) -> dict[int, KVScales]:
 def test_answers_are_those_over_the_stored_values(model, prompts, name: str, sizes: dict):
     scales = calibrated(model) if name == "fp8" else {}
     engine = Engine(
-        copy.deepcopy(model), EngineConfig(kv_cache_dtype=name, **SIZES, **sizes), frozenset(), scales
+        copy.deepcopy(model), EngineOptions(kv_cache_dtype=name, **SIZES, **sizes), frozenset(), scales
     )
     engine.warm_up(progress=False)
     answers = engine.generate(prompts, GREEDY)
@@ -104,7 +105,7 @@ def test_eight_bits_take_half_the_memory(model):
     sizes = []
     for name in ("unquantized", *DTYPES):
         engine = Engine(
-            copy.deepcopy(model).bfloat16(), EngineConfig(kv_cache_dtype=name, **SIZES), frozenset()
+            copy.deepcopy(model).bfloat16(), EngineOptions(kv_cache_dtype=name, **SIZES), frozenset()
         )
         layer = engine.pool.layers[0]
         held = [layer.key_pages, layer.value_pages, layer.key_scale, layer.value_scale]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sampler import (
     SamplingBatch,
     first_argmax,
@@ -139,7 +140,7 @@ def engine() -> Engine:
         initializer_range=0.3,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return Engine(model, EngineConfig(max_num_seqs=8, prefill_chunk=16), frozenset())
+    return Engine(model, EngineOptions(max_num_seqs=8, prefill_chunk=16), frozenset())
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: Engine):

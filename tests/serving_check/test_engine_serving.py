@@ -4,7 +4,8 @@ import pytest
 import torch
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams, StepOutput
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams, StepOutput
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -47,7 +48,7 @@ def make_model(config=None):
 
 
 def make_engine(eos: frozenset[int] = frozenset(), **sizes) -> Engine:
-    return Engine(make_model(), EngineConfig(**{"max_num_seqs": 8, "prefill_chunk": 32, **sizes}), eos)
+    return Engine(make_model(), EngineOptions(**{"max_num_seqs": 8, "prefill_chunk": 32, **sizes}), eos)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -275,12 +276,12 @@ def test_a_context_longer_than_the_models_is_refused():
 def test_what_paged_attention_cannot_serve_is_refused_by_name(config, reason: str):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=reason):
-        Engine(model, EngineConfig(max_num_seqs=1), frozenset())
+        Engine(model, EngineOptions(max_num_seqs=1), frozenset())
 
 
 def test_a_position_encoding_that_depends_on_the_batch_is_served_where_it_does_not():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=LONGROPE))
-    engine = Engine(model, EngineConfig(max_num_seqs=1, max_model_len=64), frozenset())
+    engine = Engine(model, EngineOptions(max_num_seqs=1, max_model_len=64), frozenset())
     assert len(engine.generate([prompt(60)], greedy(4))[0].token_ids) == 4
 
 
@@ -292,7 +293,7 @@ def test_an_unknown_attention_argument_is_refused_by_name(monkeypatch: pytest.Mo
         attention, "forward", lambda self, *a, **k: original(self, *a, **k, position_bias=torch.ones(1))
     )
     with pytest.raises(UserError, match="layer 0 passes 'position_bias' to its attention"):
-        Engine(model, EngineConfig(max_num_seqs=1), frozenset())
+        Engine(model, EngineOptions(max_num_seqs=1), frozenset())
 
 
 def test_gpt2_learned_positions_are_served_exactly():
@@ -301,5 +302,5 @@ def test_gpt2_learned_positions_are_served_exactly():
     expected = model.generate(
         torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    [completion] = Engine(model, EngineConfig(max_num_seqs=2), frozenset()).generate([[5, 6, 7]], greedy(20))
+    [completion] = Engine(model, EngineOptions(max_num_seqs=2), frozenset()).generate([[5, 6, 7]], greedy(20))
     assert list(completion.token_ids) == expected[0, 3:].tolist()

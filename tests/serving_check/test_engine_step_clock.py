@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams, StepTimes
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams, StepTimes
 from scalegate.serving_check.engine.step_clock import StepClock
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +32,7 @@ def test_a_cpus_host_share_leaves_out_the_models_own_work():
 @pytest.fixture(scope="module")
 def engine(example_checkpoint: Path) -> Engine:
     model = AutoModelForCausalLM.from_pretrained(example_checkpoint, dtype=torch.float32).cuda().eval()
-    sizes = EngineConfig(max_num_seqs=8, max_model_len=256, decode_buckets=(1, 8), compiled=False)
+    sizes = EngineOptions(max_num_seqs=8, max_model_len=256, decode_buckets=(1, 8), compiled=False)
     engine = Engine(model, sizes, frozenset())
     engine.warm_up(progress=False)
     return engine

@@ -21,7 +21,8 @@ from scalegate.layouts.kv_format import (
 from scalegate.serving_check.engine import kv_pool
 from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -182,7 +183,7 @@ def expected(model) -> list[tuple[int, ...]]:
 
 
 def served(model, **sizes) -> tuple[Engine, list[tuple[int, ...]]]:
-    config = EngineConfig(
+    config = EngineOptions(
         **{"prefill_chunk": 20, "max_num_seqs": 8, "kv_cache_dtype": "whole_pages", **sizes}
     )
     engine = Engine(copy.deepcopy(model), config, frozenset())

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.serve import serve
-from scalegate.serving_check.endpoints import SubprocessEndpoint
-from scalegate.serving_check.endpoints.prometheus_text import parse_metrics, total
-from scalegate.serving_check.endpoints.ready_line import find_base_url
+from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
+from scalegate.serving_check.engines.ready_line import find_base_url
 from scalegate.serving_check.server.run import bind
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")

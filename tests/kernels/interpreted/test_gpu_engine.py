@@ -15,8 +15,9 @@ from scalegate.serving_check.engine import graph_memory, transfer
 from scalegate.serving_check.engine.decode_graphs import DecodeGraphs
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.forward import Forward
+from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.packed_steps import PackedSteps
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.serving_check.engine.request import SamplingParams
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -87,7 +88,7 @@ def prompts() -> list[list[int]]:
 
 def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
-    engine = Engine(model, EngineConfig(**SIZES, **{"page_size": 16, **sizes}), frozenset())
+    engine = Engine(model, EngineOptions(**SIZES, **{"page_size": 16, **sizes}), frozenset())
     pool, runner = engine.pool, engine.runner
     for index, layer in pool.layers.items():
         stored = layer.stored
@@ -104,7 +105,7 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
     kv_cache_dtype = WAYS[way].get("kv_cache_dtype", "unquantized")
-    config = EngineConfig(kv_cache_dtype=kv_cache_dtype, **SIZES)
+    config = EngineOptions(kv_cache_dtype=kv_cache_dtype, **SIZES)
     expected = Engine(model, config, frozenset()).generate(prompts, GREEDY)
     engine = engine_on_kernels(model, **WAYS[way])
     packed = engine.runner.packed
@@ -119,6 +120,6 @@ def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
 def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):
     asked = ({"temperature": 0.8}, {"temperature": 0.0}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50})
     params = [SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **one) for one in asked]
-    expected = Engine(model, EngineConfig(**SIZES), frozenset()).generate(prompts, params)
+    expected = Engine(model, EngineOptions(**SIZES), frozenset()).generate(prompts, params)
     answers = engine_on_kernels(model, **WAYS["overlapped"]).generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]

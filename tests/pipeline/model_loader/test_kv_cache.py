@@ -10,8 +10,9 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.checkpoints.kv_cache import kv_cache_of
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.serve import ModelOptions, build_engine
-from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
+from scalegate.pipeline.serve import build_engine
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -112,10 +113,10 @@ def test_scales_that_cannot_be_are_refused_by_name(quantized_pair, scales, messa
 def test_the_engine_gets_the_declared_format_with_its_scales(quantized_pair):
     ones = {"k_scale": torch.tensor([0.01]), "v_scale": torch.tensor([0.01])}
     folder = compressed_tensors(quantized_pair("qwen3"), **ones)
-    config = EngineConfig(max_num_seqs=2)
 
     def answer(kv_cache_dtype: str):
-        engine = build_engine(ModelOptions(folder, "cpu", "float32", None, kv_cache_dtype), config)
+        options = EngineOptions(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_dtype=kv_cache_dtype)
+        engine = build_engine(folder, options)
         stored = engine.pool.layers[0].stored
         return stored.key_pages.dtype, stored.key_scale, engine.generate([[5, 6, 7, 8]], GREEDY)[0].token_ids
 

@@ -1,6 +1,7 @@
 """Loading into unmodified transformers models: equal to their own loading and to dequantized twins."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
-from scalegate.layouts.layout import Problem
-from scalegate.layouts.linear import QuantizedLinear
-from scalegate.layouts.plan import LayoutPlan, ShapeChoice, shape_key
+from scalegate.layouts.layout import Experts, Problem
+from scalegate.layouts.linear import packed_layers
+from scalegate.layouts.plan import LayoutPlan, ShapeChoice
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn
@@ -27,12 +28,19 @@ ARCHITECTURES = (
     "gpt_oss",
     "deepseek_v3",
 )
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.inference_mode():
         return model(TOKENS).logits
+
+
+def parameter(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter by the name that it has before layers are merged."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(module), leaf)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -44,8 +52,9 @@ def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
     loaded = load_model(folder, progress=False)
     assert torch.equal(logits(loaded.model), logits(reference))
     assert not loaded.model.training and loaded.layouts == {}
-    ours, theirs = dict(loaded.model.named_parameters()), dict(reference.named_parameters())
-    assert {n: p.dtype for n, p in ours.items()} == {n: p.dtype for n, p in theirs.items()}
+    for name, theirs in reference.named_parameters():
+        ours = parameter(loaded.model, name)
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -53,12 +62,11 @@ def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
 def test_a_quantized_checkpoint_computes_what_its_dequantized_twin_does(
     quantized_pair, model_type: str, symmetric: bool
 ) -> None:
-    pair = quantized_pair(model_type, symmetric, lambda module: 16 if "down_proj" in module else 8)
+    pair = quantized_pair(model_type, symmetric, lambda module: 32 if "down_proj" in module else 16)
     twin = load_model(pair.dequantized, progress=False)
     loaded = load_model(pair.quantized, layout="dequantize", progress=False)
     torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
-    quantized = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
-    assert len(quantized) == len(loaded.layouts) > 0
+    assert sum(packed_layers(loaded.model).values()) == len(loaded.layouts) > 0
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -74,7 +82,7 @@ def test_one_expert_changed_on_disk_changes_the_output(quantized_pair, model_typ
     assert not torch.allclose(before, after, atol=1e-3)
 
 
-def test_problems_name_every_packed_linear_without_reading_data(quantized_pair, monkeypatch) -> None:
+def test_problems_name_every_packed_product_without_reading_data(quantized_pair, monkeypatch) -> None:
     pair = quantized_pair("qwen3_moe")
     loaded = load_model(pair.quantized, layout="dequantize", progress=False)
     checkpoint = open_checkpoint(pair.quantized)
@@ -85,8 +93,83 @@ def test_problems_name_every_packed_linear_without_reading_data(quantized_pair, 
     monkeypatch.setattr("scalegate.pipeline.checkpoints.safetensors_file.TensorInfo.read", refuse)
     found = problems(checkpoint)
     assert set(found) == set(loaded.layouts)
-    fused = found["model.layers.0.mlp.experts.11.gate_up_proj"]
-    assert (fused.n, fused.k, fused.group_size) == (64, 64, 32)
+    assert {str(problem) for problem in found.values()} == {
+        "int4 g32 sym 128x64 float32",
+        "int4 g32 sym 64x64 float32",
+        "int4 g32 sym 64x64 float32 (12 experts, top 2)",
+        "int4 g32 sym 64x32 float32 (12 experts, top 2)",
+    }
+    assert found["model.layers.0.mlp.experts.gate_up_proj"].experts == Experts(12, 2)
+    assert found["model.layers.0.self_attn.q_proj+k_proj+v_proj"].n == 128
+
+
+QKV, GATE_UP = ["q_proj+k_proj+v_proj"], ["gate_proj+up_proj"]
+QKV_APART, GATE_UP_APART = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "merged"),
+    [
+        ("llmcompressor-w4a16", True),
+        ("llmcompressor-mixed", True),
+        pytest.param("llmcompressor-nvfp4a16", True, id="global scales that are shared"),
+        pytest.param("torchao-nvfp4", False, id="global scales that are not"),
+        pytest.param("llmcompressor-nvfp4", False, id="inputs that are rounded"),
+    ],
+)
+def test_projections_are_one_product_where_their_weights_can_be_one(name: str, merged: bool) -> None:
+    found = {key for key in problems(open_checkpoint(FIXTURES / name)) if ".layers.0." in key}
+    leaves = {key.rpartition(".")[2] for key in found}
+    first = (QKV + GATE_UP) if merged else (QKV_APART + GATE_UP_APART)
+    assert leaves == {*first, "o_proj", "down_proj"}
+
+
+def test_a_projection_of_another_global_scale_is_served_by_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURES / "llmcompressor-nvfp4a16", folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.k_proj.weight_global_scale"
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, file, {"format": "pt"})
+    before = load_model(FIXTURES / "llmcompressor-nvfp4a16", progress=False)
+    loaded = load_model(folder, progress=False)
+    attention = {key for key in loaded.layouts if ".0.self_attn" in key}
+    prefix = "model.layers.0.self_attn"
+    assert attention == {f"{prefix}.{leaf}" for leaf in ("q_proj+v_proj", "k_proj", "o_proj")}
+    x = torch.randn(1, 3, 128, dtype=loaded.model.dtype)
+    with torch.inference_mode():
+        for leaf, factor in (("q_proj", 1.0), ("k_proj", 0.5), ("v_proj", 1.0)):  # It divides.
+            y, expected = (m.model.get_submodule(f"{prefix}.{leaf}")(x) for m in (loaded, before))
+            torch.testing.assert_close(y, factor * expected, rtol=2e-2, atol=1e-2)
+
+
+def test_projections_of_two_formats_are_merged_as_far_as_they_are_alike(quantized_pair) -> None:
+    pair = quantized_pair("qwen3", False, lambda module: 16 if "v_proj" in module else 32)
+    loaded = load_model(pair.quantized, layout="dequantize", progress=False)
+    attention = {name.rpartition(".")[2] for name in loaded.layouts if ".0.self_attn" in name}
+    assert attention == {"q_proj+k_proj", "v_proj", "o_proj"}
+    twin = load_model(pair.dequantized, progress=False)
+    torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_gate_and_up_of_two_formats_are_two_products_of_the_experts(quantized_pair, model_type: str) -> None:
+    def group_size(module: str) -> int:
+        return 32 if ".experts." in module and module.endswith(("up_proj", "w3")) else 16
+
+    pair = quantized_pair(model_type, False, group_size)
+    loaded = load_model(pair.quantized, progress=False)
+    experts = {name.rpartition(".")[2] for name in loaded.layouts if ".experts." in name}
+    assert experts == {"gate_up_proj[0]", "gate_up_proj[1]", "down_proj"}
+    twin = load_model(pair.dequantized, progress=False)
+    torch.testing.assert_close(logits(loaded.model), logits(twin.model), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_one_layer_in_two_formats_are_refused(quantized_pair) -> None:
+    pair = quantized_pair("qwen3_moe", True, lambda module: 16 if ".experts.3." in module else 32)
+    with pytest.raises(UserError, match=r"experts of .* differ in format or shape"):
+        load_model(pair.quantized, progress=False)
 
 
 def test_tied_weights_are_one_tensor(random_checkpoint) -> None:
@@ -106,7 +189,7 @@ def test_a_tied_checkpoint_that_stores_only_the_head_is_tied_the_other_way(rando
 def test_the_plan_decides_and_a_layout_that_is_asked_for_overrules_it(quantized_pair) -> None:
     pair = quantized_pair("qwen2")
     found = problems(open_checkpoint(pair.quantized), torch.bfloat16)
-    choices = tuple(ShapeChoice(shape_key(p), "dequantize", (name,)) for name, p in found.items())
+    choices = tuple(ShapeChoice(str(p), "dequantize", (name,)) for name, p in found.items())
     plan = LayoutPlan("anywhere", {}, choices)
     planned = load_model(pair.quantized, dtype=torch.bfloat16, plan=plan, progress=False)
     assert set(planned.layouts.values()) == {"dequantize"}
@@ -114,10 +197,30 @@ def test_the_plan_decides_and_a_layout_that_is_asked_for_overrules_it(quantized_
     assert set(forced.layouts.values()) == {"cpu_int4"}
 
 
+def test_a_layout_that_is_asked_for_is_taken_where_it_is_for_such_products(quantized_pair) -> None:
+    """A layout of dense layers says nothing of experts, and one of experts nothing of dense layers."""
+    pair = quantized_pair("qwen3_moe")
+    products = problems(open_checkpoint(pair.quantized))
+    experts = {name for name, problem in products.items() if problem.experts is not None}
+    assert experts and experts != set(products)
+    for forced, meant in (
+        ("cpu_int4_float32", set(products) - experts),
+        ("cpu_int4_float32_per_expert", experts),
+    ):
+        layouts = load_model(pair.quantized, layout=forced, progress=False).layouts
+        assert {name for name, layout in layouts.items() if layout == forced} == meant
+        assert {layout for name, layout in layouts.items() if name not in meant} <= {
+            "dequantize",
+            "dequantize_per_expert",
+        }
+
+
 def test_a_layout_that_cannot_serve_a_layer_is_refused_by_name(quantized_pair) -> None:
-    pair = quantized_pair("qwen2", True, lambda module: 8)
+    pair = quantized_pair("qwen2", True, lambda module: 16)
     with pytest.raises(UserError, match=r"layout 'cpu_int4' does not serve model\.layers\.\d"):
         load_model(pair.quantized, layout="cpu_int4", progress=False)
+    with pytest.raises(UserError, match=r"'dequantize_per_expert' does not serve .*: multiplies by experts"):
+        load_model(pair.quantized, layout="dequantize_per_expert", progress=False)
     with pytest.raises(UserError, match="unknown layout 'fast'; choose one of"):
         load_model(pair.quantized, layout="fast", progress=False)
 
@@ -129,7 +232,7 @@ def test_biases_survive_packing(quantized_pair) -> None:
     tensors[name] = torch.arange(64.0)
     save_file(tensors, pair.quantized / "model.safetensors", {"format": "pt"})
     model = load_model(pair.quantized, layout="dequantize", progress=False).model
-    assert torch.equal(model.get_parameter(name).data, torch.arange(64.0))
+    assert torch.equal(parameter(model, name), torch.arange(64.0))
 
 
 def test_the_dtype_is_the_configs_unless_another_is_asked_for(example_checkpoint: Path) -> None:
@@ -151,9 +254,9 @@ def test_fp8_blocks_are_read_as_ordinary_weights(random_checkpoint, edit: Callab
         {"format": "pt"},
     )
     edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
-    weight = load_model(folder, progress=False).model.get_parameter(name)
+    weight = parameter(load_model(folder, progress=False).model, name)
     spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    assert torch.equal(weight.data, (quantized.float() * spread).to(torch.bfloat16))
+    assert torch.equal(weight, (quantized.float() * spread).to(torch.bfloat16))
 
 
 def test_a_packed_model_holds_its_weights_once(quantized_pair) -> None:

@@ -13,7 +13,7 @@ from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.push import require_passing_verdict
 from scalegate.pipeline.quantization.base_metadata import read_base_metadata
 from scalegate.pipeline.recipe import load_recipe
-from scalegate.pipeline.validation import engines
+from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 NAME = "org/base-INT4"
@@ -140,9 +140,21 @@ def test_one_command_makes_it_again(artifact):
     assert f"--recipe mine.yaml --m 1,8 --floor 0.7 --to {NAME}\n" in changed
 
 
+def test_engine_options_that_were_given_are_in_the_command(artifact):
+    load = WorkloadSettings(ms=(1, 4))
+    for given, words in (
+        ({}, "--m 1,4 --to"),
+        ({"prefill_chunk": 64}, "--m 1,4 --prefill-chunk 64 --chunk-while-decoding 64 --to"),
+    ):
+        recorded = effective_options(sized_options({"device": "cpu"} | given, load))
+        verdict = passing_verdict(Artifact.read(artifact))
+        environment = replace(verdict.environment, engine_options=recorded)
+        text = card_of(artifact, verdict={"environment": environment, "workload": load})
+        assert words in text
+
+
 def test_the_card_knows_the_defaults_of_the_command_it_shows():
     assert card.DEFAULT_EXPORT == quantize.DEFAULT_EXPORT
-    assert card.DEFAULT_ENGINE == engines.EMBEDDED
 
 
 def test_a_shipped_recipe_is_named_and_not_saved(artifact):

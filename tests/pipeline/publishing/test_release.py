@@ -1,7 +1,7 @@
 """`pipeline release` does each stage once, takes up at the one it was interrupted in, and obeys the gate."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from scalegate.pipeline import release as release_module
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.release import command
 from scalegate.pipeline.inspect import inspect
-from scalegate.pipeline.release import ReleaseOptions, release
+from scalegate.pipeline.release import release
+from scalegate.pipeline.validation.servers import effective_options, sized_options
+from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -27,7 +29,7 @@ min_reached: 0.01
 min_top1_agreement: 0.5
 """
 
-OPTIONS = ReleaseOptions(m=(1, 4), device="cpu")
+OPTIONS = {"m": (1, 4), "device": "cpu"}
 
 
 @pytest.fixture
@@ -45,9 +47,13 @@ def gate(monkeypatch):
             subject = replace(verdict.artifact, layout_plan_sha256=manifest.layout_plan_sha256())
             floor = asked["floor"] or manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
             load = WorkloadSettings(tuple(sorted(asked["m"])), asked["input_len"], asked["output_len"])
+            known = {one.name for one in fields(EngineOptions)}
+            given = {name: value for name, value in asked.items() if name in known}
+            recorded = effective_options(sized_options(given, load))
             verdict = replace(
                 verdict,
                 status=self.status,
+                environment=replace(verdict.environment, engine_options=recorded),
                 artifact=subject,
                 workload=load,
                 bounds=Bounds(throughput_floor=floor),
@@ -83,8 +89,8 @@ def shared_measurements(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, tiny_checkpoint):
     def run(recipe="int4-hqq", to=f"folder:{tmp_path / 'release'}", **changes):
-        options = replace(OPTIONS, **changes)
-        return release(tiny_checkpoint, recipe, to, work=tmp_path / "work", options=options, progress=False)
+        options = {"work": tmp_path / "work", "progress": False, **OPTIONS, **changes}
+        return release(tiny_checkpoint, recipe, to, **options)
 
     return run
 
@@ -109,6 +115,20 @@ def test_what_asks_another_question_is_validated_again(run, gate):
     for changes in ({"floor": 0.5}, {"m": (1, 2, 4)}, {"output_len": 32}):
         assert "validate" not in skipped(run(**changes))
     assert gate.runs == 4
+
+
+def test_a_verdict_given_with_other_engine_options_does_not_stand(run, gate):
+    run()
+    assert "validate" not in skipped(run(prefill_chunk=64))
+    assert "validate" in skipped(run(prefill_chunk=64))
+    assert "validate" not in skipped(run())
+    assert gate.runs == 3
+
+
+def test_a_kv_format_cannot_be_released_by_trying_it(run, gate, tmp_path):
+    with pytest.raises(UserError, match="--kv-cache-dtype tries a KV format out"):
+        run(kv_cache_dtype="fp8")
+    assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize("spoil", ["the verdict", "the plan"])

@@ -1,6 +1,7 @@
-"""Reading Prometheus' text format, and the few series that the check looks at, under any vLLM-like server."""
+"""Reading Prometheus' text format. Not for what any server calls its series: that is `series.py`."""
 
 import re
+from collections.abc import Mapping
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\.")
@@ -20,11 +21,13 @@ def parse_metrics(text: str) -> dict[str, float]:
     return samples
 
 
-def total(samples: dict[str, float], metric: str) -> float | None:
-    """The sum of `metric` over all its label sets; None where it is absent.
+def total(samples: Mapping[str, float], metric: str | None) -> float | None:
+    """The sum of `metric` over all its label sets; None where it is absent, or has no name.
 
     A counter may be asked for with or without its `_total` ending.
     """
+    if metric is None:
+        return None
     wanted = {metric, metric.removesuffix("_total"), metric + "_total"}
     values = [value for name, value in samples.items() if name.partition("{")[0] in wanted]
     return sum(values) if values else None
@@ -38,10 +41,15 @@ def labels_of(sample: str) -> dict[str, str]:
     }
 
 
-def by_label(samples: dict[str, float], metric: str, label: str) -> dict[str, float]:
+def labelled(samples: Mapping[str, float], metric: str | None) -> list[tuple[dict[str, str], float]]:
+    """Every sample of `metric`, its labels beside its value."""
+    return [(labels_of(name), value) for name, value in samples.items() if name.partition("{")[0] == metric]
+
+
+def by_label(samples: Mapping[str, float], metric: str | None, label: str) -> dict[str, float]:
     """`metric` summed by the value of one label."""
     sums: dict[str, float] = {}
-    for name, value in samples.items():
-        if name.partition("{")[0] == metric and (key := labels_of(name).get(label)) is not None:
+    for labels, value in labelled(samples, metric):
+        if (key := labels.get(label)) is not None:
             sums[key] = sums.get(key, 0.0) + value
     return sums

@@ -1,6 +1,6 @@
 """An engine started as a process of our own: its log, its readiness, its end, and never an orphan.
 
-Not for any particular engine: the command is given, by the pipeline for ours and by `vllm.py` for vLLM.
+Not for any particular engine: each engine's file gives the command.
 """
 
 import os
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ...layouts.errors import UserError
 from .endpoint import Endpoint, first_model, is_healthy
 from .ready_line import find_base_url
+from .series import SCALEGATE_SERIES, Series
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LOG_TAIL_LINES = 25
@@ -41,6 +42,7 @@ class SubprocessEndpoint:
         env: dict[str, str] | None = None,
         startup_timeout: float = 1800.0,
         stop_timeout: float = 30.0,
+        series: Series = SCALEGATE_SERIES,
         progress: bool = True,
     ):
         self.command = list(command)
@@ -49,6 +51,7 @@ class SubprocessEndpoint:
         self.base_url = base_url
         self.api_key = api_key
         self.env = env
+        self.series = series
         self.startup_timeout = startup_timeout
         self.stop_timeout = stop_timeout
         self.progress = progress
@@ -74,7 +77,7 @@ class SubprocessEndpoint:
         self._stop_pipe = self._process.stdin
         try:
             base_url = self._wait_until_ready()
-            return Endpoint(base_url, first_model(base_url, self.api_key), self.api_key)
+            return Endpoint(base_url, first_model(base_url, self.api_key), self.api_key, self.series)
         except BaseException:
             self.stop()
             raise

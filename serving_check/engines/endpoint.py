@@ -1,6 +1,6 @@
 """Where an OpenAI-compatible server answers, and what it says about itself; plain data and two small reads.
 
-Not for starting servers (`subprocess_endpoint.py`) nor for loading them (`..load`).
+Not for starting servers (`subprocess_endpoint.py`) nor for loading them (`..workload`).
 """
 
 import json
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ...layouts.errors import UserError
 from .prometheus_text import parse_metrics
+from .series import SCALEGATE_SERIES, Series
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Endpoint:
     """Without a trailing slash and without /v1: `http://127.0.0.1:8000`."""
     model: str
     api_key: str | None = None
+    series: Series = SCALEGATE_SERIES
+    """What its `/metrics` calls each figure."""
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

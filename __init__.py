@@ -1,0 +1,64 @@
+"""Quantize a language model, prove that it serves fast when many requests decode together, publish it.
+
+    from scalegate import LLM
+
+`import scalegate` imports nothing else; each of these names brings along what it needs when it is first used.
+"""
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .layouts.errors import UserError
+    from .pipeline.layout import layout
+    from .pipeline.llm import LLM, Generation
+    from .pipeline.push import push
+    from .pipeline.quantize import quantize
+    from .pipeline.release import release
+    from .pipeline.serve import serve
+    from .pipeline.validate import validate
+    from .serving_check.engine.options import EngineOptions
+    from .serving_check.engine.request import SamplingParams
+
+_WHERE = {
+    "LLM": "pipeline.llm",
+    "Generation": "pipeline.llm",
+    "SamplingParams": "serving_check.engine.request",
+    "EngineOptions": "serving_check.engine.options",
+    "UserError": "layouts.errors",
+    "quantize": "pipeline.quantize",
+    "layout": "pipeline.layout",
+    "validate": "pipeline.validate",
+    "push": "pipeline.push",
+    "release": "pipeline.release",
+    "serve": "pipeline.serve",
+}
+
+__all__ = [
+    "LLM",
+    "EngineOptions",
+    "Generation",
+    "SamplingParams",
+    "UserError",
+    "layout",
+    "push",
+    "quantize",
+    "release",
+    "serve",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("scalegate")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE, "__version__"})

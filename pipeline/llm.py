@@ -1,0 +1,172 @@
+"""The engine from Python, in this process: prompts or conversations in, texts out. Not for serving others.
+
+The same engine, model loader and sampling defaults as behind `pipeline serve`.
+"""
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..layouts.errors import UserError
+from ..serving_check.engine.options import EngineOptions
+from ..serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from ..serving_check.options import from_given, takes
+from ..serving_check.server.served_model import COMPLETION_MAX_TOKENS
+from .serve import build_engine, checkpoint_folder, describe
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with a `role` and a `content`."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came after one prompt."""
+
+    text: str
+    """Without special tokens; empty where the checkpoint has no tokenizer."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    """`stop` at an end-of-sequence or stop token, which is the last of `token_ids`; `length` otherwise."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each token where the parameters ask for them, otherwise none."""
+    prompt_token_ids: tuple[int, ...]
+
+
+class LLM:
+    """A checkpoint, loaded and warmed up. Used as a context manager, or ended by `close`."""
+
+    @takes(EngineOptions)
+    def __init__(
+        self, model: str | Path, *, revision: str | None = None, progress: bool | None = None, **options: Any
+    ):
+        """Load `model`, a folder or a Hub id of any convention we read.
+
+        revision: branch, tag or commit, where `model` is a Hub id
+        progress: bars for loading and generating; None shows them on a terminal only
+        options:  the fields of EngineOptions (`serving_check/engine/options.py`)
+        """
+        folder = checkpoint_folder(model, revision)
+        self.options = from_given(EngineOptions, options)
+        self._progress = progress
+        description = describe(folder)
+        self.tokenizer = description.tokenizer
+        self._defaults = description.defaults
+        self._engine: Any = build_engine(folder, self.options)
+        self._engine.warm_up(progress)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What `generate` and `chat` take where they are given no parameters: the checkpoint's own."""
+        defaults = self._defaults
+        return SamplingParams(
+            max_tokens=defaults.max_tokens or COMPLETION_MAX_TOKENS,
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """Continue every prompt, as a text or as token ids; all of them decode together.
+
+        params: one for all prompts, or one for each; None takes the checkpoint's own
+
+        Returns one result for each prompt, in their order; for a single prompt, a list of one.
+        """
+        listed = _listed(prompts)
+        return self._run([self._encode(prompt) for prompt in listed], params)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[Generation]:
+        """Answer a conversation, or each of several, through the tokenizer's chat template.
+
+        template_options: variables of the template, such as `enable_thinking`
+
+        UserError where the checkpoint has no template, or its template refuses the messages.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError("this checkpoint has no chat template; use generate() with a text instead")
+        prompts = []
+        for conversation in conversations:
+            try:
+                text = self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+                    list(conversation), tokenize=False, add_generation_prompt=True, **template_options
+                )
+            except Exception as error:  # a template is a program of its maker's and may raise anything
+                raise UserError(f"the chat template refuses these messages: {error}") from error
+            prompts.append(self._encode(text, add_special_tokens=False))
+        return self._run(prompts, params)
+
+    def close(self) -> None:
+        """Let the model and its KV pool go; the object cannot be used after that."""
+        if self._engine is None:
+            return
+        self._engine.jit_monitor.disarm()
+        self._engine = None
+        gc.collect()
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise UserError("this checkpoint has no tokenizer; give prompts as token ids")
+        return list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Generation]:
+        if self._engine is None:
+            raise UserError("this LLM was closed; make another")
+        if params is not None and not isinstance(params, SamplingParams):
+            params = list(params)
+            if len(params) != len(prompts):
+                raise UserError(
+                    f"{len(prompts)} prompts and {len(params)} parameters; give each prompt its own"
+                )
+        try:
+            answers = self._engine.generate(prompts, params or self.default_params, self._progress)
+        except BaseException:
+            # A prompt that is refused, or Ctrl-C, must not leave the others running into the next call.
+            self._engine.abort_all()
+            raise
+        return [
+            Generation(
+                ""
+                if self.tokenizer is None
+                else self.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True),
+                tuple(answer.token_ids),
+                answer.finish_reason,
+                tuple(answer.logprobs),
+                tuple(prompt),
+            )
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts of a call that may have given one alone."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

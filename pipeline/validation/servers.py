@@ -1,0 +1,94 @@
+"""The two servers of a validation: what each is asked to hold, and what of it the verdict records.
+
+Starts nothing; how a server is started is for its engine (`serving_check/engines/`) to say. Sizes that nobody
+gave are those of the workload, alike on both sides.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...layouts.errors import UserError
+from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, EngineOptions
+from ...serving_check.engines.all_engines import engine_named
+from ...serving_check.engines.engine import Server, ServerJob
+from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
+from ...serving_check.options import OptionValue, flag, from_given
+from ...serving_check.settings import WorkloadSettings
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.kv_cache import kv_cache_of
+
+PAGE = 64
+"""A multiple of any page size: each request's last page is partly empty."""
+IN_PROCESS = frozenset({"device", "dtype", "layout"})
+"""The options that hold for this process as well: it loads both models to compare them."""
+SHARE_OF_ONE = 0.45
+"""Of a GPU's memory, for each of two servers; the rest is for this process and the system."""
+
+
+def sized_options(given: Mapping[str, Any], workload: WorkloadSettings) -> EngineOptions:
+    """The options that are given, and the sizes that the workload needs."""
+    sizes = max(workload.ms), request_tokens(workload), pool_tokens(workload)
+    needed = dict(zip(SIZED, sizes, strict=True))
+    return from_given(EngineOptions, needed | {k: v for k, v in given.items() if v is not None})
+
+
+def baseline_options(options: EngineOptions) -> EngineOptions:
+    """The same for the baseline, without what is tried on the artifact."""
+    untried = EngineOptions()
+    return replace(options, **{name: getattr(untried, name) for name in ARTIFACT_ONLY})
+
+
+def check_reached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
+    """UserError where an option was given that no server would get."""
+    ours, theirs = engine_named(engine), engine_named(baseline_engine)
+    for name, value in given.items():
+        reached = ours.options if name in ARTIFACT_ONLY else ours.options | theirs.options
+        if value in (None, AUTO) or name in reached | IN_PROCESS:
+            continue
+        if ours.starts:
+            raise UserError(f"{flag(name)} does not reach an engine {engine!r}; leave it out")
+        raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
+
+
+def server_of(
+    engine: str, side: str, folder: Path, options: EngineOptions, logs: Path, progress: bool = True
+) -> Server:
+    """The server for `side` ("artifact" or "baseline"), serving `folder` unless `engine` is a URL."""
+    share = SHARE_OF_ONE if options.device.startswith("cuda") else None
+    job = ServerJob(engine, side, folder, options, logs / f"{side}.log", share, progress)
+    return engine_named(engine).server(job)
+
+
+def recorded_options(
+    engine: str, checkpoint: Checkpoint, options: EngineOptions, dtype: str
+) -> dict[str, OptionValue] | None:
+    """What the server of `checkpoint` was started with, `auto` resolved; None where it was not started here.
+
+    dtype: the one that `checkpoint` was loaded in
+    """
+    kind = engine_named(engine)
+    if not kind.starts:
+        return None
+    effective = effective_options(options) | {"dtype": dtype}
+    if kind.packs_with_layouts:
+        effective["kv_cache_dtype"] = kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format
+    return {name: value for name, value in effective.items() if name in kind.options}
+
+
+def effective_options(options: EngineOptions) -> dict[str, OptionValue]:
+    """Every option with the value that the engine takes on its device, where that is known beforehand."""
+    chunk, while_decoding = options.chunks(options.device.startswith("cuda"))
+    return options.to_json() | {"prefill_chunk": chunk, "chunk_while_decoding": while_decoding}
+
+
+def request_tokens(workload: WorkloadSettings) -> int:
+    """The longest request that is sent, rounded up to whole pages."""
+    longest = max(workload.input_len + workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
+    return (longest // PAGE + 1) * PAGE
+
+
+def pool_tokens(workload: WorkloadSettings) -> int:
+    """The KV pool both servers get: as many such requests as the largest M."""
+    return max(workload.ms) * request_tokens(workload)

@@ -1,0 +1,103 @@
+"""Every option of an engine, said once.
+
+The command line of `serve`, `validate` and `release`, the words that a server is started with, the Python
+signatures and the verdict's record are made from these fields: an option is added here and nowhere else.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from ..options import OptionValue, check, option
+from .jit_monitor import Mode
+
+AUTO, UNQUANTIZED = "auto", "unquantized"
+SIZED = ("max_num_seqs", "max_model_len", "kv_cache_tokens")
+"""What `validate` and `release` work out from the workload where it is not given."""
+ARTIFACT_ONLY = ("layout", "kv_cache_dtype")
+"""What `validate` tries on the artifact; its baseline keeps its own."""
+DTYPES = (AUTO, "bfloat16", "float16", "float32")
+
+CPU_CHUNK = 512
+"""Prompt tokens in a step."""
+CUDA_CHUNK = 4096
+"""Prompt tokens in a step that no decoding request waits for."""
+CUDA_CHUNK_WHILE_DECODING = 256
+"""About as much work as decoding for a full batch, so that a step takes about twice as long."""
+
+
+# The registries bring torch along, which takes seconds: they are imported when a choice is looked at.
+def _layouts() -> Iterable[str]:
+    from ...layouts.all_layouts import LAYOUTS
+
+    return LAYOUTS
+
+
+def _kv_formats() -> Iterable[str]:
+    from ...layouts.kv_format import KV_FORMATS
+
+    return [AUTO, *KV_FORMATS]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is built with. UserError where a value is none that it can have."""
+
+    device: str = option(AUTO, "auto, cpu, cuda or cuda:N.")
+    dtype: str = option(
+        AUTO,
+        "Of activations and unquantized weights; auto is the checkpoint's own.",
+        choices=lambda: DTYPES,
+    )
+    layout: str | None = option(
+        None, "One layout for every quantized layer, instead of the plan.", choices=_layouts
+    )
+    max_num_seqs: int = option(128, "The most requests that decode together.", minimum=1)
+    max_model_len: int | None = option(None, "Prompt plus output, in tokens; default the model's.", minimum=2)
+    kv_cache_dtype: str = option(
+        AUTO, "How keys and values are stored; auto is what the checkpoint declares.", choices=_kv_formats
+    )
+    page_size: int | None = option(
+        None, "Tokens a KV page holds; default what suits KV format and device.", minimum=1
+    )
+    kv_cache_tokens: int | None = option(None, "Tokens the KV pool holds; default what fits.", minimum=1)
+    prefill_chunk: int | None = option(
+        None,
+        f"Prompt tokens computed in one step; default {CPU_CHUNK}, on a GPU {CUDA_CHUNK} and "
+        f"{CUDA_CHUNK_WHILE_DECODING} while others decode.",
+        minimum=1,
+    )
+    chunk_while_decoding: int | None = option(
+        None, "The same where other requests decode in that step; default as --prefill-chunk.", minimum=1
+    )
+    decode_buckets: tuple[int, ...] | None = option(
+        None, "Batch sizes that decode steps are padded to; default the device's own.", minimum=1
+    )
+    compiled: bool = option(
+        True, "On a GPU: fuse small operations, and the products of layers that share an input."
+    )
+    overlapped: bool = option(True, "On a GPU: launch a step while the host handles the one before.")
+    jit_monitor: Mode = option(  # noqa: RUF009
+        "warn",
+        "When something compiles after warm-up: log and count it, or end the server.",
+        choices=lambda: get_args(Mode),
+    )
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, check(type(self), one, getattr(self, one.name)))
+
+    @property
+    def kv_format(self) -> str:
+        """The name in `KV_FORMATS`; where nobody has asked a checkpoint, auto is unquantized."""
+        return UNQUANTIZED if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
+
+    def chunks(self, on_gpu: bool) -> tuple[int, int]:
+        """Prompt tokens in a step, and in a step in which requests decode."""
+        chunk, while_decoding = (CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING) if on_gpu else (CPU_CHUNK, CPU_CHUNK)
+        if self.prefill_chunk is not None:
+            chunk = while_decoding = self.prefill_chunk
+        return chunk, min(chunk, self.chunk_while_decoding or while_decoding)
+
+    def to_json(self) -> dict[str, OptionValue]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}

@@ -1,0 +1,92 @@
+"""The engine seam: how a server is started on a checkpoint, what it can be asked, and what it tells.
+
+One file in this folder for each engine; `all_engines.py` registers them. Data and functions, no server.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ...layouts.registry import Registry
+from ..engine.options import EngineOptions
+from .endpoint import Endpoint
+from .series import Series
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """One server that is wanted."""
+
+    engine: str
+    """The engine as it was asked for: a name, or a URL."""
+    side: str
+    """`artifact` or `baseline`: what the model is called, where an engine lets it be named."""
+    folder: Path
+    """The checkpoint."""
+    options: EngineOptions
+    log: Path
+    memory_share: float | None = None
+    """Of the device's memory, for an engine that takes a share rather than what its options ask for; None
+    leaves it to the engine."""
+    progress: bool = True
+
+
+class Server(Protocol):
+    """A server that may be started; as a context manager, started and stopped."""
+
+    def start(self) -> Endpoint:
+        """Wait until it serves. UserError with its last words where it cannot."""
+
+    def stop(self) -> None:
+        """End it; safe to call twice."""
+
+    def __enter__(self) -> Endpoint: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Availability:
+    """What `pipeline doctor` says of an engine on this machine."""
+
+    available: bool
+    detail: str
+    install: str | None = None
+    """How to get it, where it is not there."""
+
+
+@dataclass(frozen=True)
+class CardCommand:
+    """How a release is served, on its card."""
+
+    title: str
+    language: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: a word after `--engine`."""
+
+    name: str
+    title: str
+    """In a sentence on a card: "measured on vLLM"."""
+    server: Callable[[ServerJob], Server]
+    """The server for a job, not yet started: its command, its environment, its log."""
+    availability: Callable[[], Availability]
+    series: Series
+    options: frozenset[str]
+    """The fields of EngineOptions that reach its server; the others are refused where a user gives them."""
+    card_command: Callable[[str, str | None], CardCommand | None] = lambda model, method: None
+    """How to serve `model`, a Hub id or a folder, quantized by `method`; None says nothing."""
+    packs_with_layouts: bool = False
+    """Whether it serves in the layouts of `layouts/` as this process does: then `loads` compares what both
+    packed, and a slow M may be a layout's fault."""
+    starts: bool = True
+    """Whether its server is started here; otherwise it is running already."""
+    prefixes: tuple[str, ...] = ()
+    """Words that begin so mean this engine, too."""
+
+
+ENGINES: Registry[Engine] = Registry("engine")

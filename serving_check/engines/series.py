@@ -1,0 +1,64 @@
+"""What servers call their figures: our names for them, and the Prometheus series of each engine.
+
+Not for reading them (`prometheus_text.py`) nor for judging (`..checks`).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Series:
+    """The series of `/metrics` that holds each figure; None where an engine has none, which nobody then asks.
+
+    Counters are named as they are read, `_total` included.
+    """
+
+    running: str | None = None
+    """Requests in the running batch."""
+    waiting: str | None = None
+    kv_cache_usage: str | None = None
+    """0 to 1."""
+    preemptions: str | None = None
+    prompt_tokens: str | None = None
+    generation_tokens: str | None = None
+    cache_config: str | None = None
+    """Labels `num_gpu_blocks` and `block_size`: the KV cache's capacity."""
+    max_num_seqs: str | None = None
+    """The most requests that run together."""
+    steps_by_running: str | None = None
+    """Engine steps; label `running`: how many requests decoded in them."""
+    waiting_request_steps: str | None = None
+    """Requests that waited, summed over steps."""
+    step_seconds: str | None = None
+    host_seconds: str | None = None
+    """Of these, not waiting for the GPU, nor (on a CPU) in the model."""
+    device_busy_seconds: str | None = None
+    device_idle_seconds: str | None = None
+    compilations: str | None = None
+    """Since warm-up; labels `kind`, `kernel` and `key`."""
+    packed_layers: str | None = None
+    """Quantized linear layers; labels `layout` and `shape`."""
+
+
+VLLM_SERIES = Series(
+    running="vllm:num_requests_running",
+    waiting="vllm:num_requests_waiting",
+    kv_cache_usage="vllm:kv_cache_usage_perc",
+    preemptions="vllm:num_preemptions_total",
+    prompt_tokens="vllm:prompt_tokens_total",
+    generation_tokens="vllm:generation_tokens_total",
+    cache_config="vllm:cache_config_info",
+)
+SCALEGATE_SERIES = Series(
+    **{name: series for name, series in vars(VLLM_SERIES).items() if series is not None},
+    max_num_seqs="scalegate:max_num_seqs",
+    steps_by_running="scalegate:engine_steps_total",
+    waiting_request_steps="scalegate:waiting_request_steps_total",
+    step_seconds="scalegate:engine_step_seconds_total",
+    host_seconds="scalegate:engine_host_seconds_total",
+    device_busy_seconds="scalegate:device_busy_seconds_total",
+    device_idle_seconds="scalegate:device_idle_seconds_total",
+    compilations="scalegate:compilations_total",
+    packed_layers="scalegate:packed_layers",
+)
+"""Our server's: vLLM's names, and our own only where vLLM has none."""

@@ -1,0 +1,102 @@
+"""What is added to a registry is on the command line, in `doctor` and in the errors without another line."""
+
+import importlib
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.errors import UserError
+from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.registry import Registry
+from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.conventions.all_conventions import CONVENTIONS, EXPORTS
+from scalegate.pipeline.publishing.card_engines import engines
+from scalegate.pipeline.validation.servers import sized_options
+from scalegate.serving_check.engines.all_engines import ENGINES, engine_named
+from scalegate.serving_check.engines.engine import CardCommand
+from scalegate.serving_check.settings import WorkloadSettings
+
+NAME = "one_more"
+REGISTRIES = {
+    "layout": LAYOUTS,
+    "KV format": KV_FORMATS,
+    "engine": ENGINES,
+    "convention": CONVENTIONS,
+    "export": EXPORTS,
+}
+IN_HELP = {
+    "layout": ["serve", "validate", "release"],
+    "KV format": ["serve", "validate", "release"],
+    "engine": ["validate", "release"],
+    "export": ["release"],
+}
+IN_DOCTOR = ["layout", "KV format", "engine", "convention"]
+
+
+def one_more(kind: str):
+    """An entry like the first one there is."""
+    entry = next(entry for _, entry in REGISTRIES[kind].items())
+    if kind == "engine":
+        return replace(entry, name=NAME, card_command=lambda model, method: CardCommand(NAME, "sh", model))
+    return entry
+
+
+@pytest.fixture(params=[True, False], ids=["registered", "not registered"])
+def registered(request: pytest.FixtureRequest):
+    with ExitStack() as stack:
+        for kind, registry in REGISTRIES.items() if request.param else ():
+            stack.enter_context(registry.registered(NAME, one_more(kind)))
+        yield request.param
+
+
+@pytest.mark.parametrize("command", ["serve", "validate", "release"])
+def test_it_is_a_choice_in_the_help(registered: bool, command: str):
+    text = CliRunner().invoke(main, [command, "--help"]).output
+    expected = sum(command in commands for commands in IN_HELP.values())
+    # A validation has two engines.
+    expected += command == "validate"
+    assert text.count(NAME) == (expected if registered else 0)
+
+
+def test_doctor_says_what_it_is_here(registered: bool):
+    text = CliRunner().invoke(main, ["doctor"]).output
+    lines = [line for line in text.splitlines() if NAME in line]
+    assert len(lines) == (len(IN_DOCTOR) if registered else 0)
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_the_error_for_another_name_lists_it(registered: bool, kind: str):
+    with pytest.raises(UserError, match="choose one of") as refused:
+        _ = REGISTRIES[kind]["another"]
+    assert (NAME in refused.value.message) == registered
+
+
+def test_options_take_it_as_a_value(registered: bool):
+    given = {"layout": NAME, "kv_cache_dtype": NAME}
+    if registered:
+        assert sized_options(given, WorkloadSettings()).kv_format == NAME
+        assert engine_named(NAME).name == NAME
+    else:
+        with pytest.raises(UserError, match=f"unknown layout '{NAME}'"):
+            sized_options(given, WorkloadSettings())
+        with pytest.raises(UserError, match=f"unknown engine '{NAME}'.*embedded, vllm, URL"):
+            engine_named(NAME)
+
+
+def test_a_card_shows_how_an_engine_serves_the_release(registered: bool):
+    titles = [command.title for command in engines("org/model", "compressed-tensors")]
+    assert (NAME in titles) == registered
+
+
+def test_there_is_no_registry_that_this_file_forgets():
+    modules = ["layouts.all_layouts", "layouts.kv_format", "pipeline.conventions.all_conventions"]
+    modules += ["serving_check.engines.all_engines"]
+    found = [
+        value
+        for module in modules
+        for value in vars(importlib.import_module(f"scalegate.{module}")).values()
+        if isinstance(value, Registry)
+    ]
+    assert {id(registry) for registry in found} == {id(registry) for registry in REGISTRIES.values()}
