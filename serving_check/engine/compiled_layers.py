@@ -16,8 +16,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from . import dependents
-from .openings import UNCHAINED, Carry, Chain, close
+from . import pdl
+from .cross_layer_fusion import UNFUSED, Carry, Chain, close
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Tuning:
     """In the traced pass: a size that nothing else in a model has, to recognize it by."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The compiler's. They must differ: its cache of compiled code does not tell traced sizes apart."""
-    dependents: bool = False
+    pdl: bool = False
     """Whether kernels are launched while those ahead of them still run."""
 
 
 ONE_FORM = {"triton.persistent_reductions": False}
 """Norms of heads by loops, of which the compiler has one form. Of other kernels it times several, and on so
 few tokens finds another one to be the fastest in every process."""
-TUNINGS = (Tuning(0, 37, ONE_FORM, dependents=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
+TUNINGS = (Tuning(0, 37, ONE_FORM, pdl=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
 """Ascending."""
 
 TELLS_NOTHING = {"layer_idx", "training"}
@@ -52,11 +52,11 @@ class CompiledLayers:
     """While open, the one forward pass that it is open for compiles every layer it meets: for the first
     tuning all that can be compiled, for a later one all that were for the first."""
 
-    def __init__(self, model: nn.Module, chain: Chain = UNCHAINED, tuning: Tuning = TUNINGS[0]):
+    def __init__(self, model: nn.Module, chain: Chain = UNFUSED, tuning: Tuning = TUNINGS[0]):
         self.chain = chain
         self.tuning = tuning
         self.carry = Carry()
-        layers = [*model_layers(model), *chain.first_openings()]
+        layers = [*model_layers(model), *chain.first_norms()]
         if tuning is not TUNINGS[0]:
             layers = [layer for layer in layers if isinstance(layer.forward, _CompiledForward)]
         self._traced = [_TracedLayer(self, layer) for layer in layers]
@@ -81,12 +81,12 @@ class CompiledLayers:
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> "_CompiledForward | None":
         """The layer's forward, compiled for arguments like these; shared by layers that are alike. None where
         one like it has failed."""
-        following = self.chain.next_opening(layer)
+        following = self.chain.next_norm(layer)
         kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))
         if kind in self._failed:
             return None
         if kind not in self._compiled:
-            launching = dependents.options() if self.tuning.dependents else {}
+            launching = pdl.options() if self.tuning.pdl else {}
             self._compiled[kind] = torch.compile(
                 _own_code(cast(types.FunctionType, _run)),
                 fullgraph=True,
@@ -182,7 +182,7 @@ class _TracedLayer:
             if forward is None:
                 return self.plain(*args, **kwargs)
             _mark_token_dims((args, kwargs), traced_tokens)
-            with dependents.waiting_first():
+            with pdl.waiting_first():
                 output = forward(*args, **kwargs)
             _mark_token_dims((output, self.compiled_layers.carry.opened), traced_tokens)
             self.compiled = forward

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...kernels.decode_attention import DecodeWorkspace
 from ...layouts.kv_format import DeviceDecodeTokens
+from .cuda_graphs import GraphMemory
 from .forward import Forward
-from .graph_memory import GraphMemory
 from .jit_monitor import JitEvent, report
 from .kv_pool import KVPool
 from .sampling_rows import SamplingRows

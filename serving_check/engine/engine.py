@@ -16,10 +16,12 @@ from ...layouts.kv_format import KV_FORMATS, KVScales
 from ...layouts.linear import packed_layers
 from .attention import attention_layers, context_length, unsupported
 from .compiled_layers import restore_layers
+from .device_copies import DeviceToHostCopy, to_device
 from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
+from .merged_projections import merge_projections
+from .mixed_batches import MixedBatches
 from .model_runner import ModelRunner, decode_buckets
-from .packed_steps import PackedSteps
 from .request import (
     EngineCapacity,
     EngineConfig,
@@ -30,10 +32,8 @@ from .request import (
     TokenLogprobs,
 )
 from .sampler import SamplingBatch, sample, token_logprobs
-from .scheduler import PrefillPiece, Schedule, Scheduler
+from .scheduler import PrefillChunk, Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
-from .sibling_products import join_siblings
-from .transfer import Arrival, to_device
 
 STEPS_REMEMBERED = 1 << 16
 
@@ -50,13 +50,13 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """Tokens that a launched step draws, until the host has them."""
 
     sequences: list[Sequence]
     lengths: list[int]
     """Of each sequence, its new token counted."""
-    tokens: Arrival
+    tokens: DeviceToHostCopy
     logprobs: dict[int, TokenLogprobs]
 
 
@@ -81,7 +81,7 @@ class Engine:
         layers = attention_layers(model)
         packed = packed_layers(model)
         if model.device.type == "cuda" and config.compiled:
-            join_siblings(model, lambda: attention_layers(model))
+            merge_projections(model, lambda: attention_layers(model))
         kv_format = KV_FORMATS[config.kv_cache_dtype]
         page_size = config.page_size or kv_format.page_size(model.device)
         num_pages = pool_pages(
@@ -113,13 +113,13 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
         self._overlapped = config.overlapped and model.device.type == "cuda"
-        self._flights: list[Flight] = []
+        self._in_flight: list[InFlightStep] = []
         self.jit_monitor = JitMonitor(config.jit_monitor)
         self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flights)
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def add_request(self, request_id: str, prompt: Prompt[int], params: SamplingParams) -> None:
         """Queue a request. What can never be served is refused here, and nothing else is touched."""
@@ -163,9 +163,9 @@ class Engine:
 
     def _plain_step(self) -> list[StepOutput]:
         """Launch a step, and wait for what it draws."""
-        outputs = self._land()
-        self._flights += self._launch(self.scheduler.schedule())
-        return outputs + self._land()
+        outputs = self._retire()
+        self._in_flight += self._launch(self.scheduler.schedule())
+        return outputs + self._retire()
 
     def _overlapped_step(self) -> list[StepOutput]:
         """Launch a step, and only then see what the one before has drawn.
@@ -174,8 +174,8 @@ class Engine:
         row and pages may go to others at once, since what they store comes later on the device as well.
         """
         launched = self._launch(self.scheduler.schedule())
-        outputs = self._land()
-        self._flights = launched
+        outputs = self._retire()
+        self._in_flight = launched
         return outputs
 
     def _may_overlap(self) -> bool:
@@ -260,25 +260,25 @@ class Engine:
                         bar.update()
         return [Completion(tuple(tokens[name]), tuple(logprobs[name]), reasons[name]) for name in names]
 
-    def _launch(self, schedule: Schedule) -> list[Flight]:
+    def _launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Start a step: from here on, its sequences are as long as if its tokens were known."""
-        flights = []
+        in_flight = []
         self._counters.running_by_step.append(len(schedule.decode))
         if schedule.prefill and self.runner.packed is not None:
             return self._launch_together(schedule, self.runner.packed)
         if schedule.decode:
             with self.runner.clock.launch():
                 decoded = self.runner.decode(schedule.decode)
-                flights.append(self._draw(schedule.decode, decoded.logits, decoded.drawn))
+                in_flight.append(self._draw(schedule.decode, decoded.logits, decoded.drawn))
         if schedule.prefill:
             with self.runner.clock.launch():
                 logits = self.runner.prefill(schedule.prefill)
                 completed = _advance(schedule.prefill)
                 if completed:
-                    flights.append(self._draw(completed, logits, None))
-        return flights
+                    in_flight.append(self._draw(completed, logits, None))
+        return in_flight
 
-    def _launch_together(self, schedule: Schedule, packed: PackedSteps) -> list[Flight]:
+    def _launch_together(self, schedule: Schedule, packed: MixedBatches) -> list[InFlightStep]:
         """Decoding requests and prompts in one pass over the weights."""
         with self.runner.clock.launch():
             self.runner.compile()
@@ -286,7 +286,7 @@ class Engine:
             sequences = schedule.decode + _advance(schedule.prefill)
             return [self._draw(sequences, decoded.logits, decoded.drawn)] if sequences else []
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, drawn: Tensor | None) -> Flight:
+    def _draw(self, sequences: list[Sequence], logits: Tensor, drawn: Tensor | None) -> InFlightStep:
         """Each sequence's next token, unknown on the host until it lands; those it fills up leave."""
         if drawn is None:
             lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
@@ -298,15 +298,15 @@ class Engine:
             if len(sequence.tokens) >= sequence.max_len:
                 self._leave(sequence)
         lengths_after = [len(sequence.tokens) for sequence in sequences]
-        return Flight(list(sequences), lengths_after, Arrival(drawn), logprobs)
+        return InFlightStep(list(sequences), lengths_after, DeviceToHostCopy(drawn), logprobs)
 
-    def _land(self) -> list[StepOutput]:
+    def _retire(self) -> list[StepOutput]:
         """Wait for the tokens under way, and see off the requests they end."""
         outputs = []
-        for flight in self._flights:
+        for step in self._in_flight:
             with self.runner.clock.waiting():
-                drawn = flight.tokens.wait()
-            rows = zip(flight.sequences, flight.lengths, drawn, strict=True)
+                drawn = step.tokens.wait()
+            rows = zip(step.sequences, step.lengths, drawn, strict=True)
             for row, (sequence, length, token) in enumerate(rows):
                 if self._sequences.get(sequence.request_id) is not sequence:
                     continue
@@ -315,9 +315,9 @@ class Engine:
                 if reason is not None:
                     del self._sequences[sequence.request_id]
                     self._leave(sequence)
-                extra = (flight.logprobs[row],) if row in flight.logprobs else ()
+                extra = (step.logprobs[row],) if row in step.logprobs else ()
                 outputs.append(StepOutput(sequence.request_id, (token,), extra, reason))
-        self._flights = []
+        self._in_flight = []
         self._counters.generation_tokens += len(outputs)
         return outputs
 
@@ -333,9 +333,9 @@ class Engine:
         return self._sampling[1]
 
 
-def _advance(pieces: list[PrefillPiece]) -> list[Sequence]:
-    """Note the pieces as computed; the sequences that are complete with them."""
-    completed = [piece.sequence for piece in pieces if piece.completes]
-    for piece in pieces:
-        piece.sequence.num_computed += piece.count
+def _advance(chunks: list[PrefillChunk]) -> list[Sequence]:
+    """Note the chunks as computed; the sequences that are complete with them."""
+    completed = [chunk.sequence for chunk in chunks if chunk.completes]
+    for chunk in chunks:
+        chunk.sequence.num_computed += chunk.count
     return completed

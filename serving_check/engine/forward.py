@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...layouts.kv_format import LayerKV, StepTokens
 from .attention import AttentionLayer, PagedAttention, token_by_token
 from .compiled_layers import TUNINGS, CompiledLayers, model_layers
-from .openings import open_ahead
+from .cross_layer_fusion import fuse_across_layers
 
 
 class Forward:
@@ -31,7 +31,7 @@ class Forward:
 
     def compile(self) -> None:
         """Compile the layers."""
-        chain = open_ahead(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
+        chain = fuse_across_layers(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
         for tuning in TUNINGS:
             with CompiledLayers(self.model, chain, tuning):
                 self._trace(tuning.traced_tokens)

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from ...layouts.kv_format import DecodeTokens, PrefillTokens, PromptPiece, StepTokens
 from .attention import AttentionLayer, PagedAttention
 from .decode_graphs import Decoded, DecodeGraphs
+from .device_copies import to_device
 from .forward import Forward
 from .kv_pool import KVPool
-from .packed_steps import PackedSteps
-from .scheduler import PrefillPiece
+from .mixed_batches import MixedBatches
+from .scheduler import PrefillChunk
 from .sequence import Sequence
 from .step_clock import StepClock
-from .transfer import to_device
 
 
 class ModelRunner:
@@ -42,12 +42,12 @@ class ModelRunner:
         """Batch sizes that a decode step may have, ascending; None for all."""
         self.clock = StepClock(self.device)
         self.graphs: DecodeGraphs | None = None
-        self.packed: PackedSteps | None = None
+        self.packed: MixedBatches | None = None
         """Where decoding requests and prompts are computed in one pass."""
         if self.device.type == "cuda" and buckets is not None:
             self.forward = Forward(model, layers, pool.layers)
             self.graphs = DecodeGraphs(self.forward, pool, buckets, self.clock)
-            self.packed = PackedSteps(self.graphs, largest_chunk, self.clock)
+            self.packed = MixedBatches(self.graphs, largest_chunk, self.clock)
             self._must_compile = compiled
 
     def decode(self, sequences: list[Sequence]) -> Decoded:
@@ -71,20 +71,20 @@ class ModelRunner:
         step = DecodeTokens(self._on_device(slots), block_table, lengths, rows, page_size)
         return Decoded(self._forward(tokens[:, None], positions[:, None], step, None)[:count, 0], None)
 
-    def prefill(self, pieces: list[PrefillPiece]) -> Tensor:
-        """The pieces' tokens → logits [those that complete, V] for the next token of each that does."""
+    def prefill(self, chunks: list[PrefillChunk]) -> Tensor:
+        """The chunks' tokens → logits [those that complete, V] for the next token of each that does."""
         page_size = self.pool.page_size
         tokens, positions, slots, prompt_pieces = [], [], [], []
-        for piece in pieces:
-            sequence, end = piece.sequence, piece.start + piece.count
-            where = np.arange(piece.start, end)
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            where = np.arange(chunk.start, end)
             pages = self.pool.block_table[sequence.row, : self.pool.pages_for(end)].copy()
-            tokens.append(np.array(sequence.tokens[piece.start : end], np.int64))
+            tokens.append(np.array(sequence.tokens[chunk.start : end], np.int64))
             positions.append(where)
             slots.append(pages[where // page_size] * page_size + where % page_size)
-            prompt_pieces.append(PromptPiece(piece.start, piece.count, pages, cast(int, sequence.row)))
-        ends = np.cumsum([piece.count for piece in pieces])
-        keep = ends[[piece.completes for piece in pieces]] - 1
+            prompt_pieces.append(PromptPiece(chunk.start, chunk.count, pages, cast(int, sequence.row)))
+        ends = np.cumsum([chunk.count for chunk in chunks])
+        keep = ends[[chunk.completes for chunk in chunks]] - 1
         step = PrefillTokens(self._on_device(np.concatenate(slots)), prompt_pieces, page_size)
         # A chunk in which no prompt ends still computes one row of logits: no matrix product has zero rows.
         wanted = self._on_device(keep if len(keep) else ends[-1:] - 1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.sample_tokens import sample_tokens
+from .device_copies import to_device
 from .sequence import Sequence
-from .transfer import to_device
 
 
 class SamplingRows:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scalegate.serving_check.engine.compiled_layers import TUNINGS, CompiledLayers
 from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.merged_projections import MergedLinear
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
-from scalegate.serving_check.engine.sibling_products import SiblingLinear
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 pytestmark = pytest.mark.gpu
@@ -130,7 +130,7 @@ def test_layers_that_are_alike_are_compiled_once(example_checkpoint: Path):
     assert graphs == len(alike) * len(TUNINGS) < parts * len(TUNINGS)
     engine.generate([[1, 2, 3]] * 5 + [[4] * 77], GREEDY)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert sum(isinstance(module, SiblingLinear) for module in model.modules()) == 5 * len(model.model.layers)
+    assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 5 * len(model.model.layers)
 
 
 def test_a_model_can_be_handed_to_another_engine(example_checkpoint: Path, prompts, generated):

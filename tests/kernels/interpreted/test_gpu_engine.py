@@ -1,6 +1,6 @@
 """The engine's GPU steps without a GPU: kernels interpreted, graphs replayed by calling what they hold.
 
-Decode graphs, packed steps and paged kernels must give the tokens that the CPU engine gives. Where there is a
+Decode graphs, mixed batches and paged kernels must give the tokens that the CPU engine gives. Where there is a
 GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
 """
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from scalegate.layouts.kv_cuda import CudaLayerKV
 from scalegate.layouts.kv_format import StoredPages
-from scalegate.serving_check.engine import graph_memory, transfer
+from scalegate.serving_check.engine import cuda_graphs, device_copies
 from scalegate.serving_check.engine.decode_graphs import DecodeGraphs
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.forward import Forward
-from scalegate.serving_check.engine.packed_steps import PackedSteps
+from scalegate.serving_check.engine.mixed_batches import MixedBatches
 from scalegate.serving_check.engine.request import EngineConfig, SamplingParams
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -49,7 +49,7 @@ class NoEvent:
 
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, arrive = torch.zeros, transfer.Arrival.__init__
+    zeros, arrive = torch.zeros, device_copies.DeviceToHostCopy.__init__
 
     def capture(self, run):
         result = tuple(tensor.clone() for tensor in run())
@@ -57,8 +57,10 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
-    monkeypatch.setattr(graph_memory.GraphMemory, "capture", capture)
-    monkeypatch.setattr(transfer.Arrival, "__init__", lambda self, tensor: arrive(self, tensor.clone()))
+    monkeypatch.setattr(cuda_graphs.GraphMemory, "capture", capture)
+    monkeypatch.setattr(
+        device_copies.DeviceToHostCopy, "__init__", lambda self, tensor: arrive(self, tensor.clone())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
         pool.layers[index] = CudaLayerKV(StoredPages(*heads_first))
     runner.forward = Forward(model, runner.layers, pool.layers)
     runner.graphs = DecodeGraphs(runner.forward, pool, (1, SIZES["max_num_seqs"]), runner.clock)
-    runner.packed = PackedSteps(runner.graphs, engine.scheduler.prefill_chunk, runner.clock)
+    runner.packed = MixedBatches(runner.graphs, engine.scheduler.prefill_chunk, runner.clock)
     runner._must_compile = False
     return engine
 

@@ -20,7 +20,7 @@ class _Slot:
     value: Tensor | None = None
 
 
-class Opening(nn.Module):
+class PrecomputedNorm(nn.Module):
     """Stands where a layer's opening module stood: gives what was computed ahead, if it was."""
 
     def __init__(self, module: nn.Module):
@@ -71,25 +71,25 @@ class Chain:
     """By layer, the one that takes its output."""
 
     def opening(self, layer: nn.Module) -> nn.Module:
-        """The module itself, which the layer's `Opening` stands for."""
+        """The module itself, which the layer's `PrecomputedNorm` stands for."""
         name = self.openings[layer]
         return getattr(layer, name).module if name else layer
 
-    def next_opening(self, layer: nn.Module) -> nn.Module | None:
+    def next_norm(self, layer: nn.Module) -> nn.Module | None:
         """The opening of the layer that follows, None where none does."""
         return self.opening(self.successors[layer]) if layer in self.successors else None
 
-    def first_openings(self) -> list[nn.Module]:
+    def first_norms(self) -> list[nn.Module]:
         """Those that no layer precedes: they are computed on their own."""
         later = set(self.successors.values())
         return [self.opening(layer) for layer in self.openings if layer not in later]
 
 
-UNCHAINED = Chain({}, {})
+UNFUSED = Chain({}, {})
 """Every layer by itself."""
 
 
-def open_ahead(layers: Sequence[nn.Module], run: Callable[[], object]) -> Chain:
+def fuse_across_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> Chain:
     """Watch `run`, and make it possible to give each layer what its opening computes."""
     calls = _observe(layers, run)
     once = [call for call in calls if sum(other.layer is call.layer for other in calls) == 1]
@@ -105,15 +105,15 @@ def open_ahead(layers: Sequence[nn.Module], run: Callable[[], object]) -> Chain:
                 openings.setdefault(before.layer, first)
     for layer, name in openings.items():
         if name:
-            setattr(layer, name, Opening(getattr(layer, name)))
+            setattr(layer, name, PrecomputedNorm(getattr(layer, name)))
     return Chain(openings, successors)
 
 
 def close(layers: Sequence[nn.Module]) -> None:
-    """Undo `open_ahead`."""
+    """Undo `fuse_across_layers`."""
     for layer in layers:
         for name, child in list(layer.named_children()):
-            if isinstance(child, Opening):
+            if isinstance(child, PrecomputedNorm):
                 setattr(layer, name, child.module)
 
 

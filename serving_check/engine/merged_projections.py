@@ -23,7 +23,7 @@ class _Product:
     output: Tensor | None = None
 
 
-class SiblingLinear(nn.Module):
+class MergedLinear(nn.Module):
     """One of several linear layers: its rows of their joint product. `joint` is the same in every sibling."""
 
     def __init__(self, joint: Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
@@ -56,7 +56,7 @@ class SiblingLinear(nn.Module):
         return output
 
 
-def join_siblings(model: nn.Module, run: Callable[[], object]) -> int:
+def merge_projections(model: nn.Module, run: Callable[[], object]) -> int:
     """Join what can be joined, watching what the linear layers are given in `run`; how many products less."""
     joined = 0
     modules = dict(model.named_modules())
@@ -69,7 +69,7 @@ def join_siblings(model: nn.Module, run: Callable[[], object]) -> int:
         product, start = _Product(), 0
         for name in names:
             stop = start + modules[name].out_features
-            sibling = SiblingLinear(joint, product, slice(start, stop), name == names[0], name == names[-1])
+            sibling = MergedLinear(joint, product, slice(start, stop), name == names[0], name == names[-1])
             setattr(parent, name.rpartition(".")[2], sibling)
             modules[name] = sibling  # Lets go of the separate weight before the next is made.
             start = stop

@@ -5,7 +5,7 @@ import torch
 from scalegate.layouts.int4 import Int4Weight
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import SWAP_AB_PORTABLE
-from scalegate.serving_check.engine.sibling_products import SiblingLinear, join_siblings
+from scalegate.serving_check.engine.merged_projections import MergedLinear, merge_projections
 from torch import Tensor, nn
 
 
@@ -27,9 +27,9 @@ def test_siblings_are_joined_and_outputs_are_the_same(bias: bool):
     model, x = Block(bias), torch.randn(2, 5, 8)
     expected = model(x)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    assert join_siblings(model, lambda: model(x)) == 1
-    assert isinstance(model.q, SiblingLinear) and isinstance(model.k, SiblingLinear)
-    assert not any(isinstance(module, SiblingLinear) for module in (model.o, model.gate, model.inner[0]))
+    assert merge_projections(model, lambda: model(x)) == 1
+    assert isinstance(model.q, MergedLinear) and isinstance(model.k, MergedLinear)
+    assert not any(isinstance(module, MergedLinear) for module in (model.o, model.gate, model.inner[0]))
     torch.testing.assert_close(model(x), expected)
     assert torch.equal(model.k.weight, before["k.weight"])
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in before.values())
@@ -37,12 +37,12 @@ def test_siblings_are_joined_and_outputs_are_the_same(bias: bool):
 
 def test_a_layer_called_twice_is_left_alone():
     model, x = Block(), torch.randn(1, 1, 8)
-    assert join_siblings(model, lambda: (model(x), model(x))) == 0
+    assert merge_projections(model, lambda: (model(x), model(x))) == 0
 
 
 def test_siblings_that_stop_sharing_say_so():
     model, x = Block(), torch.randn(1, 1, 8)
-    join_siblings(model, lambda: model(x))
+    merge_projections(model, lambda: model(x))
     model.q(x)
     with pytest.raises(RuntimeError, match="no longer"):
         model.k(x.clone())

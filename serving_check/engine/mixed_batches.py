@@ -1,4 +1,4 @@
-"""Steps that compute prompts on a GPU: decoding requests first, then pieces of prompts, in one pass.
+"""Steps that compute prompts on a GPU: decoding requests first, then prefill chunks, in one pass.
 
 Each weight is read once for all of them: requests decode almost for nothing while a prompt is computed.
 Small steps are padded to a bucket and replayed as CUDA graphs, as the host could not launch their kernels as
@@ -16,7 +16,7 @@ from ...kernels.prefill_attention import TILE, tiles_of
 from ...layouts.kv_format import DeviceDecodeTokens, PackedTokens, PieceContexts
 from .decode_graphs import Decoded, DecodeGraphs
 from .jit_monitor import JitEvent, report
-from .scheduler import PrefillPiece
+from .scheduler import PrefillChunk
 from .sequence import Sequence
 from .step_clock import StepClock
 
@@ -40,11 +40,11 @@ class _Buffers:
     tiles: Tensor
     """int32 [N, 4], as `kernels/prefill_attention.py` takes them."""
     block_table: Tensor
-    """int32 [R, W]: a row for each decoding request, then one for each piece."""
+    """int32 [R, W]: a row for each decoding request, then one for each chunk."""
 
 
-class PackedSteps:
-    """The packed steps of one model, and the graphs of the small ones."""
+class MixedBatches:
+    """The mixed batches of one model, and the graphs of the small ones."""
 
     def __init__(self, graphs: DecodeGraphs, largest_chunk: int, clock: StepClock):
         self.graphs = graphs
@@ -52,7 +52,7 @@ class PackedSteps:
         self.clock = clock
         self.num_requests = len(self.pool.block_table)
         self.largest = largest_chunk + self.num_requests
-        self.buckets = packed_buckets(self.largest)
+        self.buckets = mixed_buckets(self.largest)
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         self._no_row = self.pool.no_row
         device = graphs.last_tokens.device
@@ -77,24 +77,24 @@ class PackedSteps:
             block_table,
         )
 
-    def launch(self, decode: list[Sequence], pieces: list[PrefillPiece]) -> Decoded:
-        """A token for each decoding request, and the pieces; logits for the former, then for each prompt that
-        a piece completes."""
-        count = len(decode) + sum(piece.count for piece in pieces)
+    def launch(self, decode: list[Sequence], chunks: list[PrefillChunk]) -> Decoded:
+        """A token for each decoding request, and the chunks; logits for the former, then for each prompt that
+        a chunk completes."""
+        count = len(decode) + sum(chunk.count for chunk in chunks)
         size = next((bucket for bucket in self.buckets if bucket >= count), count)
         if size in self.buckets and size not in self.captured:
             self._capture(size)
-        self._stage(decode, pieces, size)
+        self._stage(decode, chunks, size)
         if size in self.captured:
             graph, (logits, drawn) = self.captured[size]
             graph.replay()
         else:
-            logits, drawn = self._run(size, self._contexts(len(decode), pieces))
-        wanted = len(decode) + sum(piece.completes for piece in pieces)
+            logits, drawn = self._run(size, self._contexts(len(decode), chunks))
+        wanted = len(decode) + sum(chunk.completes for chunk in chunks)
         return Decoded(logits[:wanted], drawn[:wanted])
 
     def warm_up_sizes(self) -> list[int]:
-        return packed_warm_up_sizes(self.largest)
+        return mixed_warm_up_buckets(self.largest)
 
     def warm_up(self, size: int) -> None:
         """Meet a size, on tokens that are all padding."""
@@ -104,21 +104,21 @@ class PackedSteps:
             self._stage([], [], size)
             self._run(size, PieceContexts(0, [np.zeros(1, np.int64)]))
 
-    def _contexts(self, first_row: int, pieces: list[PrefillPiece]) -> PieceContexts:
+    def _contexts(self, first_row: int, chunks: list[PrefillChunk]) -> PieceContexts:
         return PieceContexts(
             first_row,
             [
-                self.pool.block_table[piece.sequence.row, : self.pool.pages_for(piece.start + piece.count)]
-                for piece in pieces
+                self.pool.block_table[chunk.sequence.row, : self.pool.pages_for(chunk.start + chunk.count)]
+                for chunk in chunks
             ],
         )
 
     def _capture(self, size: int) -> None:
-        report(JitEvent("graph capture", f"packed step of {size}"))
+        report(JitEvent("graph capture", f"mixed batch of {size}"))
         self._stage([], [], size)
         self.captured[size] = self.graphs.memory.capture(lambda: self._run(size))
 
-    def _stage(self, decode: list[Sequence], pieces: list[PrefillPiece], size: int) -> None:
+    def _stage(self, decode: list[Sequence], chunks: list[PrefillChunk], size: int) -> None:
         """Fill the buffers, by way of host memory that no copy is still reading."""
         self._staging.reverse()
         staged, copied = self._staging[0]
@@ -141,30 +141,30 @@ class PackedSteps:
             requests[:count, KEPT] = np.arange(count)
             requests[:count, DRAWN] = requests[:count, OWNER] = rows
         at, drawn = count, count
-        for index, piece in enumerate(pieces, count):
-            row, end = piece.sequence.row, piece.start + piece.count
+        for index, chunk in enumerate(chunks, count):
+            row, end = chunk.sequence.row, chunk.start + chunk.count
             pages = self.pool.block_table[row, : self.pool.pages_for(end)]
             table[index, : len(pages)] = pages
-            positions = np.arange(piece.start, end)
-            packed = tokens[at : at + piece.count]
-            packed[:, TOKEN] = piece.sequence.tokens[piece.start : end]
+            positions = np.arange(chunk.start, end)
+            packed = tokens[at : at + chunk.count]
+            packed[:, TOKEN] = chunk.sequence.tokens[chunk.start : end]
             packed[:, POSITION] = positions
             packed[:, SLOT] = self._slots(pages[positions // self.pool.page_size], positions)
             packed[:, ROW] = row
-            at += piece.count
+            at += chunk.count
             requests[index, OWNER] = row
-            if piece.completes:
+            if chunk.completes:
                 requests[drawn, KEPT:] = at - 1, row
                 drawn += 1
         tokens[at:size] = (0, 0, -1, self._no_row)
         tiles = tiles_of(
-            count, [(piece.count, piece.start, index) for index, piece in enumerate(pieces, count)], size - at
+            count, [(chunk.count, chunk.start, index) for index, chunk in enumerate(chunks, count)], size - at
         )
         staged.tiles[: len(tiles)] = torch.from_numpy(tiles)
         staged.tiles[len(tiles) : self._num_tiles(size)] = 0
         self.clock.device_starts()
-        self.graphs.sampling.take([*decode, *(piece.sequence for piece in pieces if piece.completes)])
-        self._copy(staged, size, count + len(pieces))
+        self.graphs.sampling.take([*decode, *(chunk.sequence for chunk in chunks if chunk.completes)])
+        self._copy(staged, size, count + len(chunks))
         copied.record()
 
     def _copy(self, staged: _Buffers, size: int, rows: int) -> None:
@@ -207,18 +207,18 @@ class PackedSteps:
         return pages.astype(np.int64) * page_size + positions % page_size
 
     def _num_tiles(self, size: int) -> int:
-        """The most that `size` tokens can take: each piece, and the padding, may end in a tile not full."""
+        """The most that `size` tokens can take: each chunk, and the padding, may end in a tile not full."""
         return size // TILE + min(size, self.num_requests) + 1
 
 
-def packed_buckets(largest: int) -> tuple[int, ...]:
+def mixed_buckets(largest: int) -> tuple[int, ...]:
     """Every 64 tokens up to 640, then every 128, so that little is computed for nothing."""
     sizes = [*range(64, 641, 64), *range(768, LARGEST_GRAPH + 1, 128)]
     return (*(size for size in sizes if size < largest), *((largest,) if largest <= LARGEST_GRAPH else ()))
 
 
-def packed_warm_up_sizes(largest: int) -> list[int]:
+def mixed_warm_up_buckets(largest: int) -> list[int]:
     """Every bucket, and of the larger sizes enough to meet all that kernels choose by them."""
     larger = [LARGEST_GRAPH * halves // 2 << power for power in range(8) for halves in (3, 4)]
-    sizes = [*packed_buckets(largest), *(size for size in larger if size < largest), largest]
+    sizes = [*mixed_buckets(largest), *(size for size in larger if size < largest), largest]
     return list(dict.fromkeys(sizes))

@@ -14,7 +14,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Arrival:
+class DeviceToHostCopy:
     """A tensor's values on their way to the host."""
 
     def __init__(self, tensor: Tensor):
