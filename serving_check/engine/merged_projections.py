@@ -1,6 +1,7 @@
-"""One matrix product for linear layers that are given the same input: q, k and v; gate and up.
+"""Merged projections: one matrix product for linear layers with the same input (merged QKV, gate-up).
 
-Which they are is found by running the model, not by their names. Not for weights that no layout can join.
+Which layers share an input is found by running the model, not by their names. Not for weights that no layout
+can merge.
 """
 
 from collections.abc import Callable
@@ -17,37 +18,37 @@ Linear = nn.Linear | QuantizedLinear
 
 @dataclass
 class _Product:
-    """The product under way: computed by the first sibling, let go of by the last."""
+    """The merged product of one call: computed by the first projection, released by the last."""
 
     input: Tensor | None = None
     output: Tensor | None = None
 
 
 class MergedLinear(nn.Module):
-    """One of several linear layers: its rows of their joint product. `joint` is the same in every sibling."""
+    """One of several merged projections: its columns of the output of `merged`, which all of them hold."""
 
-    def __init__(self, joint: Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
+    def __init__(self, merged: Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
         super().__init__()
-        self.joint = joint
+        self.merged = merged
         self.product = product
         self.rows = rows
         self.is_first, self.is_last = is_first, is_last
-        self.in_features, self.out_features = joint.in_features, rows.stop - rows.start
+        self.in_features, self.out_features = merged.in_features, rows.stop - rows.start
 
     @property
     def weight(self) -> Tensor:
-        if not isinstance(self.joint, nn.Linear):
+        if not isinstance(self.merged, nn.Linear):
             raise AttributeError("a packed weight has no rows to show")
-        return self.joint.weight[self.rows]
+        return self.merged.weight[self.rows]
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.joint.bias is None else self.joint.bias[self.rows]
+        return None if self.merged.bias is None else self.merged.bias[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.product
         if self.is_first:
-            product.input, product.output = x, self.joint(x)
+            product.input, product.output = x, self.merged(x)
         if product.output is None or product.input is not x:
             raise RuntimeError("linear layers that shared an input no longer do")
         output = product.output[..., self.rows]
@@ -57,26 +58,28 @@ class MergedLinear(nn.Module):
 
 
 def merge_projections(model: nn.Module, run: Callable[[], object]) -> int:
-    """Join what can be joined, watching what the linear layers are given in `run`; how many products less."""
-    joined = 0
+    """Merge what can be merged, seeing in `run` which layers share an input; how many products that saves."""
+    saved = 0
     modules = dict(model.named_modules())
-    for names in _siblings(model, run):
+    for names in _mergeable(model, run):
         parent = modules[names[0].rpartition(".")[0]]
-        joint = _joint([modules[name] for name in names])
-        if joint is None:
+        merged = _merged([modules[name] for name in names])
+        if merged is None:
             continue
-        joined += len(names) - 1
+        saved += len(names) - 1
         product, start = _Product(), 0
         for name in names:
             stop = start + modules[name].out_features
-            sibling = MergedLinear(joint, product, slice(start, stop), name == names[0], name == names[-1])
-            setattr(parent, name.rpartition(".")[2], sibling)
-            modules[name] = sibling  # Lets go of the separate weight before the next is made.
+            projection = MergedLinear(
+                merged, product, slice(start, stop), name == names[0], name == names[-1]
+            )
+            setattr(parent, name.rpartition(".")[2], projection)
+            modules[name] = projection  # Lets go of the separate weight before the next is made.
             start = stop
-    return joined
+    return saved
 
 
-def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
+def _mergeable(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     """Names of the children of one module that were each called once, one after another, on one tensor."""
     calls: list[tuple[str, Linear, Tensor]] = []
     # A subclass, a hook, a shared weight or an input to be rounded may mean more than a product does.
@@ -101,7 +104,7 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
             hook.remove()
     groups: list[list[tuple[str, Linear, Tensor]]] = []
     for call in calls:
-        if groups and _joins(groups[-1][-1], call):
+        if groups and _merges(groups[-1][-1], call):
             groups[-1].append(call)
         else:
             groups.append([call])
@@ -114,7 +117,7 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     ]
 
 
-def _joins(before: tuple[str, Linear, Tensor], call: tuple[str, Linear, Tensor]) -> bool:
+def _merges(before: tuple[str, Linear, Tensor], call: tuple[str, Linear, Tensor]) -> bool:
     (name, module, x), (other_name, other, other_x) = before, call
     return (
         x is other_x
@@ -126,7 +129,7 @@ def _joins(before: tuple[str, Linear, Tensor], call: tuple[str, Linear, Tensor])
 
 
 @torch.no_grad()
-def _joint(linears: list[Linear]) -> Linear | None:
+def _merged(linears: list[Linear]) -> Linear | None:
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
     if isinstance(linears[0], QuantizedLinear):
@@ -139,8 +142,8 @@ def _joint(linears: list[Linear]) -> Linear | None:
     if len({weight.dtype for weight in weights}) > 1:
         return None
     # On the meta device, so that nothing is initialized only to be overwritten.
-    joint = nn.Linear(weights[0].shape[1], sum(map(len, weights)), bias=bias is not None, device="meta")
-    joint.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    merged = nn.Linear(weights[0].shape[1], sum(map(len, weights)), bias=bias is not None, device="meta")
+    merged.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
     if bias is not None:
-        joint.bias = nn.Parameter(bias, requires_grad=False)
-    return joint
+        merged.bias = nn.Parameter(bias, requires_grad=False)
+    return merged

@@ -1,4 +1,4 @@
-"""A layer's opening norm is computed by the layer before it, and nothing else changes."""
+"""A layer's input norm is computed by the layer before it, and nothing else changes."""
 
 import pytest
 import torch
@@ -64,18 +64,20 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3"])
-def test_every_layer_after_the_first_is_opened_by_the_one_before(architecture: str, compilations: list):
+def test_the_input_norm_of_every_layer_after_the_first_is_computed_by_the_one_before(
+    architecture: str, compilations: list
+):
     model, run = make(architecture)
     wanted, shorter = run(), run(21)
     chain = fuse_across_layers(model_layers(model), run)
-    assert len(chain.successors) == 4 and set(chain.openings.values()) == {"", "input_layernorm"}
+    assert len(chain.successors) == 4 and set(chain.input_norms.values()) == {"", "input_layernorm"}
     assert torch.equal(run(), wanted)
     with CompiledLayers(model, chain):
         assert torch.equal(run(), wanted)
     assert torch.equal(run(21), shorter)
 
 
-def test_alike_layers_share_one_trace_though_the_first_is_opened_on_its_own(compilations: list):
+def test_alike_layers_share_one_trace_though_the_first_computes_its_own_norm(compilations: list):
     model, run = make("qwen3")
     with CompiledLayers(model, fuse_across_layers(model_layers(model), run)):
         run()
@@ -130,10 +132,10 @@ def test_what_cannot_be_compiled_is_tried_once_for_all_that_are_like_it(monkeypa
     assert torch.equal(run(), wanted)
 
 
-def test_a_layer_that_begins_with_attention_is_not_opened():
+def test_a_layer_that_begins_with_attention_has_no_input_norm():
     model, run = make("olmo2")
     chain = fuse_across_layers(model_layers(model), run)
-    assert list(chain.openings) == [model.model.norm]
+    assert list(chain.input_norms) == [model.model.norm]
 
 
 def test_restoring_leaves_the_model_as_it_was(compilations: list):
@@ -147,8 +149,8 @@ def test_restoring_leaves_the_model_as_it_was(compilations: list):
     assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(run(), wanted)
 
 
-def test_what_was_computed_ahead_is_taken_for_its_own_input_only_and_once():
-    x, other, opened = torch.ones(1), torch.ones(1), torch.zeros(1)
-    carry = Carry(x, opened)
-    assert carry.take(x) is opened and carry.take(x) is None
-    assert Carry(x, opened).take(other) is None
+def test_a_precomputed_norm_is_taken_for_its_own_input_only_and_once():
+    x, other, normed = torch.ones(1), torch.ones(1), torch.zeros(1)
+    carry = Carry(x, normed)
+    assert carry.take(x) is normed and carry.take(x) is None
+    assert Carry(x, normed).take(other) is None

@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_siblings_are_joined_and_outputs_are_the_same(bias: bool):
+def test_projections_are_merged_and_outputs_are_the_same(bias: bool):
     model, x = Block(bias), torch.randn(2, 5, 8)
     expected = model(x)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -40,7 +40,7 @@ def test_a_layer_called_twice_is_left_alone():
     assert merge_projections(model, lambda: (model(x), model(x))) == 0
 
 
-def test_siblings_that_stop_sharing_say_so():
+def test_projections_that_stop_sharing_an_input_say_so():
     model, x = Block(), torch.randn(1, 1, 8)
     merge_projections(model, lambda: model(x))
     model.q(x)

@@ -1,4 +1,4 @@
-"""Compiled kernels that are launched as dependents wait for the kernel ahead before they touch memory."""
+"""Compiled kernels under programmatic dependent launch wait for the kernel ahead before they touch memory."""
 
 import contextlib
 import re

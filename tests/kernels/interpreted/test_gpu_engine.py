@@ -1,7 +1,7 @@
 """The engine's GPU steps without a GPU: kernels interpreted, graphs replayed by calling what they hold.
 
-Decode graphs, mixed batches and paged kernels must give the tokens that the CPU engine gives. Where there is a
-GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
+Decode graphs, mixed batches and paged kernels must give the tokens that the CPU engine gives. Where there is
+a GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
 """
 
 import random
@@ -49,7 +49,7 @@ class NoEvent:
 
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, arrive = torch.zeros, device_copies.DeviceToHostCopy.__init__
+    zeros, start = torch.zeros, device_copies.DeviceToHostCopy.__init__
 
     def capture(self, run):
         result = tuple(tensor.clone() for tensor in run())
@@ -59,7 +59,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     monkeypatch.setattr(cuda_graphs.GraphMemory, "capture", capture)
     monkeypatch.setattr(
-        device_copies.DeviceToHostCopy, "__init__", lambda self, tensor: arrive(self, tensor.clone())
+        device_copies.DeviceToHostCopy, "__init__", lambda self, tensor: start(self, tensor.clone())
     )
 
 
