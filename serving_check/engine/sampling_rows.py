@@ -41,4 +41,4 @@ class SamplingRows:
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """logits [B, V], rows and positions of the tokens to be drawn int64 [B] → tokens int64 [B]."""
-        return sample_tokens(logits, rows.contiguous(), positions.contiguous(), self.numbers, self.integers)
+        return sample_tokens(logits, rows, positions, self.numbers, self.integers)

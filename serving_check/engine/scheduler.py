@@ -23,10 +23,19 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step."""
+    """One step: a mixed batch, or one of decoding requests or prefill chunks alone."""
 
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(chunk.count for chunk in self.prefill)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Those that a token is drawn for: decoding ones, then prompts that end in this step."""
+        return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
 
 class Scheduler:

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from scalegate.kernels.int4 import hopper, invariant_plan
-from scalegate.serving_check.engine.mixed_batches import LARGEST_GRAPH, mixed_buckets, mixed_warm_up_buckets
-from scalegate.serving_check.engine.model_runner import decode_buckets
+from scalegate.serving_check.engine.buckets import (
+    LARGEST_GRAPH,
+    decode_buckets,
+    mixed_buckets,
+    mixed_warm_up_buckets,
+)
 
 CUDA = torch.device("cuda")
 SHAPES = {
