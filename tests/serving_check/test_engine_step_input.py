@@ -1,4 +1,4 @@
-"""Staged steps: what each token, request and drawn token is, in every kind of batch, and on its way to a GPU."""
+"""Staged steps: tokens, requests and padding in every kind of batch, and their way to a GPU."""
 
 import numpy as np
 import pytest
@@ -78,10 +78,8 @@ def test_a_mixed_batch_has_decoding_requests_then_chunks_then_padding(buffers: S
     assert step.token_ids.tolist() == [304, 106, 107, 108, 400, 401, 0, 0]
     assert attention.positions.tolist() == [4, 6, 7, 8, 0, 1, 0, 0]
     assert attention.token_rows.tolist() == [3, 1, 1, 1, 4, 4, ROWS, ROWS]
-    slots = [
-        TABLE[row, at // PAGE] * PAGE + at % PAGE
-        for row, at in ((3, 4), (1, 6), (1, 7), (1, 8), (4, 0), (4, 1))
-    ]
+    places = ((3, 4), (1, 6), (1, 7), (1, 8), (4, 0), (4, 1))
+    slots = [TABLE[row, position // PAGE] * PAGE + position % PAGE for row, position in places]
     assert attention.slot_mapping.tolist() == [*slots, -1, -1]
     assert attention.request_rows.tolist() == [3, 1, 4, ROWS, ROWS]
     assert attention.seq_lens.tolist() == [5, 9, 2, 0, 0]
@@ -117,18 +115,15 @@ def test_nothing_of_a_step_is_left_in_the_next(buffers: StepBuffers):
     wanted = staged(fresh, [], [], shape)
     for name in ARRAYS:
         assert torch.equal(getattr(after.attention, name), getattr(wanted.attention, name)), name
-    assert torch.equal(after.token_ids, wanted.token_ids) and torch.equal(
-        after.sample_rows, wanted.sample_rows
-    )
+    assert torch.equal(after.token_ids, wanted.token_ids)
+    assert torch.equal(after.sample_rows, wanted.sample_rows)
 
 
 @pytest.mark.usefixtures("pinned")
 def test_arrays_of_a_shape_stay_where_they_are_and_aligned():
     buffers = StepBuffers(TABLE, PAGE, 300, CPU, static=True)
-    shapes = [
-        *map(buffers.decode_shape, range(1, ROWS + 1)),
-        *(buffers.shape(n, ROWS, ROWS) for n in (1, 77, 300)),
-    ]
+    mixed = [buffers.shape(num_tokens, ROWS, ROWS) for num_tokens in (1, 77, 300)]
+    shapes = [*map(buffers.decode_shape, range(1, ROWS + 1)), *mixed]
     tables = set()
     for shape in shapes:
         first, again = (staged(buffers, [sequence(0, 3)], [], shape) for _ in range(2))
@@ -145,9 +140,7 @@ def test_arrays_of_a_shape_stay_where_they_are_and_aligned():
 
 
 @pytest.mark.usefixtures("pinned")
-def test_a_step_takes_one_copy_and_host_memory_is_not_reused_before_it_has_run(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_step_is_one_copy_from_memory_not_reused_before_it_has_run(monkeypatch: pytest.MonkeyPatch):
     buffers = StepBuffers(TABLE, PAGE, 300, CPU, static=True)
     copies, copy = [], torch.Tensor.copy_
 
