@@ -164,7 +164,7 @@ def decode_groups(
         first, most = first_page[chosen], int(counts[chosen].max())
         groups.append(
             TokenGroup(
-                tokens=slice(None) if rows is None else torch.from_numpy(rows).to(like.device),
+                tokens=slice(0, len(lengths)) if rows is None else torch.from_numpy(rows).to(like.device),
                 pages=_page_window(block_table[chosen], first, most, like),
                 bias=_bias(lengths[chosen, None] - 1, first, most, page_size, window, like),
             )

@@ -1,6 +1,6 @@
 """KV pages on a GPU, where Triton kernels store and read them.
 
-Not for the CPU, whose pages and products are in `kv_format.py`.
+Not for the CPU, whose pages and products are in `kv_cpu.py`.
 
 Pages lie as [P, H_kv, page, D], so that one head's tokens are consecutive and a page of 64 tokens of 128
 channels is one run of 16 KB in bf16.
@@ -8,6 +8,7 @@ channels is one run of 16 KB in bf16.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,70 +17,115 @@ from ..kernels.decode_attention import DecodeWorkspace, compute_capability, deco
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.widen_pages import widen_pages
+from .attention_metadata import AttentionMetadata, HostMetadata
 from .errors import UserError
-from .kv_format import DeviceDecodeTokens, PackedTokens, StepTokens, StoredPages
+from .kv_layer import KVShape, PoolSize, StoredPages, Workspaces
 
 SMALLEST_PAGE = 16
 E4M3_FROM = (8, 9)
 """The compute capability that has instructions for it."""
 
 
+class PrefillPages:
+    """The pages that a step's prefill chunks attend to, sent to the device by the first layer that asks."""
+
+    def __init__(self) -> None:
+        self._host: HostMetadata | None = None
+        self._on_device: tuple[Tensor, Tensor] | None = None
+
+    def of(self, host: HostMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
+        """All of the pages, int64 [P], and a block table, int32 [R, W], of their places among these."""
+        if self._on_device is None or host is not self._host:
+            # A step of padding alone, as warm-up has it, reads a page as well: the one that is nobody's.
+            pages = [chunk.pages for chunk in host.requests(host.num_decodes)] or [np.zeros(1, np.int32)]
+            counts = [len(one) for one in pages]
+            table = np.zeros((host.num_decodes + len(counts), max(counts)), np.int32)
+            ends = np.cumsum(counts)
+            for row, (count, end) in enumerate(zip(counts, ends, strict=True), host.num_decodes):
+                table[row, :count] = np.arange(end - count, end)
+            self._host = host
+            all_pages = torch.from_numpy(np.concatenate(pages).astype(np.int64))
+            self._on_device = _send(all_pages, device), _send(torch.from_numpy(table), device)
+        return self._on_device
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """By way of pinned memory, so that the host need not wait for the steps under way."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class CudaLayerKV:
     """One layer's pages, [P, H_kv, page, D] as the kernels take them."""
 
-    def __init__(self, stored: StoredPages):
+    def __init__(self, stored: StoredPages, shape: KVShape, size: PoolSize, workspaces: Workspaces):
         self.key_pages, self.value_pages = stored.key_pages, stored.value_pages
         self.key_scale, self.value_scale = stored.key_scale, stored.value_scale
         self._refuse_unsupported()
+        heads, head_dim = shape.query_heads, shape.key_dim
+        max_context, device = size.max_pages * size.page_size, stored.key_pages.device
+        self._workspace = workspaces.get(
+            (DecodeWorkspace, heads, head_dim),
+            lambda: DecodeWorkspace.allocate(size.max_requests, heads, head_dim, max_context, device),
+        )
+        self._prefill_pages = workspaces.get(PrefillPages, PrefillPages)
 
-    def append(self, key: Tensor, value: Tensor, tokens: StepTokens) -> None:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        self._append(key, value, metadata.slot_mapping)
+        query, kernel_options = query.contiguous(), self._options(options, sinks)
+        output = torch.empty_like(query)
+        # It writes zeros for requests that do not decode; prefill attention overwrites those it computes.
+        rows = min(len(query), len(metadata.decode_seq_lens))
+        decode_attention(
+            query[:rows],
+            self.key_pages,
+            self.value_pages,
+            metadata.block_table,
+            metadata.decode_seq_lens,
+            self._workspace,
+            out=output[:rows],
+            **kernel_options,
+        )
+        if metadata.prefill_tiles is not None:
+            self._prefill(query, metadata, metadata.prefill_tiles, output, kernel_options)
+        return output
+
+    def _append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
         append_kv(
             key,
             value,
-            tokens.slots,
+            slot_mapping,
             self.key_pages,
             self.value_pages,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
         )
 
-    def attend(
+    def _prefill(
         self,
         query: Tensor,
-        tokens: StepTokens,
-        options: AttentionOptions,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        if not isinstance(tokens, DeviceDecodeTokens | PackedTokens):
-            raise TypeError("pages on a GPU take DeviceDecodeTokens and PackedTokens")
-        decode = tokens.decode if isinstance(tokens, PackedTokens) else tokens
-        query, rows = query.contiguous(), len(decode.lengths)
-        output = torch.empty_like(query)
-        # Of rows that do not decode it makes zeros, and what else they are comes after it.
-        decode_attention(
-            query[:rows],
-            self.key_pages,
-            self.value_pages,
-            decode.block_table,
-            decode.lengths,
-            _workspace(decode, query.shape[1], query.shape[2]),
-            out=output[:rows],
-            **self._options(options, sinks),
-        )
-        if isinstance(tokens, PackedTokens):
-            self._prefill(query, tokens, output, self._options(options, sinks))
-        return output
-
-    def _prefill(self, query: Tensor, tokens: PackedTokens, output: Tensor, options: dict[str, Any]) -> None:
-        key_pages, value_pages, block_table = self.key_pages, self.value_pages, tokens.decode.block_table
-        if tokens.contexts is not None and key_pages.element_size() == 1:
-            pages, block_table = tokens.contexts.on(query.device)
+        metadata: AttentionMetadata,
+        tiles: Tensor,
+        output: Tensor,
+        options: dict[str, Any],
+    ) -> None:
+        key_pages, value_pages, block_table = self.key_pages, self.value_pages, metadata.block_table
+        # A step so large that it is no graph reads each page many times: eight bits are widened once.
+        if metadata.host is not None and key_pages.element_size() == 1:
+            pages, block_table = self._prefill_pages.of(metadata.host, query.device)
             key_pages, value_pages = widen_pages(key_pages, pages), widen_pages(value_pages, pages)
             for name in ("key_scale", "value_scale"):
                 if options[name].ndim == 3:  # of each token, not of each head
                     options[name] = options[name].index_select(0, pages)
-        prefill_attention(query, key_pages, value_pages, block_table, tokens.tiles, out=output, **options)
+        prefill_attention(query, key_pages, value_pages, block_table, tiles, out=output, **options)
 
     def _refuse_unsupported(self) -> None:
         page, device = self.key_pages.shape[2], self.key_pages.device
@@ -103,14 +149,3 @@ class CudaLayerKV:
             "key_scale": self.key_scale,
             "value_scale": self.value_scale,
         }
-
-
-def _workspace(tokens: DeviceDecodeTokens, heads: int, head_dim: int) -> DecodeWorkspace:
-    """Made by the first layer of this shape, in the warm-up run before anything is captured."""
-    key = (heads, head_dim)
-    if key not in tokens.workspaces:
-        largest = tokens.block_table.untyped_storage().nbytes() // (4 * tokens.block_table.stride(0))
-        tokens.workspaces[key] = DecodeWorkspace.allocate(
-            largest, heads, head_dim, tokens.max_context, tokens.slots.device
-        )
-    return tokens.workspaces[key]

@@ -3,6 +3,7 @@
 Not for the arithmetic, which is the KV format's; here a model's layers are found, checked and routed to it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -11,10 +12,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...kernels.paged_attention import AttentionOptions
+from ...layouts.attention_metadata import AttentionMetadata
 from ...layouts.errors import UserError
-from ...layouts.kv_format import KVShape, LayerKV, StepTokens
+from ...layouts.kv_layer import KVShape, LayerKV
 
 IMPLEMENTATION = "scalegate_paged"
+
+LAYER_INDEX = "paged_layer_index"
+"""Buffer of an attention module: its layer's index, int64 [] in host memory."""
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -64,12 +69,17 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
 
 
 class PagedAttention:
-    """The attention of one step: its tokens, over the pool's layers."""
+    """The attention of one step: its metadata, over the storage of every layer."""
 
-    def __init__(self, layers: dict[int, AttentionLayer], pages: dict[int, LayerKV], tokens: StepTokens):
+    def __init__(
+        self,
+        layers: Mapping[int, AttentionLayer],
+        storage: Mapping[int, LayerKV],
+        metadata: AttentionMetadata,
+    ):
         self.layers = layers
-        self.pages = pages
-        self.tokens = tokens
+        self.storage = storage
+        self.metadata = metadata
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
@@ -85,9 +95,8 @@ class PagedAttention:
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]."""
-        pages = self.pages[index]
-        pages.append(key, value, self.tokens)
-        return pages.attend(query, self.tokens, self.layers[index].options, sinks)
+        options = self.layers[index].options
+        return self.storage[index].forward(query, key, value, self.metadata, options, sinks)
 
 
 def token_by_token(tensor: Tensor) -> Tensor:
@@ -101,6 +110,7 @@ class LayerObserver:
     def __init__(self, architecture: str):
         self.architecture = architecture
         self.layers: dict[int, AttentionLayer] = {}
+        self.modules: dict[int, nn.Module] = {}
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
@@ -115,8 +125,9 @@ class LayerObserver:
             if name not in known | HARMLESS_ARGUMENTS and argument is not None and argument is not False:
                 raise self._refusal(f"layer {index} passes {name!r} to its attention")
         scale = options.get("scaling")
+        self.modules[index] = module
         self.layers[index] = AttentionLayer(
-            KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype),
+            KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, query.shape[1]),
             AttentionOptions(
                 query.shape[3] ** -0.5 if scale is None else scale,
                 options.get("sliding_window"),
@@ -158,7 +169,8 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """Switch the model to paged attention, and find its layers by running two tokens through it."""
+    """Switch the model to paged attention, find its layers by running two tokens through it, and tell each
+    its index."""
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -177,6 +189,8 @@ def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
             architecture,
             f"{len(observer.layers)} of its {config.num_hidden_layers} layers use AttentionInterface",
         )
+    for index, module in observer.modules.items():
+        module.register_buffer(LAYER_INDEX, torch.tensor(index, device="cpu"), persistent=False)
     return observer.layers
 
 

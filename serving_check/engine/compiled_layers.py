@@ -16,8 +16,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from . import dependents
-from .openings import UNCHAINED, Carry, Chain, close
+from . import pdl
+from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Tuning:
     """In the traced pass: a size that nothing else in a model has, to recognize it by."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The compiler's. They must differ: its cache of compiled code does not tell traced sizes apart."""
-    dependents: bool = False
-    """Whether kernels are launched while those ahead of them still run."""
+    pdl: bool = False
+    """Whether kernels use programmatic dependent launch: they start while those ahead of them still run."""
 
 
 ONE_FORM = {"triton.persistent_reductions": False}
 """Norms of heads by loops, of which the compiler has one form. Of other kernels it times several, and on so
 few tokens finds another one to be the fastest in every process."""
-TUNINGS = (Tuning(0, 37, ONE_FORM, dependents=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
+TUNINGS = (Tuning(0, 37, ONE_FORM, pdl=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
 """Ascending."""
 
 TELLS_NOTHING = {"layer_idx", "training"}
@@ -52,11 +52,11 @@ class CompiledLayers:
     """While open, the one forward pass that it is open for compiles every layer it meets: for the first
     tuning all that can be compiled, for a later one all that were for the first."""
 
-    def __init__(self, model: nn.Module, chain: Chain = UNCHAINED, tuning: Tuning = TUNINGS[0]):
+    def __init__(self, model: nn.Module, chain: Chain = UNFUSED, tuning: Tuning = TUNINGS[0]):
         self.chain = chain
         self.tuning = tuning
         self.carry = Carry()
-        layers = [*model_layers(model), *chain.first_openings()]
+        layers = [*model_layers(model), *chain.first_norms()]
         if tuning is not TUNINGS[0]:
             layers = [layer for layer in layers if isinstance(layer.forward, _CompiledForward)]
         self._traced = [_TracedLayer(self, layer) for layer in layers]
@@ -74,27 +74,27 @@ class CompiledLayers:
             if compiled is None:
                 traced.layer.forward = plain
             elif isinstance(plain, _CompiledForward):
-                traced.layer.forward = _BySize(plain, compiled, self.tuning.from_tokens)
+                traced.layer.forward = _ByTokens(plain, compiled, self.tuning.from_tokens)
             else:
                 traced.layer.forward = compiled
 
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> "_CompiledForward | None":
         """The layer's forward, compiled for arguments like these; shared by layers that are alike. None where
         one like it has failed."""
-        following = self.chain.next_opening(layer)
+        following = self.chain.next_norm(layer)
         kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))
         if kind in self._failed:
             return None
         if kind not in self._compiled:
-            launching = dependents.options() if self.tuning.dependents else {}
+            pdl_options = pdl.options() if self.tuning.pdl else {}
             self._compiled[kind] = torch.compile(
                 _own_code(cast(types.FunctionType, _run)),
                 fullgraph=True,
                 dynamic=False,
-                options={"guard_filter_fn": _no_guards, **FUSION, **launching, **self.tuning.options},
+                options={"guard_filter_fn": _no_guards, **FUSION, **pdl_options, **self.tuning.options},
             )
-        name = self.chain.openings.get(layer)
-        return _CompiledForward(kind, self._compiled[kind], layer, name, following, self.carry)
+        norm = self.chain.input_norms.get(layer)
+        return _CompiledForward(kind, self._compiled[kind], layer, norm, following, self.carry)
 
     def failed(self, forward: "_CompiledForward", error: Exception) -> None:
         self._failed.add(forward.kind)
@@ -111,32 +111,32 @@ class _CompiledForward:
         kind: Hashable,
         run: Callable[..., Any],
         layer: nn.Module,
-        opening: str | None,
+        norm: str | None,
         following: nn.Module | None,
         carry: Carry,
     ):
         self.kind = kind
         self.run = run
         self.layer = layer
-        self.opening = opening
+        self.norm = norm
         self.following = following
         self.carry = carry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        opened = None
-        if self.opening is not None:
-            opened = self.carry.take(args[0])
-            if not self.opening and opened is not None:
-                return opened
-            if self.opening and opened is None:
-                opened = getattr(self.layer, self.opening).module(args[0])
-        output, ahead = self.run(self.layer, self.opening, self.following, opened, args, kwargs)
+        normed = None
+        if self.norm is not None:
+            normed = self.carry.take(args[0])
+            if not self.norm and normed is not None:
+                return normed
+            if self.norm and normed is None:
+                normed = getattr(self.layer, self.norm).module(args[0])
+        output, following_normed = self.run(self.layer, self.norm, self.following, normed, args, kwargs)
         if self.following is not None:
-            self.carry.output, self.carry.opened = output, ahead
+            self.carry.output, self.carry.normed = output, following_normed
         return output
 
 
-class _BySize:
+class _ByTokens:
     """Stands for a layer's forward that is compiled for few tokens and for many."""
 
     def __init__(self, few: Callable[..., Any], many: Callable[..., Any], many_from: int):
@@ -153,9 +153,9 @@ class _BySize:
 def restore_layers(model: nn.Module) -> None:
     """Undo what an engine that had the model before compiled for itself."""
     layers = model_layers(model)
-    close(layers)
+    undo_fusion(layers)
     for module in [*layers, *(child for layer in layers for child in layer.children())]:
-        if isinstance(module.forward, _CompiledForward | _BySize):
+        if isinstance(module.forward, _CompiledForward | _ByTokens):
             del module.forward
 
 
@@ -182,9 +182,9 @@ class _TracedLayer:
             if forward is None:
                 return self.plain(*args, **kwargs)
             _mark_token_dims((args, kwargs), traced_tokens)
-            with dependents.waiting_first():
+            with pdl.waiting_first():
                 output = forward(*args, **kwargs)
-            _mark_token_dims((output, self.compiled_layers.carry.opened), traced_tokens)
+            _mark_token_dims((output, self.compiled_layers.carry.normed), traced_tokens)
             self.compiled = forward
             return output
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -197,15 +197,15 @@ class _TracedLayer:
 
 def _run(
     layer: nn.Module,
-    opening: str | None,
+    norm: str | None,
     following: nn.Module | None,
-    opened: Tensor | None,
+    normed: Tensor | None,
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """The layer's output, and what the next layer's opening makes of it."""
-    if opening and opened is not None:
-        getattr(layer, opening).ahead.value = opened
+    """The layer's output, and that output after `following`, the next layer's input norm."""
+    if norm and normed is not None:
+        getattr(layer, norm).precomputed.value = normed
     output = type(layer).forward(layer, *args, **kwargs)
     return output, None if following is None else type(following).forward(following, output)
 
@@ -247,7 +247,7 @@ def _signature(value: Any) -> Hashable:
             name: item
             for name, item in vars(value).items()
             if (name[0] != "_" or name == "_packed")
-            and not isinstance(item, _TracedLayer | _CompiledForward | _BySize)
+            and not isinstance(item, _TracedLayer | _CompiledForward | _ByTokens)
         }
         tensors = {**value._parameters, **value._buffers}
         shapes = [
@@ -267,7 +267,7 @@ def _signature(value: Any) -> Hashable:
     return hash(type(value))
 
 
-_FORWARDS = _TracedLayer | _CompiledForward | _BySize
+_FORWARDS = _TracedLayer | _CompiledForward | _ByTokens
 """What may stand for a layer's own forward."""
 
 

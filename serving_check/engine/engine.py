@@ -7,26 +7,30 @@ from collections.abc import Sequence as Prompt
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
-from ...layouts.kv_format import KV_FORMATS, KVScales
+from ...layouts.experts import pack_unquantized_experts
+from ...layouts.kv_format import KV_FORMATS
+from ...layouts.kv_layer import KVScales
 from ...layouts.linear import packed_layers
+from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
 from .attention import attention_layers, context_length, unsupported
+from .buckets import decode_buckets
 from .compiled_layers import restore_layers
+from .cpu_runner import CpuRunner
+from .cuda_runner import CudaRunner
+from .device_copies import DeviceToHostCopy
 from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
-from .model_runner import ModelRunner, decode_buckets
+from .model_runner import ModelRunner, StepResult
 from .options import EngineOptions
-from .packed_steps import PackedSteps
 from .request import EngineCapacity, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
-from .sampler import SamplingBatch, sample, token_logprobs
-from .scheduler import PrefillPiece, Schedule, Scheduler
+from .sampler import token_logprobs
+from .scheduler import Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
-from .sibling_products import join_siblings
-from .transfer import Arrival, to_device
 
 STEPS_REMEMBERED = 1 << 16
 
@@ -43,13 +47,13 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Flight:
-    """Tokens that a launched step draws, until the host has them."""
+class InFlightStep:
+    """A launched batch and the tokens that it draws, until the host has them."""
 
     sequences: list[Sequence]
     lengths: list[int]
     """Of each sequence, its new token counted."""
-    tokens: Arrival
+    tokens: DeviceToHostCopy
     logprobs: dict[int, TokenLogprobs]
 
 
@@ -73,8 +77,10 @@ class Engine:
         restore_layers(model)
         layers = attention_layers(model)
         packed = packed_layers(model)
+        if model.device.type == "cuda":
+            pack_unquantized_experts(model)
         if model.device.type == "cuda" and config.compiled:
-            join_siblings(model, lambda: attention_layers(model))
+            merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
         kv_format = KV_FORMATS[config.kv_format]
         page_size = config.page_size or kv_format.page_size(model.device)
         num_pages = pool_pages(
@@ -96,23 +102,26 @@ class Engine:
             self.max_model_len,
             model.device,
         )
-        buckets = config.decode_buckets or decode_buckets(config.max_num_seqs, model.device)
         self.capacity = EngineCapacity(
             config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_format, packed
         )
         chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
-        self.runner = ModelRunner(model, layers, self.pool, buckets, chunk, config.compiled)
+        buckets = decode_buckets(config.max_num_seqs, model.device, config.decode_buckets)
+        self.runner: ModelRunner
+        if model.device.type == "cuda" and buckets is not None:
+            self.runner = CudaRunner(model, layers, self.pool, buckets, chunk, config.compiled)
+        else:
+            self.runner = CpuRunner(model, layers, self.pool, buckets, chunk)
         self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding)
         self._sequences: dict[str, Sequence] = {}
-        self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
         self._overlapped = config.overlapped and model.device.type == "cuda"
-        self._flights: list[Flight] = []
+        self._in_flight: list[InFlightStep] = []
         self.jit_monitor = JitMonitor(config.jit_monitor)
         self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flights)
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def add_request(self, request_id: str, prompt: Prompt[int], params: SamplingParams) -> None:
         """Queue a request. What can never be served is refused here, and nothing else is touched."""
@@ -160,20 +169,20 @@ class Engine:
         return outputs
 
     def _plain_step(self) -> list[StepOutput]:
-        """Launch a step, and wait for what it draws."""
-        outputs = self._land()
-        self._flights += self._launch(self.scheduler.schedule())
-        return outputs + self._land()
+        """Launch a step, and wait for its tokens."""
+        outputs = self._retire()
+        self._in_flight += self._launch(self.scheduler.schedule())
+        return outputs + self._retire()
 
     def _overlapped_step(self) -> list[StepOutput]:
-        """Launch a step, and only then see what the one before has drawn.
+        """Launch a step, and only then wait for the tokens of the one before.
 
-        A request that the one before ended was launched once more: that token is dropped when it lands. Its
+        A request that the one before ended was launched once more: that token is dropped when it retires. Its
         row and pages may go to others at once, since what they store comes later on the device as well.
         """
         launched = self._launch(self.scheduler.schedule())
-        outputs = self._land()
-        self._flights = launched
+        outputs = self._retire()
+        self._in_flight = launched
         return outputs
 
     def _may_overlap(self) -> bool:
@@ -206,18 +215,18 @@ class Engine:
         """
         greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         longest = max(1, min(self.scheduler.prefill_chunk, self.max_model_len - 1))
-        packed, sizes = self.runner.packed, self.runner.warm_up_sizes()
-        packed_sizes = packed.warm_up_sizes() if packed is not None else []
+        mixed, decode = self.runner.warm_up_tokens(), self.runner.warm_up_requests()
         with tqdm(
-            total=len(packed_sizes) + len(sizes) + 1,
+            total=len(mixed) + len(decode) + 1,
             desc="warm-up",
             disable=None if progress is None else not progress,
         ) as bar:
-            for size in packed_sizes:
-                self._warm_up_packed(size)
+            for num_tokens in mixed:
+                with torch.inference_mode():
+                    self.runner.warm_up(num_tokens)
                 bar.update()
-            for size in sizes:
-                self.generate([[0]] * size, greedy)
+            for num_requests in decode:
+                self.generate([[0]] * num_requests, greedy)
                 bar.update()
             self.generate([[0] * longest], greedy)
             bar.update()
@@ -225,12 +234,6 @@ class Engine:
         self.runner.clock.reset()
         self.scheduler.preemptions = 0
         self.jit_monitor.arm()
-
-    @torch.inference_mode()
-    def _warm_up_packed(self, size: int) -> None:
-        if self.runner.packed is not None:
-            self.runner.compile()
-            self.runner.packed.warm_up(size)
 
     def generate(
         self,
@@ -258,53 +261,38 @@ class Engine:
                         bar.update()
         return [Completion(tuple(tokens[name]), tuple(logprobs[name]), reasons[name]) for name in names]
 
-    def _launch(self, schedule: Schedule) -> list[Flight]:
+    def _launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Start a step: from here on, its sequences are as long as if its tokens were known."""
-        flights = []
+        launched = []
         self._counters.running_by_step.append(len(schedule.decode))
-        if schedule.prefill and self.runner.packed is not None:
-            return self._launch_together(schedule, self.runner.packed)
-        if schedule.decode:
+        for batch in self.runner.batches(schedule):
             with self.runner.clock.launch():
-                decoded = self.runner.decode(schedule.decode)
-                flights.append(self._draw(schedule.decode, decoded.logits, decoded.drawn))
-        if schedule.prefill:
-            with self.runner.clock.launch():
-                logits = self.runner.prefill(schedule.prefill)
-                completed = _advance(schedule.prefill)
-                if completed:
-                    flights.append(self._draw(completed, logits, None))
-        return flights
+                result = self.runner.run(batch)
+                for chunk in batch.prefill:
+                    chunk.sequence.num_computed += chunk.count
+                if result.sequences:
+                    launched.append(self._in_flight_step(result))
+        return launched
 
-    def _launch_together(self, schedule: Schedule, packed: PackedSteps) -> list[Flight]:
-        """Decoding requests and prompts in one pass over the weights."""
-        with self.runner.clock.launch():
-            self.runner.compile()
-            decoded = packed.launch(schedule.decode, schedule.prefill)
-            sequences = schedule.decode + _advance(schedule.prefill)
-            return [self._draw(sequences, decoded.logits, decoded.drawn)] if sequences else []
-
-    def _draw(self, sequences: list[Sequence], logits: Tensor, drawn: Tensor | None) -> Flight:
-        """Each sequence's next token, unknown on the host until it lands; those it fills up leave."""
-        if drawn is None:
-            lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
-            drawn = sample(logits, self._sampling_batch(sequences), to_device(lengths, logits.device))
-        logprobs = token_logprobs(logits, drawn, sequences)
+    def _in_flight_step(self, result: StepResult) -> InFlightStep:
+        """Each sequence's next token, unknown on the host until it retires; those it fills up leave."""
+        sequences = result.sequences
+        logprobs = token_logprobs(result.logits, result.drawn, sequences)
         for sequence in sequences:
             sequence.num_computed = len(sequence.tokens)
             sequence.tokens.append(UNKNOWN)
             if len(sequence.tokens) >= sequence.max_len:
                 self._leave(sequence)
         lengths_after = [len(sequence.tokens) for sequence in sequences]
-        return Flight(list(sequences), lengths_after, Arrival(drawn), logprobs)
+        return InFlightStep(sequences, lengths_after, DeviceToHostCopy(result.drawn), logprobs)
 
-    def _land(self) -> list[StepOutput]:
-        """Wait for the tokens under way, and see off the requests they end."""
+    def _retire(self) -> list[StepOutput]:
+        """Wait for the tokens in flight, and see off the requests they end."""
         outputs = []
-        for flight in self._flights:
+        for step in self._in_flight:
             with self.runner.clock.waiting():
-                drawn = flight.tokens.wait()
-            rows = zip(flight.sequences, flight.lengths, drawn, strict=True)
+                drawn = step.tokens.wait()
+            rows = zip(step.sequences, step.lengths, drawn, strict=True)
             for row, (sequence, length, token) in enumerate(rows):
                 if self._sequences.get(sequence.request_id) is not sequence:
                     continue
@@ -313,9 +301,9 @@ class Engine:
                 if reason is not None:
                     del self._sequences[sequence.request_id]
                     self._leave(sequence)
-                extra = (flight.logprobs[row],) if row in flight.logprobs else ()
+                extra = (step.logprobs[row],) if row in step.logprobs else ()
                 outputs.append(StepOutput(sequence.request_id, (token,), extra, reason))
-        self._flights = []
+        self._in_flight = []
         self._counters.generation_tokens += len(outputs)
         return outputs
 
@@ -323,17 +311,3 @@ class Engine:
         if not sequence.has_left:
             sequence.has_left = True
             self.scheduler.remove(sequence)
-
-    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Built anew only when the batch is another than in the step before."""
-        if self._sampling is None or self._sampling[0] != sequences:
-            self._sampling = (list(sequences), SamplingBatch.of(sequences, self.runner.device))
-        return self._sampling[1]
-
-
-def _advance(pieces: list[PrefillPiece]) -> list[Sequence]:
-    """Note the pieces as computed; the sequences that are complete with them."""
-    completed = [piece.sequence for piece in pieces if piece.completes]
-    for piece in pieces:
-        piece.sequence.num_computed += piece.count
-    return completed

@@ -1,9 +1,10 @@
-"""One forward pass of an unmodified transformers model; on CUDA its layers are compiled, for any batch size.
+"""One forward pass of an unmodified transformers model over paged keys and values; compiled on a GPU.
 
 Not for choosing the tokens, nor for CUDA graphs, which capture what runs here. Compiling fuses norms, rotary
 embeddings, activations and residuals; attention and packed products stay the kernels they are, as custom ops.
 """
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,81 +12,110 @@ import torch
 from torch import Tensor, library, nn
 from transformers import PreTrainedModel
 
-from ...layouts.kv_format import LayerKV, StepTokens
-from .attention import AttentionLayer, PagedAttention, token_by_token
+from ...layouts.attention_metadata import AttentionMetadata
+from ...layouts.kv_layer import LayerKV
+from .attention import LAYER_INDEX, Attention, AttentionLayer, PagedAttention, token_by_token
 from .compiled_layers import TUNINGS, CompiledLayers, model_layers
-from .openings import open_ahead
+from .cross_layer_fusion import fuse_across_layers
 
 
 class Forward:
-    """The model, and the pages that its attention layers write to."""
+    """The model, and the storage of its attention layers by their index.
 
-    def __init__(self, model: PreTrainedModel, layers: dict[int, AttentionLayer], pages: dict[int, LayerKV]):
+    as_op: attention is a custom op, which compiled layers can hold, and a step is one row of tokens, [1, T].
+    Else each layer's storage is called directly, and a decode step is a column, [B, 1].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Mapping[int, AttentionLayer],
+        storage: Mapping[int, LayerKV],
+        as_op: bool,
+    ):
         self.model = model
         self.layers = layers
-        self.pages = pages
+        self.storage = storage
+        self.as_op = as_op
 
-    def __call__(self, tokens: Tensor, positions: Tensor, step: StepTokens, keep: Tensor | None) -> Tensor:
-        """tokens and positions int64 [T] → logits [K, V] of the tokens keep, int64 [K]; None keeps all."""
-        return self._run(tokens, positions, _Step(PagedAttention(self.layers, self.pages, step)), keep)
+    def __call__(
+        self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
+    ) -> Tensor:
+        """token_ids int64 [T] → logits [L, V] of the tokens logits_indices, int64 [L]; None for all T."""
+        step = PagedAttention(self.layers, self.storage, metadata)
+        if self.as_op:
+            return self._run_with_op(token_ids, metadata.positions, step, logits_indices)
+        is_column = logits_indices is None
+        logits = self._run(token_ids, metadata.positions, step, logits_indices, int(is_column))
+        return logits.flatten(0, 1)
 
     def compile(self) -> None:
         """Compile the layers."""
-        chain = open_ahead(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
+        chain = fuse_across_layers(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
         for tuning in TUNINGS:
             with CompiledLayers(self.model, chain, tuning):
                 self._trace(tuning.traced_tokens)
 
     def _trace(self, count: int) -> None:
         zeros = torch.zeros(count, dtype=torch.int64, device=self.model.device)
-        self._run(zeros, zeros, _NoStep(), zeros[:1])
+        self._run_with_op(zeros, zeros, _NoStorage(), zeros[:1])
 
-    def _run(self, tokens: Tensor, positions: Tensor, step: "_Step | _NoStep", keep: Tensor | None) -> Tensor:
-        under_way = _UNDER_WAY.set(step)
+    def _run_with_op(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        step: "PagedAttention | _NoStorage",
+        logits_indices: Tensor | None,
+    ) -> Tensor:
+        token = _STEP.set(step)
         try:
-            return self.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=0 if keep is None else keep,
-                paged=_ATTENTION_AS_OP,
-            ).logits[0]
+            return self._run(token_ids, positions, _ATTENTION_AS_OP, logits_indices, 0)[0]
         finally:
-            _UNDER_WAY.reset(under_way)
+            _STEP.reset(token)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        logits_indices: Tensor | None,
+        dim: int,
+    ) -> Tensor:
+        return self.model(
+            input_ids=token_ids.unsqueeze(dim),
+            position_ids=positions.unsqueeze(dim),
+            use_cache=False,
+            logits_to_keep=0 if logits_indices is None else logits_indices,
+            paged=attention,
+        ).logits
 
 
-class _Step:
-    """The attention of the step under way, asked for layer after layer."""
-
-    def __init__(self, attention: PagedAttention):
-        self.attention = attention
-        self._next = iter(attention.layers)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return self.attention.layer(next(self._next), query, key, value, sinks)
-
-
-class _NoStep:
+class _NoStorage:
     """Attention while layers are traced: nothing is stored, nothing attended to."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-_UNDER_WAY: ContextVar[_Step | _NoStep] = ContextVar("the step that a forward pass is computing")
+_STEP: ContextVar[PagedAttention | _NoStorage] = ContextVar("the step that a forward pass is computing")
 
 
 class _AttentionAsOp:
     """What attention calls go to: an op, which compiled code can hold.
 
-    It names neither engine nor layer: layers that are alike share one compilation, and so do engines.
+    Layers that are alike share one compilation, and so do engines: the step is found where it runs, and the
+    layer's index comes as a tensor in host memory, which compiled code takes as an input, not as a constant.
     """
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
         output = torch.ops.scalegate.paged_attention(
-            token_by_token(query), token_by_token(key), token_by_token(value), options.get("s_aux")
+            getattr(module, LAYER_INDEX),
+            token_by_token(query),
+            token_by_token(key),
+            token_by_token(value),
+            options.get("s_aux"),
         )
         return output.view(query.shape[0], query.shape[2], *output.shape[1:])
 
@@ -95,11 +125,16 @@ _ATTENTION_AS_OP = _AttentionAsOp()
 
 # Nothing is declared as mutated: what it writes are pages, which no other op of a compiled layer sees.
 @library.custom_op("scalegate::paged_attention", mutates_args=())
-def _paged_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-    """Store key [T, H_kv, D] and value [T, H_kv, D_v], attend with query [T, H, D] → [T, H, D_v]."""
-    return _UNDER_WAY.get().attend(query, key, value, sinks).contiguous()
+def _paged_attention(
+    layer_index: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Store key [T, H_kv, D] and value [T, H_kv, D_v], attend with query [T, H, D] → [T, H, D_v].
+
+    layer_index: int64 [] in host memory, so that reading it waits for no device
+    """
+    return _STEP.get().layer(int(layer_index), query, key, value, sinks).contiguous()
 
 
 @_paged_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+def _(layer_index: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])

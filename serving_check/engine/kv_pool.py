@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from ...layouts.errors import UserError
-from ...layouts.kv_format import KVFormat, KVScales, LayerKV, PoolSize
+from ...layouts.kv_format import KVFormat
+from ...layouts.kv_layer import KVScales, LayerKV, PoolSize, Workspaces
 from .attention import AttentionLayer
 from .sequence import Sequence
 
@@ -23,7 +24,7 @@ CUDA_MEMORY_SHARE = 0.8
 class KVPool:
     """Pages for every layer alike: page p of each layer belongs to the same request.
 
-    Page 0 belongs to nobody: rows that only pad a batch write there, and block tables end in it.
+    Page 0 belongs to nobody: block tables end in it.
     """
 
     def __init__(
@@ -39,14 +40,15 @@ class KVPool:
     ):
         self.page_size = page_size
         self.num_pages = num_pages
-        self.no_row = max_num_seqs
-        """The row of what only pads a batch."""
-        size = PoolSize(num_pages + 1, page_size, max_num_seqs)
+        max_pages = pages_for(max_model_len, page_size)
+        size, workspaces = PoolSize(num_pages + 1, page_size, max_num_seqs, max_pages), Workspaces()
         self.layers: dict[int, LayerKV] = {
-            index: kv_format.allocate(layer.shape, size, device, scales.get(index))
+            index: kv_format.allocate(layer.shape, size, device, scales.get(index), workspaces)
             for index, layer in layers.items()
         }
-        self.block_table = np.zeros((max_num_seqs, pages_for(max_model_len, page_size)), np.int64)
+        """Storage by layer index."""
+        self.block_table = np.zeros((max_num_seqs, max_pages), np.int32)
+        """Each running request's pages by its row, page 0 past its end."""
         self._free_pages = list(range(num_pages, 0, -1))
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -107,7 +109,7 @@ def pool_pages(
     """How many pages the pool gets: what was asked, else what memory allows of max_num_seqs full contexts."""
     full_context = pages_for(max_model_len, page_size)
     shapes = [layer.shape for layer in layers.values()]
-    page_bytes = page_size * sum(kv_format.bytes_per_token(shape) for shape in shapes)
+    page_bytes = sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes)
     row_bytes = sum(kv_format.bytes_per_request(shape) for shape in shapes)
     free = _free_memory(device) - (max_num_seqs + 1) * row_bytes
     if kv_cache_tokens is not None:

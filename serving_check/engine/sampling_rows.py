@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.sample_tokens import sample_tokens
+from .device_copies import to_device
 from .sequence import Sequence
-from .transfer import to_device
 
 
 class SamplingRows:
@@ -41,4 +41,4 @@ class SamplingRows:
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """logits [B, V], rows and positions of the tokens to be drawn int64 [B] → tokens int64 [B]."""
-        return sample_tokens(logits, rows.contiguous(), positions.contiguous(), self.numbers, self.integers)
+        return sample_tokens(logits, rows, positions, self.numbers, self.integers)

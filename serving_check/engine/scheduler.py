@@ -8,7 +8,7 @@ from .sequence import Sequence
 
 
 @dataclass(frozen=True)
-class PrefillPiece:
+class PrefillChunk:
     """Consecutive tokens of one sequence, computed in this step."""
 
     sequence: Sequence
@@ -23,10 +23,19 @@ class PrefillPiece:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step."""
+    """One step: a mixed batch, or one of decoding requests or prefill chunks alone."""
 
     decode: list[Sequence] = field(default_factory=list)
-    prefill: list[PrefillPiece] = field(default_factory=list)
+    prefill: list[PrefillChunk] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(chunk.count for chunk in self.prefill)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Those that a token is drawn for: decoding ones, then prompts that end in this step."""
+        return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
 
 class Scheduler:
@@ -79,22 +88,22 @@ class Scheduler:
         self.preemptions += 1
         return len(self.running)
 
-    def _fill_chunk(self, budget: int) -> list[PrefillPiece]:
+    def _fill_chunk(self, budget: int) -> list[PrefillChunk]:
         """Up to `budget` prompt tokens: of those running first, then of those that can be admitted."""
-        pieces: list[PrefillPiece] = []
+        chunks: list[PrefillChunk] = []
         for sequence in self.running:
             if budget == 0:
-                return pieces
+                return chunks
             if sequence.is_prefilling:
-                pieces.append(_piece(sequence, budget))
-                budget -= pieces[-1].count
+                chunks.append(_chunk(sequence, budget))
+                budget -= chunks[-1].count
         while budget > 0 and self.waiting and self._can_admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.pool.admit(sequence)
             self.running.append(sequence)
-            pieces.append(_piece(sequence, budget))
-            budget -= pieces[-1].count
-        return pieces
+            chunks.append(_chunk(sequence, budget))
+            budget -= chunks[-1].count
+        return chunks
 
     def _can_admit(self, sequence: Sequence) -> bool:
         """Room for all its tokens and a page for each running one: admitting must not preempt at once."""
@@ -102,6 +111,6 @@ class Scheduler:
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
 
 
-def _piece(sequence: Sequence, budget: int) -> PrefillPiece:
+def _chunk(sequence: Sequence, budget: int) -> PrefillChunk:
     start = sequence.num_computed
-    return PrefillPiece(sequence, start, min(budget, sequence.length - start))
+    return PrefillChunk(sequence, start, min(budget, sequence.length - start))

@@ -6,23 +6,17 @@ For measuring what a format costs in quality. Not for serving: nothing is batche
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...kernels.prefill_attention import tiles_of
-from ...layouts.kv_format import (
-    KV_FORMATS,
-    DeviceDecodeTokens,
-    KVScales,
-    PackedTokens,
-    PoolSize,
-    PrefillTokens,
-    PromptPiece,
-)
+from ...layouts.kv_format import KV_FORMATS
+from ...layouts.kv_layer import KVScales
 from .attention import PagedAttention, attention_layers
-from .kv_pool import pages_for
+from .kv_pool import KVPool, pages_for
+from .request import SamplingParams
+from .scheduler import PrefillChunk
+from .sequence import Sequence
+from .step_input import StepBuffers
 
 
 class OverStoredKV(nn.Module):
@@ -34,39 +28,37 @@ class OverStoredKV(nn.Module):
         super().__init__()
         self.model = model
         self.layers = attention_layers(model)
-        stored = KV_FORMATS[kv_format]
-        self.page_size = stored.page_size(model.device)
-        self.size = PoolSize(pages_for(max_tokens, self.page_size) + 1, self.page_size, 1)
-        self.storage = {
-            index: stored.allocate(layer.shape, self.size, model.device, scales.get(index))
-            for index, layer in self.layers.items()
-        }
+        stored, device = KV_FORMATS[kv_format], model.device
+        page_size = stored.page_size(device)
+        self.pool = KVPool(
+            self.layers,
+            stored,
+            scales,
+            pages_for(max_tokens, page_size),
+            page_size,
+            1,
+            max_tokens,
+            device,
+        )
+        self.step_buffers = StepBuffers(
+            self.pool.block_table, page_size, max_tokens, device, static=device.type == "cuda"
+        )
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
         """input_ids: int64 [1, T]; `options` go to the model."""
-        device, count = input_ids.device, input_ids.shape[1]
-        step = packed_prompt if device.type == "cuda" else prompt
-        return self.model(
-            input_ids=input_ids,
-            position_ids=torch.arange(count, device=device)[None],
-            paged=PagedAttention(self.layers, self.storage, step(count, self.page_size, device)),
-            **options,
-        )
-
-
-def prompt(count: int, page_size: int, device: torch.device) -> PrefillTokens:
-    """One text of `count` tokens, on pages from 1 on."""
-    pages = np.arange(1, pages_for(count, page_size) + 1)
-    slots = torch.arange(count, device=device) + page_size
-    return PrefillTokens(slots, [PromptPiece(0, count, pages, 0)], page_size)
-
-
-def packed_prompt(count: int, page_size: int, device: torch.device) -> PackedTokens:
-    """The same as a GPU takes it."""
-    width = pages_for(count, page_size)
-    slots = torch.arange(count, device=device) + page_size
-    block_table = torch.arange(1, width + 1, dtype=torch.int32, device=device)[None]
-    nobody = torch.zeros(1, dtype=torch.int32, device=device)
-    decode = DeviceDecodeTokens(slots[:1], block_table, nobody, nobody.long(), width * page_size, {})
-    tiles = torch.from_numpy(tiles_of(0, [(count, 0, 0)], 0))
-    return PackedTokens(slots, decode, tiles.to(device))
+        tokens = input_ids[0].tolist()
+        text = Sequence("text", tokens, len(tokens), SamplingParams(), 0, len(tokens) + 1)
+        self.pool.admit(text)
+        try:
+            shape = self.step_buffers.shape(len(tokens), 1, 1)
+            host = self.step_buffers.stage([], [PrefillChunk(text, 0, len(tokens))], shape)
+            self.step_buffers.send(shape, 1)
+            metadata = self.step_buffers.input(shape, host).attention
+            return self.model(
+                input_ids=input_ids,
+                position_ids=metadata.positions[None],
+                paged=PagedAttention(self.layers, self.pool.layers, metadata),
+                **options,
+            )
+        finally:
+            self.pool.release(text)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 BATCHES = (1, 16, 128)
 WAYS: dict[str, dict] = {
     "as it is": {},
-    "no programmatic dependents": {"dependents": False},
+    "no programmatic dependent launch": {"pdl": False},
     "heads' norms in several forms": {"options": {}},
     "the same, traced with 3 tokens": {"options": {}, "traced_tokens": 3},
     "one kernel for queries, one for keys": {

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from scalegate.layouts.merged_linear import MergedLinear
 from scalegate.serving_check.engine.compiled_layers import TUNINGS, CompiledLayers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.serving_check.engine.sibling_products import SiblingLinear
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +131,7 @@ def test_layers_that_are_alike_are_compiled_once(example_checkpoint: Path):
     assert graphs == len(alike) * len(TUNINGS) < parts * len(TUNINGS)
     engine.generate([[1, 2, 3]] * 5 + [[4] * 77], GREEDY)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert sum(isinstance(module, SiblingLinear) for module in model.modules()) == 5 * len(model.model.layers)
+    assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 5 * len(model.model.layers)
 
 
 def test_a_model_can_be_handed_to_another_engine(example_checkpoint: Path, prompts, generated):
@@ -157,6 +157,7 @@ def test_a_layer_that_cannot_be_compiled_is_named(example_checkpoint: Path):
 def test_a_bucket_that_warm_up_did_not_meet_is_noticed(example_checkpoint: Path):
     engine = Engine(load(example_checkpoint), EngineOptions(**SIZES, compiled=False), frozenset())
     engine.warm_up(progress=False)
-    del engine.runner.graphs.graphs[8]
+    shape = next(one for one in engine.runner.graphs.captured if one.decode_only and one.num_tokens == 8)
+    del engine.runner.graphs.captured[shape]
     engine.generate([[1]] * 8, GREEDY)
     assert [event.name for event in engine.jit_monitor.events] == ["decode step of 8"]

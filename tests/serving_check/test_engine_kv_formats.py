@@ -10,7 +10,8 @@ import pytest
 import torch
 from scalegate.kernels.append_kv import quantize_reference
 from scalegate.layouts.errors import UserError
-from scalegate.layouts.kv_format import KV_FORMATS, KVScales, KVShape
+from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv_layer import KVScales, KVShape
 from scalegate.serving_check.engine import kv_pool
 from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
 from scalegate.serving_check.engine.engine import Engine
@@ -169,8 +170,9 @@ def test_an_abort_leaves_the_neighbours_tokens_alone(name: str):
 
 
 def test_eight_bits_hold_about_twice_the_tokens(monkeypatch: pytest.MonkeyPatch):
-    shape = KVShape(8, 128, 128, torch.bfloat16)
-    assert [form.bytes_per_token(shape) for _, form in KV_FORMATS.items()] == [4096, 2048, 2112]
+    shape = KVShape(8, 128, 128, torch.bfloat16, 32)
+    pages = [form.bytes_per_page(shape, 16) for _, form in KV_FORMATS.items()]
+    assert pages == [16 * 4096, 16 * 2048, 16 * 2112]
     monkeypatch.setattr(kv_pool, "_free_memory", lambda device: 1 << 30)
     layers = {0: AttentionLayer(shape, AttentionOptions(1.0))}
     sizes = [

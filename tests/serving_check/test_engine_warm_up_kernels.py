@@ -3,8 +3,12 @@
 import pytest
 import torch
 from scalegate.kernels.int4 import hopper, invariant_plan
-from scalegate.serving_check.engine.model_runner import decode_buckets
-from scalegate.serving_check.engine.packed_steps import LARGEST_GRAPH, packed_buckets, packed_warm_up_sizes
+from scalegate.serving_check.engine.buckets import (
+    LARGEST_GRAPH,
+    decode_buckets,
+    mixed_buckets,
+    mixed_warm_up_buckets,
+)
 
 CUDA = torch.device("cuda")
 SHAPES = {
@@ -35,7 +39,7 @@ def served(requests: int, chunk: int) -> list[int]:
     largest = requests + chunk
     return [
         *(decode_buckets(requests, CUDA) or ()),
-        *packed_buckets(largest),
+        *mixed_buckets(largest),
         *range(LARGEST_GRAPH + 1, largest + 1),
     ]
 
@@ -43,7 +47,7 @@ def served(requests: int, chunk: int) -> list[int]:
 def met(requests: int, chunk: int) -> list[int]:
     return [
         *(decode_buckets(requests, CUDA) or ()),
-        *packed_warm_up_sizes(requests + chunk),
+        *mixed_warm_up_buckets(requests + chunk),
     ]
 
 

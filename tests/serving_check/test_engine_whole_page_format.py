@@ -5,19 +5,12 @@ the pool, in the request's row; a page that fills up goes into the pool, with a 
 """
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
-from scalegate.layouts.kv_format import (
-    KV_FORMATS,
-    DecodeTokens,
-    KVScales,
-    KVShape,
-    PoolSize,
-    PrefillTokens,
-    StepTokens,
-)
+from scalegate.layouts.attention_metadata import AttentionMetadata
+from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv_layer import KVScales, KVShape, PoolSize, Workspaces
 from scalegate.serving_check.engine import kv_pool
 from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
 from scalegate.serving_check.engine.engine import Engine
@@ -47,71 +40,47 @@ def softmax_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float)
     return torch.einsum("hn,nhd->hd", weights, values)
 
 
-@dataclass
-class Piece:
-    """Consecutive tokens of one request in one step, and its unfinished page as it was before."""
-
-    row: int
-    start: int
-    pages: list[int]
-    new: Tensor
-    tail: Tensor
-
-
 class WholePages:
     """One layer. All tensors hold keys and values side by side: [2, ...]."""
 
     def __init__(self, shape: KVShape, size: PoolSize):
         one = (PAGE, shape.heads, shape.key_dim)
         self.pages = torch.zeros(2, size.num_pages, *one)
-        self.sinks = torch.zeros(2, size.max_requests + 1, *one)
-        self.tails = torch.zeros(2, size.max_requests + 1, *one)
-        self.step: list[Piece] = []
+        self.sinks = torch.zeros(2, size.max_requests, *one)
+        self.tails = torch.zeros(2, size.max_requests, *one)
 
-    def append(self, key: Tensor, value: Tensor, tokens: StepTokens) -> None:
-        new, first = torch.stack([key, value]), 0
-        self.step = []
-        for row, start, count, pages in requests_of(tokens):
-            tail = self.tails[:, row].clone()
-            self.step.append(Piece(row, start, pages, new[:, first : first + count], tail))
-            for index in range(count):
-                page, offset = divmod(start + index, PAGE)
-                (self.tails if page else self.sinks)[:, row, offset] = new[:, first + index]
-                if page and offset == PAGE - 1:
-                    self.pages[:, pages[page]] = torch.stack([round_page(x) for x in self.tails[:, row]])
-            first += count
-
-    def attend(
-        self, query: Tensor, tokens: StepTokens, options: AttentionOptions, sinks: Tensor | None
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        sinks: Tensor | None,
     ) -> Tensor:
-        output = torch.empty_like(query)
-        queries = iter(range(len(query)))
-        for piece in self.step:
-            for index in range(piece.new.shape[1]):
-                whole = (piece.start + index + 1) // PAGE
-                sink = self.sinks[:, piece.row, : piece.start + index + 1]
-                stored = [self.pages[:, page] for page in piece.pages[1:whole]]
-                unfinished = max(whole, 1) * PAGE
-                before = piece.tail[:, : max(0, piece.start - unfinished)]
-                now = piece.new[:, max(0, unfinished - piece.start) : index + 1]
-                keys, values = torch.cat([sink, *stored, before, now], dim=1)
-                at = next(queries)
+        output = torch.zeros_like(query)
+        for request in metadata.host.requests():
+            tokens = slice(request.first_token, request.first_token + request.count)
+            new, row = torch.stack([key[tokens], value[tokens]]), request.row
+            for index in range(request.count):
+                page, offset = divmod(request.start + index, PAGE)
+                (self.tails if page else self.sinks)[:, row, offset] = new[:, index]
+                if page and offset == PAGE - 1:
+                    rounded = [round_page(tail) for tail in self.tails[:, row]]
+                    self.pages[:, request.pages[page]] = torch.stack(rounded)
+                seen = request.start + index + 1
+                whole = seen // PAGE
+                stored = [self.pages[:, one] for one in request.pages[1:whole]]
+                unfinished = self.tails[:, row, : seen - max(whole, 1) * PAGE] if page else new[:, :0]
+                keys, values = torch.cat([self.sinks[:, row, :seen], *stored, unfinished], dim=1)
+                at = request.first_token + index
                 output[at] = softmax_attention(query[at], keys, values, options.scale)
         return output
 
 
-def requests_of(tokens: StepTokens) -> list[tuple[int, int, int, list[int]]]:
-    """(row, first position, tokens, pages) of each request in a step."""
-    if isinstance(tokens, PrefillTokens):
-        return [(piece.row, piece.start, piece.count, piece.pages.tolist()) for piece in tokens.pieces]
-    assert isinstance(tokens, DecodeTokens)
-    rows = zip(tokens.rows.tolist(), tokens.lengths.tolist(), tokens.block_table.tolist(), strict=True)
-    return [(row, length - 1, 1, pages) for row, length, pages in rows]
-
-
 class WholePageFormat:
-    def bytes_per_token(self, shape: KVShape) -> int:
-        return shape.heads * (shape.key_dim + shape.value_dim)
+    def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
+        return page_size * shape.heads * (shape.key_dim + shape.value_dim)
 
     def bytes_per_request(self, shape: KVShape) -> int:
         return 2 * PAGE * shape.heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
@@ -119,7 +88,14 @@ class WholePageFormat:
     def page_size(self, device: torch.device) -> int:
         return PAGE
 
-    def allocate(self, shape: KVShape, size: PoolSize, device: torch.device, scales: KVScales | None):
+    def allocate(
+        self,
+        shape: KVShape,
+        size: PoolSize,
+        device: torch.device,
+        scales: KVScales | None,
+        workspaces: Workspaces,
+    ) -> WholePages:
         return WholePages(shape, size)
 
 
@@ -204,7 +180,7 @@ def test_tokens_are_the_same_batched_again_alone_and_preempted(model):
 
 
 def test_what_rows_take_is_left_to_them(monkeypatch: pytest.MonkeyPatch):
-    shape = KVShape(8, 128, 128, torch.bfloat16)
+    shape = KVShape(8, 128, 128, torch.bfloat16, 32)
     per_row = WholePageFormat().bytes_per_request(shape)
     monkeypatch.setattr(kv_pool, "_free_memory", lambda device: 100 * per_row)
     layers = {0: AttentionLayer(shape, AttentionOptions(1.0))}

@@ -1,7 +1,7 @@
 """The engine's GPU steps without a GPU: kernels interpreted, graphs replayed by calling what they hold.
 
-Decode graphs, packed steps and paged kernels must give the tokens that the CPU engine gives. Where there is a
-GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
+Decode graphs, mixed batches and paged kernels must give the tokens that the CPU engine gives. Where there is
+a GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
 """
 
 import random
@@ -10,13 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from scalegate.layouts.kv_cuda import CudaLayerKV
-from scalegate.layouts.kv_format import StoredPages
-from scalegate.serving_check.engine import graph_memory, transfer
-from scalegate.serving_check.engine.decode_graphs import DecodeGraphs
+from scalegate.layouts.kv_layer import PoolSize, StoredPages, Workspaces
+from scalegate.serving_check.engine import cuda_graphs, device_copies
+from scalegate.serving_check.engine.attention import attention_layers
+from scalegate.serving_check.engine.cuda_runner import CudaRunner
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.forward import Forward
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.engine.packed_steps import PackedSteps
 from scalegate.serving_check.engine.request import SamplingParams
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -50,16 +49,18 @@ class NoEvent:
 
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, arrive = torch.zeros, transfer.Arrival.__init__
+    zeros, start = torch.zeros, device_copies.DeviceToHostCopy.__init__
 
-    def capture(self, run):
+    def record(self, run):
         result = tuple(tensor.clone() for tensor in run())
         return Replayed(run, result), result
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
-    monkeypatch.setattr(graph_memory.GraphMemory, "capture", capture)
-    monkeypatch.setattr(transfer.Arrival, "__init__", lambda self, tensor: arrive(self, tensor.clone()))
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "_record", record)
+    monkeypatch.setattr(
+        device_copies.DeviceToHostCopy, "__init__", lambda self, tensor: start(self, tensor.clone())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +90,16 @@ def prompts() -> list[list[int]]:
 def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
     engine = Engine(model, EngineOptions(**SIZES, **{"page_size": 16, **sizes}), frozenset())
-    pool, runner = engine.pool, engine.runner
+    pool = engine.pool
+    size, workspaces = PoolSize(0, pool.page_size, *pool.block_table.shape), Workspaces()
+    layers = attention_layers(model)
     for index, layer in pool.layers.items():
         stored = layer.stored
         sides = (stored.key_pages, stored.value_pages, stored.key_scale, stored.value_scale)
         heads_first = (None if side is None else side.transpose(1, 2).contiguous() for side in sides)
-        pool.layers[index] = CudaLayerKV(StoredPages(*heads_first))
-    runner.forward = Forward(model, runner.layers, pool.layers)
-    runner.graphs = DecodeGraphs(runner.forward, pool, (1, SIZES["max_num_seqs"]), runner.clock)
-    runner.packed = PackedSteps(runner.graphs, engine.scheduler.prefill_chunk, runner.clock)
-    runner._must_compile = False
+        pool.layers[index] = CudaLayerKV(StoredPages(*heads_first), layers[index].shape, size, workspaces)
+    buckets, chunk = (1, SIZES["max_num_seqs"]), engine.scheduler.prefill_chunk
+    engine.runner = CudaRunner(model, layers, pool, buckets, chunk, compiled=False)
     return engine
 
 
@@ -108,13 +109,14 @@ def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
     config = EngineOptions(kv_cache_dtype=kv_cache_dtype, **SIZES)
     expected = Engine(model, config, frozenset()).generate(prompts, GREEDY)
     engine = engine_on_kernels(model, **WAYS[way])
-    packed = engine.runner.packed
+    runner = engine.runner
     engine._overlapped = way == "overlapped"
     no_graphs = way.endswith("no graphs")
-    packed.buckets = () if no_graphs else packed.buckets
+    runner.mixed_buckets = () if no_graphs else runner.mixed_buckets
     answers = engine.generate(prompts, GREEDY)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-    assert engine.pool.usage == 0 and bool(packed.captured) == (not no_graphs)
+    mixed = [shape for shape in runner.graphs.captured if not shape.decode_only]
+    assert engine.pool.usage == 0 and bool(mixed) == (not no_graphs)
 
 
 def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):

@@ -6,24 +6,26 @@ import torch
 from scalegate.kernels.paged_attention import AttentionOptions
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.kv_cuda import CudaLayerKV
-from scalegate.layouts.kv_format import (
-    KV_FORMATS,
-    DecodeTokens,
-    DeviceDecodeTokens,
-    KVScales,
-    KVShape,
-    PoolSize,
-    StoredPages,
-)
-from scalegate.serving_check.engine.stored_kv import packed_prompt, prompt
+from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv_layer import KVScales, KVShape, PoolSize, StoredPages, Workspaces
+from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.serving_check.engine.scheduler import PrefillChunk
+from scalegate.serving_check.engine.sequence import Sequence
+from scalegate.serving_check.engine.step_input import StepBuffers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
 PAGE, HEADS, KV_HEADS, DIM, PROMPT = 16, 4, 2, 64, 37
 SCALES = KVScales(torch.tensor([0.5, 0.25]), torch.tensor([0.125]))
-SHAPE = KVShape(KV_HEADS, DIM, DIM, torch.float32)
+SHAPE = KVShape(KV_HEADS, DIM, DIM, torch.float32, HEADS)
+TABLE = np.array([[1, 2, 3, 4]], np.int32)
 
 
-def on_device(layer) -> CudaLayerKV:
+def size_of(page: int) -> PoolSize:
+    return PoolSize(8, page, *TABLE.shape)
+
+
+def on_device(layer, page: int = PAGE) -> CudaLayerKV:
     """The CPU layer's pages as CUDA lays them: heads before tokens."""
     stored = layer.stored
     scales = [
@@ -32,7 +34,41 @@ def on_device(layer) -> CudaLayerKV:
     ]
     pages = [pages.transpose(1, 2) for pages in (stored.key_pages, stored.value_pages)]
     copies = [None if x is None else x.to(DEVICE, copy=True).contiguous() for x in (*pages, *scales)]
-    return CudaLayerKV(StoredPages(*copies))
+    return CudaLayerKV(StoredPages(*copies), SHAPE, size_of(page), Workspaces())
+
+
+class Request:
+    """One request's steps, for the CPU and for the kernels."""
+
+    def __init__(self) -> None:
+        self.sequence = Sequence("one", [], 0, SamplingParams(), 0, 64, row=0)
+        self.cpu = StepBuffers(TABLE, PAGE, 64, CPU, static=False)
+        self.gpu = StepBuffers(TABLE, PAGE, 64, DEVICE, static=True)
+
+    def grow(self, count: int):
+        """The CPU's metadata and the device's for `count` more tokens: a prompt, then one by one."""
+        start = len(self.sequence.tokens)
+        self.sequence.tokens += [0] * count
+        chunks = [PrefillChunk(self.sequence, start, count)] if count > 1 else []
+        for buffers in (self.cpu, self.gpu):
+            shape = buffers.shape(count, 1, 1) if chunks else buffers.decode_shape(1)
+            host = buffers.stage([] if chunks else [self.sequence], chunks, shape)
+            buffers.send(shape, 1)
+            yield buffers.input(shape, host).attention
+
+
+@pytest.fixture(autouse=True)
+def no_pinned_memory_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        return
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+
+
+class NoEvent:
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 def tokens(count: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -46,38 +82,19 @@ def tokens(count: int, generator: torch.Generator) -> list[torch.Tensor]:
 def test_a_prompt_and_tokens_after_it(name: str, window: int | None):
     generator = torch.Generator().manual_seed(0)
     options = AttentionOptions(DIM**-0.5, window)
-    cpu = KV_FORMATS[name].allocate(SHAPE, PoolSize(8, PAGE, 1), torch.device("cpu"), SCALES)
-    gpu = on_device(cpu)
-
-    query, key, value = tokens(PROMPT, generator)
-    step = prompt(PROMPT, PAGE, torch.device("cpu"))
-    cpu.append(key, value, step)
-    want = cpu.attend(query, step, options, None)
-    step = packed_prompt(PROMPT, PAGE, DEVICE)
-    gpu.append(key.to(DEVICE), value.to(DEVICE), step)
-    got = gpu.attend(query.to(DEVICE), step, options, None).cpu()
-    assert float((got - want).norm() / want.norm()) < 3e-3
-
-    workspaces: dict = {}
-    for position in range(PROMPT, PROMPT + 3):
-        query, key, value = tokens(1, generator)
-        slots, length = torch.tensor([PAGE + position]), position + 1
-        width = -(-length // PAGE)
-        table = np.arange(1, width + 1)[None]
-        step = DecodeTokens(slots, table, np.array([length]), np.array([0]), PAGE)
-        cpu.append(key, value, step)
-        want = cpu.attend(query, step, options, None)
-        block_table = torch.arange(1, 5, dtype=torch.int32, device=DEVICE)[None]
-        lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-        row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        step = DeviceDecodeTokens(slots.to(DEVICE), block_table, lengths, row, 4 * PAGE, workspaces)
-        gpu.append(key.to(DEVICE), value.to(DEVICE), step)
-        got = gpu.attend(query.to(DEVICE), step, options, None).cpu()
+    cpu = KV_FORMATS[name].allocate(SHAPE, size_of(PAGE), CPU, SCALES, Workspaces())
+    gpu, request = on_device(cpu), Request()
+    for count in (PROMPT, 1, 1, 1):
+        query, key, value = tokens(count, generator)
+        on_cpu, on_gpu = request.grow(count)
+        want = cpu.forward(query, key, value, on_cpu, options, None)
+        sides = (x.to(DEVICE) for x in (query, key, value))
+        got = gpu.forward(*sides, on_gpu, options, None).cpu()
         assert float((got - want).norm() / want.norm()) < 3e-3
 
 
 @pytest.mark.parametrize("page", [8, 48])
 def test_pages_that_the_kernels_cannot_walk_are_refused(page: int):
-    layer = KV_FORMATS["unquantized"].allocate(SHAPE, PoolSize(2, page, 1), torch.device("cpu"), None)
+    layer = KV_FORMATS["unquantized"].allocate(SHAPE, size_of(page), CPU, None, Workspaces())
     with pytest.raises(UserError, match=f"pages of {page} tokens"):
-        on_device(layer)
+        on_device(layer, page)

@@ -6,17 +6,17 @@ from scalegate.kernels.prefill_attention import prefill_attention, prefill_atten
 
 from .test_decode_attention import DEVICE, make_case
 
-PIECES = ((1, 0, 0), (9, 8, 1), (70, 90, 2))
+CHUNKS = ((1, 0, 0), (9, 8, 1), (70, 90, 2))
 """Tokens, position of the first, row: a whole prompt of one token, and the ends of two longer ones."""
 
 
-def make_prefill(pieces=PIECES, padding=3, heads=4, kv_heads=2, head_dim=64, page=16, kv="float32"):
-    """Pages whose contexts end with the pieces, and queries for the pieces' tokens and some padding."""
-    case, scales = make_case(heads, kv_heads, head_dim, page, [p + n for n, p, _ in pieces], kv)
+def make_prefill(chunks=CHUNKS, padding=3, heads=4, kv_heads=2, head_dim=64, page=16, kv="float32"):
+    """Pages whose contexts end with the chunks, and queries for the chunks' tokens and some padding."""
+    case, scales = make_case(heads, kv_heads, head_dim, page, [p + n for n, p, _ in chunks], kv)
     generator = torch.Generator().manual_seed(1)
-    tokens = sum(count for count, _, _ in pieces) + padding
+    tokens = sum(count for count, _, _ in chunks) + padding
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(DEVICE, case[0].dtype)
-    tiles = torch.from_numpy(tiles_of(0, pieces, padding)).to(DEVICE)
+    tiles = torch.from_numpy(tiles_of(0, chunks, padding)).to(DEVICE)
     return [q, case[1], case[2], case[3], tiles], scales
 
 
@@ -35,7 +35,7 @@ def test_any_head_size_and_grouping(head_dim, heads, kv_heads):
     assert relative_error(case) < 1e-5
 
 
-def test_a_piece_of_several_tiles():
+def test_a_chunk_of_several_tiles():
     case, _ = make_prefill(((140, 20, 0),))
     assert len(case[4]) == 3 and relative_error(case) < 1e-5
 

@@ -1,8 +1,8 @@
-"""A layer's first step, as a rule a norm, computed at the end of the layer before it.
+"""Cross-layer fusion of the residual add that ends a layer with the norm that begins the next.
 
-What ends a layer is an addition to the residual, and what begins the next is a norm of that sum: in one piece
-of compiled code they are one kernel. Which module opens a layer is found by running the model, not by its
-name.
+Each layer is compiled together with the input norm of its successor, so that the two become one kernel.
+Which module is a layer's input norm (as a rule it is one, but any small module will do) is found by running
+the model, not by its name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,33 +20,33 @@ class _Slot:
     value: Tensor | None = None
 
 
-class Opening(nn.Module):
-    """Stands where a layer's opening module stood: gives what was computed ahead, if it was."""
+class PrecomputedNorm(nn.Module):
+    """Stands in for a layer's input norm: returns what the layer before has computed, if it has."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
-        self.ahead = _Slot()
+        self.precomputed = _Slot()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.ahead.value is None:
+        if self.precomputed.value is None:
             return self.module(x)
-        opened, self.ahead.value = self.ahead.value, None
-        return opened
+        normed, self.precomputed.value = self.precomputed.value, None
+        return normed
 
 
 @dataclass
 class Carry:
-    """A layer's output on its way to the next layer, with what that layer's opening makes of it."""
+    """A layer's output on its way to the next layer, and its value after that layer's input norm."""
 
     output: Tensor | None = None
-    opened: Tensor | None = None
+    normed: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor | None:
-        """What was computed ahead for `x`; None where the model passes on something else."""
-        opened = self.opened if self.output is x else None
-        self.output = self.opened = None
-        return opened
+        """The precomputed norm of `x`; None where the model passes on another tensor."""
+        normed = self.normed if self.output is x else None
+        self.output = self.normed = None
+        return normed
 
 
 @dataclass
@@ -65,70 +65,70 @@ class _Call:
 class Chain:
     """Layers that hand their output to one another as it is."""
 
-    openings: Mapping[nn.Module, str]
-    """By layer, the name of its opening; empty for one that is nothing else, as a last norm is."""
+    input_norms: Mapping[nn.Module, str]
+    """By layer, the name of its input norm; empty for a layer that is nothing else, as the final norm is."""
     successors: Mapping[nn.Module, nn.Module]
     """By layer, the one that takes its output."""
 
-    def opening(self, layer: nn.Module) -> nn.Module:
-        """The module itself, which the layer's `Opening` stands for."""
-        name = self.openings[layer]
+    def input_norm(self, layer: nn.Module) -> nn.Module:
+        """The module itself, which the layer's `PrecomputedNorm` stands for."""
+        name = self.input_norms[layer]
         return getattr(layer, name).module if name else layer
 
-    def next_opening(self, layer: nn.Module) -> nn.Module | None:
-        """The opening of the layer that follows, None where none does."""
-        return self.opening(self.successors[layer]) if layer in self.successors else None
+    def next_norm(self, layer: nn.Module) -> nn.Module | None:
+        """The input norm of the layer that follows, None where none does."""
+        return self.input_norm(self.successors[layer]) if layer in self.successors else None
 
-    def first_openings(self) -> list[nn.Module]:
-        """Those that no layer precedes: they are computed on their own."""
+    def first_norms(self) -> list[nn.Module]:
+        """Input norms of layers that none precedes: they are computed on their own."""
         later = set(self.successors.values())
-        return [self.opening(layer) for layer in self.openings if layer not in later]
+        return [self.input_norm(layer) for layer in self.input_norms if layer not in later]
 
 
-UNCHAINED = Chain({}, {})
+UNFUSED = Chain({}, {})
 """Every layer by itself."""
 
 
-def open_ahead(layers: Sequence[nn.Module], run: Callable[[], object]) -> Chain:
-    """Watch `run`, and make it possible to give each layer what its opening computes."""
+def fuse_across_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> Chain:
+    """Watch `run` for layers that feed one another, and put a `PrecomputedNorm` for each one's input norm."""
     calls = _observe(layers, run)
     once = [call for call in calls if sum(other.layer is call.layer for other in calls) == 1]
-    openings: dict[nn.Module, str] = {}
+    input_norms: dict[nn.Module, str] = {}
     successors: dict[nn.Module, nn.Module] = {}
     for before, call in pairwise(once):
-        name = _opening(call)
+        name = _input_norm(call)
         if name is not None and isinstance(call.input, Tensor) and call.input is before.output:
             successors[before.layer] = call.layer
-            openings[call.layer] = name
-            first = _opening(before)
+            input_norms[call.layer] = name
+            first = _input_norm(before)
             if first:
-                openings.setdefault(before.layer, first)
-    for layer, name in openings.items():
+                input_norms.setdefault(before.layer, first)
+    for layer, name in input_norms.items():
         if name:
-            setattr(layer, name, Opening(getattr(layer, name)))
-    return Chain(openings, successors)
+            setattr(layer, name, PrecomputedNorm(getattr(layer, name)))
+    return Chain(input_norms, successors)
 
 
-def close(layers: Sequence[nn.Module]) -> None:
-    """Undo `open_ahead`."""
+def undo_fusion(layers: Sequence[nn.Module]) -> None:
+    """Undo `fuse_across_layers`."""
     for layer in layers:
         for name, child in list(layer.named_children()):
-            if isinstance(child, Opening):
+            if isinstance(child, PrecomputedNorm):
                 setattr(layer, name, child.module)
 
 
-def _opening(call: _Call) -> str | None:
-    """The name of the child that opens the layer; empty where the layer has no children; None for none."""
+def _input_norm(call: _Call) -> str | None:
+    """The name of the child that takes the layer's input first, or None; empty where it has no children."""
     if not any(True for _ in call.layer.children()):
         return "" if isinstance(call.output, Tensor) else None
     if call.first is None:
         return None
     name, x, output = call.first
     module = getattr(call.layer, name)
-    opens = x is call.input and isinstance(output, Tensor) and call.children.count(name) == 1
+    is_first = x is call.input and isinstance(output, Tensor) and call.children.count(name) == 1
     is_small = not any(isinstance(part, nn.Linear | QuantizedLinear) for part in module.modules())
     is_watched = module._forward_hooks or module._forward_pre_hooks
-    return name if opens and is_small and not is_watched else None
+    return name if is_first and is_small and not is_watched else None
 
 
 def _observe(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[_Call]:

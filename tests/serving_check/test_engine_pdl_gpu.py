@@ -55,8 +55,8 @@ def test_tokens_are_those_of_kernels_launched_one_by_one(int4: bool, monkeypatch
     prompts = torch.randint(0, 4096, (32, 40), generator=torch.Generator().manual_seed(0)).tolist()
     greedy = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     answers = []
-    for dependents in (False, True):
-        tunings = (replace(TUNINGS[0], dependents=dependents), *TUNINGS[1:])
+    for pdl in (False, True):
+        tunings = (replace(TUNINGS[0], pdl=pdl), *TUNINGS[1:])
         monkeypatch.setattr(compiled_layers, "TUNINGS", tunings)
         monkeypatch.setattr(forward, "TUNINGS", tunings)
         engine = Engine(random_model(int4), CONFIG, frozenset())

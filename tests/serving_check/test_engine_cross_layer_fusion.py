@@ -1,4 +1,4 @@
-"""A layer's opening norm is computed by the layer before it, and nothing else changes."""
+"""A layer's input norm is computed by the layer before it, and nothing else changes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from scalegate.serving_check.engine.compiled_layers import (
     model_layers,
     restore_layers,
 )
-from scalegate.serving_check.engine.openings import Carry, Opening, open_ahead
+from scalegate.serving_check.engine.cross_layer_fusion import Carry, PrecomputedNorm, fuse_across_layers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,20 +64,22 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3"])
-def test_every_layer_after_the_first_is_opened_by_the_one_before(architecture: str, compilations: list):
+def test_the_input_norm_of_every_layer_after_the_first_is_computed_by_the_one_before(
+    architecture: str, compilations: list
+):
     model, run = make(architecture)
     wanted, shorter = run(), run(21)
-    chain = open_ahead(model_layers(model), run)
-    assert len(chain.successors) == 4 and set(chain.openings.values()) == {"", "input_layernorm"}
+    chain = fuse_across_layers(model_layers(model), run)
+    assert len(chain.successors) == 4 and set(chain.input_norms.values()) == {"", "input_layernorm"}
     assert torch.equal(run(), wanted)
     with CompiledLayers(model, chain):
         assert torch.equal(run(), wanted)
     assert torch.equal(run(21), shorter)
 
 
-def test_alike_layers_share_one_trace_though_the_first_is_opened_on_its_own(compilations: list):
+def test_alike_layers_share_one_trace_though_the_first_computes_its_own_norm(compilations: list):
     model, run = make("qwen3")
-    with CompiledLayers(model, open_ahead(model_layers(model), run)):
+    with CompiledLayers(model, fuse_across_layers(model_layers(model), run)):
         run()
     assert len(compilations) == 4, "embedding, rotary embedding, first norm, layer with the norm that follows"
 
@@ -95,7 +97,7 @@ def test_steps_of_many_tokens_have_code_of_their_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "compile", noted)
     model, run = make("qwen3")
     wanted = {tokens: run(tokens) for tokens in (21, 128, 129, 200)}
-    chain = open_ahead(model_layers(model), run)
+    chain = fuse_across_layers(model_layers(model), run)
     for tuning in TUNINGS:
         with CompiledLayers(model, chain, tuning):
             run(tuning.traced_tokens)
@@ -121,7 +123,7 @@ def test_what_cannot_be_compiled_is_tried_once_for_all_that_are_like_it(monkeypa
     monkeypatch.setattr(torch, "compile", failing)
     model, run = make("qwen3")
     wanted = run()
-    chain = open_ahead(model_layers(model), run)
+    chain = fuse_across_layers(model_layers(model), run)
     with pytest.warns(UserWarning, match="is served uncompiled, and slower for it: not today") as warned:
         for tuning in TUNINGS:
             with CompiledLayers(model, chain, tuning):
@@ -130,25 +132,25 @@ def test_what_cannot_be_compiled_is_tried_once_for_all_that_are_like_it(monkeypa
     assert torch.equal(run(), wanted)
 
 
-def test_a_layer_that_begins_with_attention_is_not_opened():
+def test_a_layer_that_begins_with_attention_has_no_input_norm():
     model, run = make("olmo2")
-    chain = open_ahead(model_layers(model), run)
-    assert list(chain.openings) == [model.model.norm]
+    chain = fuse_across_layers(model_layers(model), run)
+    assert list(chain.input_norms) == [model.model.norm]
 
 
 def test_restoring_leaves_the_model_as_it_was(compilations: list):
     model, run = make("qwen3")
     wanted, names = run(), [name for name, _ in model.named_modules()]
-    with CompiledLayers(model, open_ahead(model_layers(model), run)):
+    with CompiledLayers(model, fuse_across_layers(model_layers(model), run)):
         run()
-    assert any(isinstance(module, Opening) for module in model.modules())
+    assert any(isinstance(module, PrecomputedNorm) for module in model.modules())
     restore_layers(model)
     assert [name for name, _ in model.named_modules()] == names
     assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(run(), wanted)
 
 
-def test_what_was_computed_ahead_is_taken_for_its_own_input_only_and_once():
-    x, other, opened = torch.ones(1), torch.ones(1), torch.zeros(1)
-    carry = Carry(x, opened)
-    assert carry.take(x) is opened and carry.take(x) is None
-    assert Carry(x, opened).take(other) is None
+def test_a_precomputed_norm_is_taken_for_its_own_input_only_and_once():
+    x, other, normed = torch.ones(1), torch.ones(1), torch.zeros(1)
+    carry = Carry(x, normed)
+    assert carry.take(x) is normed and carry.take(x) is None
+    assert Carry(x, normed).take(other) is None

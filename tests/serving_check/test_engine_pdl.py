@@ -1,4 +1,4 @@
-"""Compiled kernels that are launched as dependents wait for the kernel ahead before they touch memory."""
+"""Compiled kernels under programmatic dependent launch wait for the kernel ahead before they touch memory."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._inductor.config
 import triton
-from scalegate.serving_check.engine import dependents
+from scalegate.serving_check.engine import pdl
 from torch import Tensor
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.runtime.hints import DeviceProperties
@@ -94,7 +94,7 @@ def waits(lines: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_kernel_waits_once_before_it_touches_memory(function: Function, written: Write):
-    kernels = written(function, dependents.waiting_first())
+    kernels = written(function, pdl.waiting_first())
     assert kernels
     for lines in kernels:
         assert len(waits(lines)) == 1 and waits(lines)[0] < min(touches(lines))

@@ -1,9 +1,9 @@
-"""Kernels of compiled layers as programmatic dependents: launched while the kernel ahead of them still runs.
+"""Programmatic dependent launch (PDL) of Inductor's kernels: each starts while the one ahead still runs.
 
-Not for kernels of our own, which say so themselves. Inductor can make such kernels (`triton.enable_pdl`), but
-they wait for no more than what the kernel just ahead wrote, and let the next one start when they have read.
-Here each lets the next one start at once, and waits for the one ahead before it touches memory: whoever reads
-what a kernel wrote then waits for its end, however many kernels lie between, since all of these wait too.
+Not for our own kernels, which call `gdc_wait` and `gdc_launch_dependents` themselves. Inductor can emit both
+(`triton.enable_pdl`), but its kernels wait only where they read what the kernel just ahead wrote, and launch
+the next one after their loads. Here a kernel launches the next one at once and waits before its first access
+to memory. Since every kernel waits for the whole of the one ahead, each sees what any kernel before it wrote.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 PARTS = ("_handle_pdl_before_access", "_handle_pdl_after_load", "_filter_pdl", "GDC_WAIT", "GDC_LAUNCH")
-"""Of Inductor's, as they are in torch 2.11 to 2.13; without them kernels are launched as ever."""
+"""Of Inductor's `TritonKernel`, as in torch 2.11 to 2.13; a torch without them gets no PDL."""
 
 
 def options() -> dict[str, bool]:
-    """The compiler's; it heeds them where the device can launch dependents."""
+    """Compiler options that ask for PDL; the compiler heeds them on devices that have it."""
     return {"triton.enable_pdl": True} if _supported() else {}
 
 
 @contextmanager
 def waiting_first() -> Iterator[None]:
-    """While open, what is compiled with these options waits before it touches memory."""
+    """While open, kernels compiled with these options wait before their first access to memory."""
     if not _supported():
         yield
         return
@@ -50,11 +50,11 @@ def _inductor_kernel() -> Any:
 
 
 def _wait(kernel: Any, lines: Any, *_: str, consider_reads: bool = False) -> None:
-    """Before an access: of several such lines Inductor keeps the first."""
+    """Before an access: Inductor keeps the first of several such lines."""
     if kernel._enable_pdl_codegen():
         in_loop = kernel.inside_reduction and kernel.range_trees[-1].is_loop
         (kernel.body if in_loop else lines).writeline(f"{kernel.GDC_LAUNCH}; {kernel.GDC_WAIT}")
 
 
 def _nothing(*_: Any) -> None:
-    """After a load: the next kernel is on its way already."""
+    """After a load: the next kernel has been launched already."""

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A plain copy to a GPU would first wait for the steps under way."""
+    """Asynchronous: a plain copy to a GPU would first wait for the steps under way."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Arrival:
-    """A tensor's values on their way to the host."""
+class DeviceToHostCopy:
+    """A tensor's values on their way from the device to the host."""
 
     def __init__(self, tensor: Tensor):
         self._event: torch.cuda.Event | None = None

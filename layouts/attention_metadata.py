@@ -1,0 +1,89 @@
+"""Attention metadata: which request each token of a step belongs to, and where its keys and values lie.
+
+One type for CPU and GPU, decode and prefill. A mixed batch holds decoding requests first, with one query
+token each, then prefill chunks, then padding; decode-only and prefill-only batches are special cases of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RequestTokens:
+    """One request's part of a step: its tokens start .. start + count."""
+
+    row: int
+    """Of its per-request storage, and of its own while it runs."""
+    first_token: int
+    """Where its tokens begin in the step."""
+    start: int
+    """Position of the first of them, which is how many tokens are stored from before."""
+    count: int
+    pages: np.ndarray
+    """int32, the pages that its whole context lies in, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostMetadata:
+    """The metadata in host memory, for whoever plans a step there; good until the next but one is staged."""
+
+    num_decodes: int
+    """Requests with one query token, which stand first."""
+    num_prefills: int
+    """Prefill chunks, which come after them."""
+    num_tokens: int
+    """Of both; what follows is padding."""
+    block_table: np.ndarray
+    """int32 [R, W]."""
+    seq_lens: np.ndarray
+    """int32 [R]."""
+    query_start_loc: np.ndarray
+    """int32 [R + 1]."""
+    request_rows: np.ndarray
+    """int64 [R]."""
+    page_size: int
+
+    def requests(self, first: int = 0) -> Iterator[RequestTokens]:
+        """Each request from the `first`-th on, padding left out; `num_decodes` begins with the chunks."""
+        for index in range(first, self.num_decodes + self.num_prefills):
+            begin, end = int(self.query_start_loc[index]), int(self.query_start_loc[index + 1])
+            seq_len = int(self.seq_lens[index])
+            pages = self.block_table[index, : -(-seq_len // self.page_size)]
+            yield RequestTokens(
+                int(self.request_rows[index]), begin, seq_len - (end - begin), end - begin, pages
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """One step's T tokens and R requests, as attention and a KV format's storage need them.
+
+    On a GPU the tensors are at static addresses, which CUDA graphs read. Padding tokens belong to no request;
+    in a decode-only batch each stands at the place of a padding request, whose length is 0.
+    """
+
+    slot_mapping: Tensor
+    """int64 [T]: page * page_size + offset, where each token's key and value go; -1 for padding."""
+    positions: Tensor
+    """int64 [T], in its request's context; 0 for padding."""
+    token_rows: Tensor
+    """int64 [T], the row of each token's request; `PoolSize.max_requests` for padding."""
+    block_table: Tensor
+    """int32 [R, W]: each request's pages in the order of its context; undefined past its end."""
+    seq_lens: Tensor
+    """int32 [R], length of each request's context, this step's tokens counted; 0 for padding."""
+    decode_seq_lens: Tensor
+    """int32 [R], the same of decoding requests, 0 for all others."""
+    query_start_loc: Tensor
+    """int32 [R + 1]: request r has the step's tokens query_start_loc[r] .. query_start_loc[r + 1]."""
+    request_rows: Tensor
+    """int64 [R]: the row of per-request storage that each request has while it runs."""
+    prefill_tiles: Tensor | None
+    """int32 [N, 4], the prefill chunks and the padding as `kernels/prefill_attention.py` takes them; None in
+    a decode-only batch, and on the CPU."""
+    page_size: int
+    host: HostMetadata | None
+    """None inside a CUDA graph, whose numbers differ from launch to launch."""

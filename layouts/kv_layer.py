@@ -1,0 +1,98 @@
+"""One layer's keys and values as the engine sees them: the contract of their storage, and its sizes.
+
+Not for any one format; those are in `kv_format.py`.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.paged_attention import AttentionOptions
+from .attention_metadata import AttentionMetadata
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token leaves behind in one layer, and how many heads ask for it."""
+
+    heads: int
+    """Of keys and values."""
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    query_heads: int
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What one layer's keys and values are divided by before e4m3 holds them."""
+
+    key: Tensor
+    """fp32 [1] for all heads, or [H_kv]."""
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """How much every layer's storage holds."""
+
+    num_pages: int
+    page_size: int
+    """Tokens a page holds."""
+    max_requests: int
+    """Requests that have a row at the same time; row `max_requests` belongs to none, and pads batches."""
+    max_pages: int
+    """Pages that one request can have: the width of a block table."""
+
+
+class Workspaces:
+    """Scratch memory that layers of a pool share, since they run one after another."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` made for the first layer that asked for `key`."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+class LayerKV(Protocol):
+    """One layer's storage in one format, with the workspace that its attention needs."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Store this step's keys and values, and attend over all that is stored.
+
+        query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v], finite for padding tokens, of
+        which nothing is stored. Inside a CUDA graph (`metadata.host` is None) nothing may depend on the host.
+
+        Attends over what is stored, never over what it was made from: then no output depends on how a prompt
+        was cut into chunks, nor on whether a request was preempted.
+        """
+
+
+@dataclass(frozen=True)
+class StoredPages:
+    """One layer's keys and values with their scales, in the order of dimensions that the device wants.
+
+    On the CPU [pages, P, H_kv, D] with scales [H_kv] or [pages, P, H_kv]; on CUDA H_kv before P.
+    """
+
+    key_pages: Tensor
+    value_pages: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None

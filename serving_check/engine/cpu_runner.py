@@ -1,0 +1,80 @@
+"""The model on the CPU: decoding and prefill in a pass each, steps read where they are staged.
+
+Also the plainest way to run a step, against which the GPU's can be read.
+"""
+
+from transformers import PreTrainedModel
+
+from .attention import AttentionLayer
+from .forward import Forward
+from .kv_pool import KVPool
+from .model_runner import StepResult
+from .sampler import SamplingBatch, sample
+from .scheduler import Schedule
+from .sequence import Sequence
+from .step_clock import StepClock
+from .step_input import StepBuffers, StepShape
+
+
+class CpuRunner:
+    """A `ModelRunner` that pads nothing unless told to, since padding is only work there."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: dict[int, AttentionLayer],
+        pool: KVPool,
+        buckets: tuple[int, ...] | None,
+        largest_chunk: int,
+    ):
+        """buckets: batch sizes that decode steps are padded to, ascending; None for all."""
+        self.model = model
+        self.clock = StepClock(model.device)
+        self.buckets = buckets
+        self._max_requests = len(pool.block_table)
+        self._forward = Forward(model, layers, pool.layers, as_op=False)
+        self._buffers = StepBuffers(
+            pool.block_table, pool.page_size, largest_chunk, model.device, static=False
+        )
+        self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
+
+    def batches(self, schedule: Schedule) -> list[Schedule]:
+        """Decoding apart from prefill."""
+        apart = (Schedule(schedule.decode, []), Schedule([], schedule.prefill))
+        return [batch for batch in apart if batch.num_tokens]
+
+    def run(self, batch: Schedule) -> StepResult:
+        """One of the two."""
+        sequences, shape = batch.sampled, self._shape(batch)
+        step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
+        logits = self._forward(step.token_ids, step.attention, step.logits_indices)[: len(sequences)]
+        if not sequences:
+            return StepResult(sequences, logits, step.sample_rows[:0])
+        positions = step.sample_positions[: len(sequences)]
+        return StepResult(sequences, logits, sample(logits, self._sampling_batch(sequences), positions))
+
+    def warm_up_tokens(self) -> list[int]:
+        return []
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Nothing is captured."""
+
+    def warm_up_requests(self) -> list[int]:
+        """Every bucket, else the powers of two."""
+        if self.buckets is not None:
+            return list(self.buckets)
+        return [1 << power for power in range(self._max_requests.bit_length())]
+
+    def _shape(self, batch: Schedule) -> StepShape:
+        if batch.prefill:
+            # A chunk in which no prompt ends still computes one row of logits: no product has zero rows.
+            return self._buffers.shape(batch.num_tokens, len(batch.prefill), max(1, len(batch.sampled)))
+        count = len(batch.decode)
+        buckets = (count,) if self.buckets is None else self.buckets
+        return self._buffers.decode_shape(next(bucket for bucket in buckets if bucket >= count))
+
+    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        """Built anew only when the batch is another than in the step before."""
+        if self._sampling is None or self._sampling[0] != sequences:
+            self._sampling = (sequences, SamplingBatch.of(sequences, self.model.device))
+        return self._sampling[1]

@@ -1,0 +1,49 @@
+"""CUDA graphs that share one pool of memory, since no two of them ever run at the same time."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class CudaGraphs(Generic[Result]):
+    """Graphs by what they were captured for, each in the memory that the ones before it took."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Result]] = {}
+        self._pool: Any = None
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.captured
+
+    def capture(self, key: Hashable, run: Callable[[], Result]) -> None:
+        """Run it once to warm up, then record it."""
+        self.captured[key] = self._record(run)
+
+    def replay(self, key: Hashable) -> Result:
+        """Launch a graph; what its `run` returned: tensors that are good until another graph is launched."""
+        graph, result = self.captured[key]
+        graph.replay()
+        return result
+
+    def _record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        with _side_stream():
+            run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = run()
+        self._pool = graph.pool()
+        return graph, result
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    """A warm-up run before capture belongs on another stream than the default one."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)

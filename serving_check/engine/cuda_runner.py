@@ -1,0 +1,127 @@
+"""The model on a GPU: mixed batches in one pass, replayed as CUDA graphs; tokens are drawn on the device.
+
+A step costs one copy to the device and one launch. The next one can take its tokens from where they were
+drawn, before the host has seen them. In a mixed batch each weight is read once for all: requests decode
+almost for nothing while a prompt is computed. Batches are padded to the bucket of a captured graph, except
+large ones, whose kernels take longer than their launches.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .attention import AttentionLayer
+from .buckets import mixed_buckets, mixed_warm_up_buckets
+from .cuda_graphs import CudaGraphs
+from .forward import Forward
+from .jit_monitor import JitEvent, report
+from .kv_pool import KVPool
+from .model_runner import StepResult
+from .sampling_rows import SamplingRows
+from .scheduler import Schedule
+from .step_clock import StepClock
+from .step_input import StepBuffers, StepInput, StepShape
+
+
+class CudaRunner:
+    """A `ModelRunner`, and all that stays on the device from step to step."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: dict[int, AttentionLayer],
+        pool: KVPool,
+        buckets: tuple[int, ...],
+        largest_chunk: int,
+        compiled: bool,
+    ):
+        """buckets: batch sizes that decode steps are padded to, ascending. compiled: compile the layers."""
+        self.model = model
+        self.clock = StepClock(model.device)
+        rows = len(pool.block_table)
+        self.largest = largest_chunk + rows
+        self.decode_buckets, self.mixed_buckets = buckets, mixed_buckets(self.largest)
+        self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
+        """Each gives logits [L, V] and drawn tokens int64 [L]."""
+        self._rows = rows
+        self._forward = Forward(model, layers, pool.layers, as_op=True)
+        self._must_compile = compiled
+        self._buffers = StepBuffers(pool.block_table, pool.page_size, self.largest, model.device, static=True)
+        self._sampling = SamplingRows(rows, model.device)
+        # int64 [rows + 1]: the token drawn last for each row; padding has the last.
+        self._last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=model.device)
+
+    def batches(self, schedule: Schedule) -> list[Schedule]:
+        """All in one pass over the weights."""
+        return [schedule] if schedule.num_tokens else []
+
+    def run(self, batch: Schedule) -> StepResult:
+        """Launch a graph, or for a large batch its kernels one by one."""
+        self._compile()
+        sequences, shape = batch.sampled, self._shape(batch)
+        if self._is_bucket(shape) and shape not in self.graphs:
+            self._capture(shape)
+        host = self._buffers.stage(batch.decode, batch.prefill, shape)
+        self.clock.device_starts()
+        self._sampling.take(sequences)
+        self._buffers.send(shape, len(batch.decode) + len(batch.prefill))
+        if shape in self.graphs:
+            logits, drawn = self.graphs.replay(shape)
+        else:
+            logits, drawn = self._compute(self._buffers.input(shape, host))
+        return StepResult(sequences, logits[: len(sequences)], drawn[: len(sequences)])
+
+    def warm_up_tokens(self) -> list[int]:
+        return mixed_warm_up_buckets(self.largest)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Capture the bucket, or where it is none, meet what kernels choose by the number of tokens."""
+        self._compile()
+        shape = self._mixed_shape(num_tokens)
+        if self._is_bucket(shape):
+            self._capture(shape)
+        else:
+            host = self._buffers.stage([], [], shape)
+            self._buffers.send(shape, 0)
+            self._compute(self._buffers.input(shape, host))
+
+    def warm_up_requests(self) -> list[int]:
+        """Every bucket: its graph is captured when it is met."""
+        return list(self.decode_buckets)
+
+    def _shape(self, batch: Schedule) -> StepShape:
+        """Padded to the smallest bucket that the batch fits in, if any."""
+        count = batch.num_tokens
+        if not batch.prefill:
+            return self._buffers.decode_shape(next(size for size in self.decode_buckets if size >= count))
+        return self._mixed_shape(next((size for size in self.mixed_buckets if size >= count), count))
+
+    def _mixed_shape(self, num_tokens: int) -> StepShape:
+        return self._buffers.shape(num_tokens, self._rows, self._rows)
+
+    def _is_bucket(self, shape: StepShape) -> bool:
+        return shape.decode_only or shape.num_tokens in self.mixed_buckets
+
+    def _capture(self, shape: StepShape) -> None:
+        """Capture one bucket, on a batch that is all padding, so that nothing is stored."""
+        kind = "decode step" if shape.decode_only else "mixed batch"
+        report(JitEvent("graph capture", f"{kind} of {shape.num_tokens}"))
+        self._buffers.stage([], [], shape)
+        self._buffers.send(shape, 0)
+        step = self._buffers.input(shape, None)
+        self.graphs.capture(shape, lambda: self._compute(step))
+
+    def _compute(self, step: StepInput) -> tuple[Tensor, Tensor]:
+        """Logits and the drawn tokens of what was sent to the device."""
+        unknown = self._last_tokens[step.attention.token_rows]
+        token_ids = torch.where(step.token_ids >= 0, step.token_ids, unknown)
+        logits = self._forward(token_ids, step.attention, step.logits_indices)
+        drawn = self._sampling.draw(logits, step.sample_rows, step.sample_positions)
+        self._last_tokens[step.sample_rows] = drawn
+        return logits, drawn
+
+    def _compile(self) -> None:
+        """Once, before anything is captured."""
+        if self._must_compile:
+            self._must_compile = False
+            self._forward.compile()

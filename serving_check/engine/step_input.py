@@ -1,0 +1,305 @@
+"""Staging a step: which tokens the model computes, and where they lie, in arrays that CPU and GPU share.
+
+Decode-only, prefill-only and mixed batches are filled the same way. On the CPU the model reads the arrays
+where they were filled. On a GPU they lie in pinned memory, and one copy takes them to static addresses, which
+CUDA graphs read; two such steps can be staged, so that the host need not wait for the copy of the last one.
+
+    | padding | arrays of this step's shape | block table: int32 [rows of the pool, W], then unused rows |
+              ^ first byte                  ^ always at the same address
+
+What is copied runs from the first byte of a shape's arrays to the end of the block table's rows in use.
+"""
+
+import functools
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.prefill_attention import TILE, tiles_of
+from ...layouts.attention_metadata import AttentionMetadata, HostMetadata
+from .scheduler import PrefillChunk
+from .sequence import Sequence
+
+ALIGNMENT = 16
+"""Bytes: what kernels are compiled for must hold in every shape."""
+SHAPES_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step's arrays are sized for; a CUDA graph is captured for one such shape."""
+
+    num_tokens: int
+    """T, padding included."""
+    num_requests: int
+    """R."""
+    num_logits: int
+    """L: tokens whose logits are computed."""
+    num_tiles: int = 0
+    """N: tiles of prefill attention."""
+    decode_only: bool = False
+    """Then T = R = L, and arrays that say the same are one."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """What the model and the sampler read in one step."""
+
+    token_ids: Tensor
+    """int64 [T]; negative where the token is not on the host yet: the last one drawn for the token's row."""
+    attention: AttentionMetadata
+    logits_indices: Tensor | None
+    """int64 [L]: tokens whose logits are computed; None for all."""
+    sample_rows: Tensor
+    """int64 [L]: the row of the request that each is for; `max_requests` for none."""
+    sample_positions: Tensor
+    """int64 [L], of the tokens to be drawn."""
+
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrays(Generic[A]):
+    """One shape's arrays, numpy's or torch's; fields as in StepInput and AttentionMetadata."""
+
+    token_ids: A
+    positions: A
+    slot_mapping: A
+    token_rows: A
+    sample_positions: A
+    request_rows: A
+    sample_rows: A
+    logits_indices: A
+    seq_lens: A
+    decode_seq_lens: A
+    query_start_loc: A
+    tiles: A
+    block_table: A
+
+
+def _sizes(shape: StepShape) -> dict[str, tuple[str, int]]:
+    """dtype and elements of each array that a step of this shape has of its own."""
+    tokens, requests, logits = shape.num_tokens, shape.num_requests, shape.num_logits
+    sizes = dict.fromkeys(("token_ids", "positions", "slot_mapping", "token_rows"), ("int64", tokens))
+    sizes |= {"sample_positions": ("int64", logits), "seq_lens": ("int32", requests)}
+    if not shape.decode_only:
+        sizes |= {"request_rows": ("int64", requests), "sample_rows": ("int64", logits)}
+        sizes |= {"logits_indices": ("int64", logits), "decode_seq_lens": ("int32", requests)}
+        sizes |= {"query_start_loc": ("int32", requests + 1), "tiles": ("int32", 4 * shape.num_tiles)}
+    return sizes
+
+
+def _num_bytes(dtype: str, count: int) -> int:
+    """Rounded up, so that the next array is aligned too."""
+    return -(-count * int(dtype[3:]) // 8 // ALIGNMENT) * ALIGNMENT
+
+
+class StepBuffers:
+    """The memory that steps are staged in, for at most `max_tokens` tokens and as many requests as rows."""
+
+    def __init__(
+        self,
+        block_table: np.ndarray,
+        page_size: int,
+        max_tokens: int,
+        device: torch.device,
+        static: bool,
+    ):
+        """block_table: int32 [rows, W], the pool's. static: steps are copied to static addresses on `device`,
+        for kernels; else they are used where they are staged."""
+        self.pool_table = block_table
+        self.page_size = page_size
+        self.static = static
+        rows, width = block_table.shape
+        self.no_row = rows
+        """The row of what only pads a batch."""
+        self._row_bytes = 4 * width
+        decode, mixed = self.decode_shape(rows), self.shape(max_tokens, rows, rows)
+        self._table_at = max(
+            sum(_num_bytes(*size) for size in _sizes(shape).values()) for shape in (decode, mixed)
+        )
+        size = self._table_at + rows * self._row_bytes
+        copies = 2 if static else 1
+        self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=static) for _ in range(copies)]
+        self._copied = [torch.cuda.Event() for _ in range(copies)] if static else []
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if static else self._staging[0]
+        self._turn = 0
+        self._counting = np.arange(rows + 1, dtype=np.int32)
+        self._device_counting = torch.from_numpy(self._counting).to(device)
+        remembered = functools.lru_cache(SHAPES_REMEMBERED)
+        self._first_byte = remembered(self._find_first_byte)
+        self._staged = remembered(self._carve_staging)
+        self._on_device = remembered(self._carve_device)
+
+    def decode_shape(self, num_requests: int) -> StepShape:
+        """One query token for each request."""
+        return StepShape(num_requests, num_requests, num_requests, decode_only=True)
+
+    def shape(self, num_tokens: int, num_requests: int, num_logits: int) -> StepShape:
+        """Any batch."""
+        # Each chunk, and the padding, may end in a tile not full.
+        tiles = num_tokens // TILE + min(num_tokens, num_requests) + 1 if self.static else 0
+        return StepShape(num_tokens, num_requests, num_logits, tiles)
+
+    def stage(self, decode: Rows[Sequence], prefill: Rows[PrefillChunk], shape: StepShape) -> HostMetadata:
+        """Fill host memory with one token for each decoding request, the chunks, and padding."""
+        if self.static:
+            self._turn = 1 - self._turn
+            self._copied[self._turn].synchronize()
+        arrays = self._staged(shape, self._turn)
+        if decode:
+            self._stage_decodes(arrays, decode, shape)
+        tokens, logits = self._stage_chunks(arrays, len(decode), prefill)
+        requests = len(decode) + len(prefill)
+        if tokens < shape.num_tokens or requests < shape.num_requests or logits < shape.num_logits:
+            self._pad(arrays, tokens, requests, logits, shape)
+        if shape.num_tiles:
+            chunks = [(chunk.count, chunk.start, index) for index, chunk in enumerate(prefill, len(decode))]
+            tiles = tiles_of(len(decode), chunks, shape.num_tokens - tokens)
+            arrays.tiles[: len(tiles)] = tiles
+            arrays.tiles[len(tiles) :] = 0
+        return HostMetadata(
+            len(decode),
+            len(prefill),
+            tokens,
+            arrays.block_table,
+            arrays.seq_lens,
+            arrays.query_start_loc,
+            arrays.request_rows,
+            self.page_size,
+        )
+
+    def send(self, shape: StepShape, num_requests: int) -> None:
+        """Copy what was staged last to the device; `num_requests` of its requests are no padding."""
+        if not self.static:
+            return
+        # One run of bytes: only a contiguous copy does not make the host wait.
+        first = self._first_byte(shape)
+        last = self._table_at + num_requests * self._row_bytes
+        self._device[first:last].copy_(self._staging[self._turn][first:last], non_blocking=True)
+        self._copied[self._turn].record()
+
+    def input(self, shape: StepShape, host: HostMetadata | None) -> StepInput:
+        """What the device has once the step is sent.
+
+        host: what was staged; None for a CUDA graph to capture
+        """
+        arrays = self._on_device(shape)
+        metadata = AttentionMetadata(
+            slot_mapping=arrays.slot_mapping,
+            positions=arrays.positions,
+            token_rows=arrays.token_rows,
+            block_table=arrays.block_table,
+            seq_lens=arrays.seq_lens,
+            decode_seq_lens=arrays.decode_seq_lens,
+            query_start_loc=arrays.query_start_loc,
+            request_rows=arrays.request_rows,
+            prefill_tiles=arrays.tiles if shape.num_tiles else None,
+            page_size=self.page_size,
+            host=host,
+        )
+        logits_indices = None if shape.decode_only else arrays.logits_indices
+        return StepInput(
+            arrays.token_ids, metadata, logits_indices, arrays.sample_rows, arrays.sample_positions
+        )
+
+    def _stage_decodes(self, arrays: _Arrays[np.ndarray], decode: Rows[Sequence], shape: StepShape) -> None:
+        count, page_size = len(decode), self.page_size
+        seq_lens = np.array([len(sequence.tokens) for sequence in decode], np.int64)
+        rows = np.array([sequence.row for sequence in decode], np.int64)
+        positions = seq_lens - 1
+        width = -(-int(seq_lens.max()) // page_size)
+        arrays.block_table[:count, :width] = self.pool_table[rows, :width]
+        pages = arrays.block_table[np.arange(count), positions // page_size].astype(np.int64)
+        arrays.token_ids[:count] = [sequence.tokens[-1] for sequence in decode]
+        arrays.positions[:count] = positions
+        arrays.slot_mapping[:count] = pages * page_size + positions % page_size
+        arrays.token_rows[:count] = rows
+        arrays.sample_positions[:count] = seq_lens
+        arrays.seq_lens[:count] = seq_lens
+        if not shape.decode_only:
+            arrays.request_rows[:count] = rows
+            arrays.sample_rows[:count] = rows
+            arrays.decode_seq_lens[:count] = seq_lens
+            arrays.query_start_loc[:count] = self._counting[:count]
+            arrays.logits_indices[:count] = self._counting[:count]
+
+    def _stage_chunks(
+        self, arrays: _Arrays[np.ndarray], decodes: int, prefill: Rows[PrefillChunk]
+    ) -> tuple[int, int]:
+        """After the decoding requests; how many tokens there are then, and how many that want logits."""
+        tokens, logits, page_size = decodes, decodes, self.page_size
+        for index, chunk in enumerate(prefill, decodes):
+            row, end = chunk.sequence.row, chunk.start + chunk.count
+            pages = self.pool_table[row, : -(-end // page_size)]
+            arrays.block_table[index, : len(pages)] = pages
+            positions = np.arange(chunk.start, end)
+            part = slice(tokens, tokens + chunk.count)
+            arrays.token_ids[part] = chunk.sequence.tokens[chunk.start : end]
+            arrays.positions[part] = positions
+            arrays.slot_mapping[part] = (
+                pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
+            )
+            arrays.token_rows[part] = row
+            arrays.request_rows[index] = row
+            arrays.seq_lens[index] = end
+            arrays.decode_seq_lens[index] = 0
+            arrays.query_start_loc[index] = tokens
+            tokens += chunk.count
+            arrays.query_start_loc[index + 1] = tokens
+            if chunk.completes:
+                arrays.logits_indices[logits] = tokens - 1
+                arrays.sample_rows[logits] = row
+                arrays.sample_positions[logits] = end
+                logits += 1
+        return tokens, logits
+
+    def _pad(
+        self, arrays: _Arrays[np.ndarray], tokens: int, requests: int, logits: int, shape: StepShape
+    ) -> None:
+        """From so many tokens, requests and logits on."""
+        arrays.token_ids[tokens:] = 0
+        arrays.positions[tokens:] = 0
+        arrays.slot_mapping[tokens:] = -1
+        arrays.token_rows[tokens:] = self.no_row
+        arrays.seq_lens[requests:] = 0
+        arrays.sample_positions[logits:] = 0
+        if not shape.decode_only:
+            arrays.request_rows[requests:] = self.no_row
+            arrays.decode_seq_lens[requests:] = 0
+            arrays.query_start_loc[requests:] = tokens
+            arrays.logits_indices[logits:] = 0
+            arrays.sample_rows[logits:] = self.no_row
+
+    def _find_first_byte(self, shape: StepShape) -> int:
+        return self._table_at - sum(_num_bytes(*size) for size in _sizes(shape).values())
+
+    def _carve_staging(self, shape: StepShape, turn: int) -> _Arrays[np.ndarray]:
+        return self._carve(self._staging[turn].numpy(), shape, np.dtype, self._counting)
+
+    def _carve_device(self, shape: StepShape) -> _Arrays[Tensor]:
+        dtypes = {"int64": torch.int64, "int32": torch.int32}
+        return self._carve(self._device, shape, dtypes.__getitem__, self._device_counting)
+
+    def _carve(self, memory: Any, shape: StepShape, dtype_of: Any, counting: Any) -> _Arrays[Any]:
+        """Views of bytes; `memory` is a torch tensor or a numpy array, and so are the views."""
+        views, at, requests = {}, self._first_byte(shape), shape.num_requests
+        for name, (dtype, count) in _sizes(shape).items():
+            size = int(dtype[3:]) // 8 * count
+            views[name] = memory[at : at + size].view(dtype_of(dtype))
+            at += _num_bytes(dtype, count)
+        table = memory[at : at + requests * self._row_bytes].view(dtype_of("int32"))
+        views["block_table"] = table.reshape(requests, -1)
+        if shape.decode_only:
+            views["request_rows"] = views["sample_rows"] = views["token_rows"]
+            views["decode_seq_lens"] = views["seq_lens"]
+            views["query_start_loc"] = counting[: requests + 1]
+            views["logits_indices"] = counting[:requests]
+            views["tiles"] = counting[:0]
+        views["tiles"] = views["tiles"].reshape(-1, 4)
+        return _Arrays(**views)
