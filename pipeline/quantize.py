@@ -318,7 +318,7 @@ def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) 
     quantization = {
         "formats": [
             {"label": spec.label, "modules": count, "spec": spec_to_json(spec)}
-            for spec, count in Counter(specs.values()).items()
+            for spec, count in Counter(specs.values()).most_common()
         ],
         "export": job.export,
         "bits_per_weight": round(bits / sum(elements.values()), 4),
