@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.int4 import hopper, swap_ab
-from ..kernels.int4.tile import ARRIVALS
+from ..kernels.int4.tile import SEMAPHORES
 from .int4 import Int4Weight, unpack_nibbles
 from .int4_affine import require_int4
 from .layout import PackedWeight, Problem, QuantizedWeight
@@ -30,7 +30,7 @@ class SwapAB:
 
     def __init__(self, name: str, batch_invariant: bool):
         self.name = name
-        self.kernel = "int4_invariant_kernel" if batch_invariant else "int4_shares_kernel"
+        self.kernel = "int4_invariant_kernel" if batch_invariant else "int4_stream_k_kernel"
         self.batch_invariant = batch_invariant
 
     def refuses(self, problem: Problem) -> str | None:
@@ -41,8 +41,8 @@ class SwapAB:
 
     def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         packed = pack(self.name, weight, dtype)
-        arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
-        tensors = {**packed.tensors, "arrivals": arrivals}
+        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=packed.tensors["words"].device)
+        tensors = {**packed.tensors, "semaphores": semaphores}
         return PackedWeight(packed.layout, packed.shape, packed.dtype, tensors, packed.meta)
 
     def join(self, packed: Sequence[PackedWeight]) -> PackedWeight | None:
@@ -54,7 +54,7 @@ class SwapAB:
         if x.data_ptr() % 16:
             x = x.clone()
         rest = packed.shape[0], meta["group_size"], bool(meta["fractional"])
-        operands = x, tensors["words"], tensors["meta"], tensors["arrivals"]
+        operands = x, tensors["words"], tensors["scale_words"], tensors["semaphores"]
         return hopper.matmul(*operands, *rest, self.batch_invariant)
 
 
@@ -79,7 +79,7 @@ class SwapABPortable:
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, meta = packed.tensors, packed.meta
         return swap_ab.matmul(
-            x.contiguous(), tensors["words"], tensors["meta"],
+            x.contiguous(), tensors["words"], tensors["scale_words"],
             packed.shape[0], meta["group_size"], bool(meta["fractional"]),
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ def pack(layout: str, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeig
     weight = require_int4(weight, layout)
     tensors = {
         "words": swap_ab.pack_words(unpack_nibbles(weight.codes)),
-        "meta": swap_ab.pack_meta(weight.scale, weight.zero_point, weight.group_size, dtype),
+        "scale_words": swap_ab.pack_scales(weight.scale, weight.zero_point, weight.group_size, dtype),
     }
     meta = {"group_size": min(weight.group_size, 128), "fractional": int(not weight.has_integer_zero)}
     return PackedWeight(layout, weight.shape, dtype, tensors, meta)
@@ -114,7 +114,7 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight | None:
     tensors = {
         **packed[0].tensors,
         "words": torch.cat([one.tensors["words"] for one in packed]),
-        "meta": torch.cat([one.tensors["meta"] for one in packed], dim=1),
+        "scale_words": torch.cat([one.tensors["scale_words"] for one in packed], dim=1),
     }
     shape = sum(one.shape[0] for one in packed), packed[0].shape[1]
     return PackedWeight(packed[0].layout, shape, packed[0].dtype, tensors, packed[0].meta)

@@ -1,4 +1,4 @@
-"""The PTX that `shares.py` speaks where Gluon's own operations would make all warps wait for each other.
+"""The PTX that `stream_k.py` speaks where Gluon's own operations would make all warps wait for each other.
 
 Gluon puts a barrier of the whole group before every arrival at an mbarrier and every second wait for one, and
 a fence of all memory before a copy into memory it has seen written. Here each warp waits and arrives for
@@ -17,7 +17,7 @@ def lines(*parts):
 
 
 @gluon.constexpr_function
-def barriers_asm(ready, free, sent, stages, tails, warps):
+def init_mbarriers_asm(ready, free, sent, stages, tails, warps):
     """Thread 0 makes the barriers: one arrival fills a stage; all warps free it, and send a tail."""
     inits = [f"@p mbarrier.init.shared::cta.b64 [a+{ready + 8 * i}], 1;" for i in range(stages)]
     inits += [f"@p mbarrier.init.shared::cta.b64 [a+{free + 8 * i}], {warps};" for i in range(stages)]
@@ -27,7 +27,7 @@ def barriers_asm(ready, free, sent, stages, tails, warps):
 
 
 @gluon.constexpr_function
-def expect_asm(ready, count):
+def expect_bytes_asm(ready, count):
     """Lane 0 announces `count` bytes at the barrier of the stage `$1` bytes on, where `$2`."""
     return lines(
         ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
@@ -37,7 +37,7 @@ def expect_asm(ready, count):
 
 
 @gluon.constexpr_function
-def wait_asm():
+def mbarrier_wait_asm():
     return lines(
         ".reg .pred p;", ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;", "again:",
         "mbarrier.try_wait.parity.shared::cta.b64 p, [a], $2;", "@!p bra again;", "mov.u32 $0, 0;",
@@ -45,7 +45,7 @@ def wait_asm():
 
 
 @gluon.constexpr_function
-def arrive_asm():
+def mbarrier_arrive_asm():
     return lines(
         ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
         "setp.ne.and.u32 p, $2, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;",
@@ -54,21 +54,23 @@ def arrive_asm():
 
 
 @gluon.jit
-def wait_for(barrier, phase):
+def mbarrier_wait(barrier, phase):
     """Until the phase of the barrier at this offset is over."""
-    gl.inline_asm_elementwise(wait_asm(), "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        mbarrier_wait_asm(), "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def arrive_at(barrier, pred):
+def mbarrier_arrive(barrier, pred):
     """One arrival for this warp. What its lanes read was used by the wgmma issued since, so it is read."""
     gl.inline_asm_elementwise(
-        arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+        mbarrier_arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.constexpr_function
-def load4_asm(offset):
+def load_shared_v4_asm(offset):
     return lines(
         ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $4;",
         f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [a+{offset}];",
@@ -76,14 +78,14 @@ def load4_asm(offset):
 
 
 @gluon.constexpr_function
-def load_asm(offset):
+def load_shared_asm(offset):
     return lines(
         ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;", f"ld.shared.b32 $0, [a+{offset}];"
     )
 
 
 @gluon.constexpr_function
-def load_pair_asm(offset, step):
+def load_shared_pair_asm(offset, step):
     return lines(
         ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $2;",
         f"ld.shared.b32 $0, [a+{offset}];", f"ld.shared.b32 $1, [a+{offset + step}];",
@@ -99,14 +101,14 @@ def here(pointer):
 
 
 @gluon.constexpr_function
-def send_asm(offset):
+def store_partials_asm(offset):
     """Four sums to scratch memory, `offset` bytes behind an address."""
     results = [f"mov.u32 ${i}, 0;" for i in range(4)]
     return lines(f"st.global.v4.b32 [$8+{offset}], {{$4,$5,$6,$7}};", *results)
 
 
 @gluon.constexpr_function
-def fetch_asm(offset):
+def load_partials_asm(offset):
     """Four of another CTA's sums, or zeros."""
     zeros = [f"mov.b32 ${i}, 0;" for i in range(4)]
     return lines(
@@ -116,7 +118,7 @@ def fetch_asm(offset):
 
 
 @gluon.constexpr_function
-def greatest_asm():
+def max_abs_asm():
     """The greatest of four sums' magnitudes and `$8`, four times."""
     results = [f"mov.f32 ${i}, a;" for i in range(4)]
     return lines(
@@ -126,7 +128,7 @@ def greatest_asm():
 
 
 @gluon.constexpr_function
-def send_halves_asm(offset):
+def store_fp16_asm(offset):
     """Eight sums times `$12`, in fp16, to scratch memory, `offset` bytes behind an address."""
     halves = []
     for i in range(4):
@@ -138,14 +140,14 @@ def send_halves_asm(offset):
 
 
 @gluon.constexpr_function
-def send_scale_asm(offset):
+def store_scale_asm(offset):
     """A number to scratch memory, `offset` bytes behind an address."""
     results = [f"mov.u32 ${i}, 0;" for i in range(4)]
     return lines(f"st.global.f32 [$8+{offset}], $4;", *results)
 
 
 @gluon.constexpr_function
-def by_first_asm(of, instruction):
+def elected_asm(of, instruction):
     """What thread 0 ("tid.x") or lane 0 ("laneid") does with the counter `$1`."""
     return lines(
         ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
@@ -154,7 +156,7 @@ def by_first_asm(of, instruction):
 
 
 @gluon.constexpr_function
-def await_asm():
+def acquire_wait_asm():
     return lines(
         ".reg .pred p;", ".reg .b32 v;", "again:", "ld.acquire.gpu.global.b32 v, [$1];",
         "setp.lt.u32 p, v, $2;", "@p bra again;", "mov.u32 $0, 0;",
@@ -162,31 +164,31 @@ def await_asm():
 
 
 @gluon.jit
-def count_one(counter, OF: gl.constexpr):
+def release_increment(counter, OF: gl.constexpr):
     """The first thread or lane counts one; who sees that sees what it has seen written."""
     gl.inline_asm_elementwise(
-        by_first_asm(OF, "red.release.gpu.global.add.u32 [$1], 1"), "=r,l", [counter.to(gl.int64)],
+        elected_asm(OF, "red.release.gpu.global.add.u32 [$1], 1"), "=r,l", [counter.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def await_count(counter, wanted):
+def acquire_wait(counter, wanted):
     gl.inline_asm_elementwise(
-        await_asm(), "=r,l,r", [counter.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1
+        acquire_wait_asm(), "=r,l,r", [counter.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def clear(counter, OF: gl.constexpr):
     gl.inline_asm_elementwise(
-        by_first_asm(OF, "st.global.b32 [$1], 0"), "=r,l", [counter.to(gl.int64)],
+        elected_asm(OF, "st.global.b32 [$1], 0"), "=r,l", [counter.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def store_asm(half):
+def store_y_asm(half):
     """Four sums of a thread, two neighbours in M of two rows of the weight, to four neighbours in a row of y.
 
     Exchanged in the warp, twice: blocks of eight by eight with rows for columns, then between lanes side by
@@ -205,7 +207,7 @@ def store_asm(half):
 
 
 @gluon.constexpr_function
-def halves_asm(offset, shared):
+def load_fp16_asm(offset, shared):
     """Eight sums in fp16 from shared or from scratch memory, `offset` bytes behind a place, as fp32."""
     parts = [
         f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 ${2 * i}, a; cvt.f32.f16 ${2 * i + 1}, b;" for i in range(4)
@@ -216,7 +218,7 @@ def halves_asm(offset, shared):
 
 
 @gluon.constexpr_function
-def scale_asm(offset, shared):
+def load_scale_asm(offset, shared):
     """A number from there, four times."""
     copies = [f"mov.f32 ${i}, a;" for i in range(4)]
     return lines(".reg .f32 a;", ".reg .b32 p;", *loads("f32 a", 4, offset, shared), *copies)
@@ -236,7 +238,7 @@ def loads_constraints(results, shared):
 
 
 @gluon.constexpr_function
-def copy_asm(count, more, ready, words):
+def bulk_copy_asm(count, more, ready, words):
     """Lane 0 copies `count` bytes from `$1` and `more` from `$2`, which other CTAs wrote, to shared memory.
 
     To `$3`, and to `$4` behind `words`, announced at the barrier `$5` behind `ready`.

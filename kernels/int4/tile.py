@@ -6,10 +6,10 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .unpack import meta_layout, words_layout, x_layout
+from .unpack import scales_layout, words_layout, x_layout
 
-MULTIPROCESSORS = 132
-ARRIVALS = 1024
+NUM_SMS = 132
+SEMAPHORES = 1024
 """Counters of the parts of tiles that are done; zero, and left so."""
 
 
@@ -22,25 +22,27 @@ class HopperTile:
 
     m: int
     n: int
-    tiles: int
+    k_tiles: int
     stages: int
     slices: int
     registers: int
-    resident: int
+    ctas_per_sm: int
 
-    def number(self, m: int, n: int) -> int:
+    def num_tiles(self, m: int, n: int) -> int:
         """Tiles of y [m, n]."""
         return triton.cdiv(m, self.m) * triton.cdiv(n, self.n)
 
-    def descriptors(self, x: Tensor, words: Tensor, meta: Tensor, group_size: int) -> list[TensorDescriptor]:
+    def descriptors(
+        self, x: Tensor, words: Tensor, scale_words: Tensor, group_size: int
+    ) -> list[TensorDescriptor]:
         """Of a stage's activations, words, zeros and scales."""
         row_tiles, k_tiles, _ = words.shape
         word_rows = words.view(row_tiles, k_tiles * 8, 64)
-        meta_rows = max(1, self.tiles * 64 // group_size)
+        scale_rows = max(1, self.k_tiles * 64 // group_size)
         return [
-            TensorDescriptor.from_tensor(x, [self.m, self.tiles * 64], x_layout()),
-            TensorDescriptor.from_tensor(word_rows, [self.n // 64, self.tiles * 8, 64], words_layout()),
-            TensorDescriptor.from_tensor(meta, [meta_rows, self.n], meta_layout()),
+            TensorDescriptor.from_tensor(x, [self.m, self.k_tiles * 64], x_layout()),
+            TensorDescriptor.from_tensor(word_rows, [self.n // 64, self.k_tiles * 8, 64], words_layout()),
+            TensorDescriptor.from_tensor(scale_words, [scale_rows, self.n], scales_layout()),
         ]
 
     def constants(self, group_size: int, fractional: bool, half: bool) -> dict[str, int | bool]:
@@ -52,7 +54,7 @@ class HopperTile:
             "FRACTIONAL": fractional,
             "HALF": half,
             "STAGES": self.stages,
-            "TILES": self.tiles,
+            "K_TILES": self.k_tiles,
             "SLICES": self.slices,
         }
 

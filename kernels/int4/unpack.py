@@ -22,7 +22,7 @@ def words_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 
 
-def meta_layout() -> gl.NVMMASharedLayout:
+def scales_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -71,7 +71,7 @@ def slice_types(slices: int, half: bool) -> tuple:
 
 
 @gluon.jit
-def pair_of(value, HALF: gl.constexpr):
+def duplicate(value, HALF: gl.constexpr):
     """fp32 [BN] to int32 [BN] holding the value twice in 16 bits."""
     if HALF:
         return gl.inline_asm_elementwise(
@@ -84,30 +84,30 @@ def pair_of(value, HALF: gl.constexpr):
 
 
 @gluon.jit
-def scale_of(meta):
-    """The scale in a word of meta with an integer zero, in fp32."""
-    return (meta & -16).to(gl.float32, bitcast=True)
+def scale_from_word(scale_words):
+    """The scale in a word of scale_words with an integer zero, in fp32."""
+    return (scale_words & -16).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def zero_and_scale(meta, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, SCALED: gl.constexpr):
-    """A word of meta as what is subtracted and multiplied by (or multiplied by and added), each twice."""
+def zero_and_scale(scale_words, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, SCALE_WEIGHTS: gl.constexpr):
+    """A word of scale_words as what is subtracted and multiplied by (or multiplied by and added), each twice."""
     if FRACTIONAL:
-        first = (meta & -65536) | ((meta >> 16) & 0xFFFF)
-        second = (meta << 16) | (meta & 0xFFFF)
+        first = (scale_words & -65536) | ((scale_words >> 16) & 0xFFFF)
+        second = (scale_words << 16) | (scale_words & 0xFFFF)
     else:
-        first = (meta & 0xF) * 0x00010001 | (0x64006400 if HALF else 0x43004300)
-        second = pair_of(scale_of(meta), HALF) if SCALED else first
+        first = (scale_words & 0xF) * 0x00010001 | (0x64006400 if HALF else 0x43004300)
+        second = duplicate(scale_from_word(scale_words), HALF) if SCALE_WEIGHTS else first
     return first, second
 
 
 @gluon.jit
 def unpack_slices(
     words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr, SCALED: gl.constexpr,
+    HALF: gl.constexpr, SCALE_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """One, two or four slices of a tile, [row / 16, r, t, v, h, u, slice ...]: what is joined comes last."""
-    asm: gl.constexpr = unpack_asm(FIRST, SLICES, GROUP, FRACTIONAL, HALF, SCALED)
+    asm: gl.constexpr = unpack_asm(FIRST, SLICES, GROUP, FRACTIONAL, HALF, SCALE_WEIGHTS)
     constraints: gl.constexpr = unpack_constraints(SLICES, 64 // GROUP if GROUP < 64 else 1)
     types: gl.constexpr = slice_types(SLICES, HALF)
     inputs = (words,) + scales  # noqa: RUF005
@@ -124,24 +124,24 @@ def unpack_slices(
 
 
 @gluon.jit
-def operand_of(
+def wgmma_operand(
     words, scales, more_words, more_scales, CHUNK: gl.constexpr, BN: gl.constexpr, SLICES: gl.constexpr,
-    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, SCALED: gl.constexpr,
+    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, SCALE_WEIGHTS: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
     """wgmma's operand [BN, 16 * SLICES] of the words of a tile; with eight slices, of two tiles."""
     operand: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if SLICES == 8:
-        low = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALED)
-        high = unpack_slices(more_words, more_scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALED)
+        low = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALE_WEIGHTS)
+        high = unpack_slices(more_words, more_scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALE_WEIGHTS)
         chunk = gl.permute(gl.join(low, high), [0, 5, 1, 8, 6, 7, 3, 2, 4])
     elif SLICES == 4:
-        chunk = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALED)
+        chunk = unpack_slices(words, scales, 0, 4, GROUP, FRACTIONAL, HALF, SCALE_WEIGHTS)
         chunk = gl.permute(chunk, [0, 5, 1, 6, 7, 3, 2, 4])
     elif SLICES == 1:
-        chunk = unpack_slices(words, scales, CHUNK % 4, 1, GROUP, FRACTIONAL, HALF, SCALED)
+        chunk = unpack_slices(words, scales, CHUNK % 4, 1, GROUP, FRACTIONAL, HALF, SCALE_WEIGHTS)
         chunk = gl.permute(chunk, [0, 5, 1, 3, 2, 4])
     else:
-        chunk = unpack_slices(words, scales, (CHUNK % 2) * 2, 2, GROUP, FRACTIONAL, HALF, SCALED)
+        chunk = unpack_slices(words, scales, (CHUNK % 2) * 2, 2, GROUP, FRACTIONAL, HALF, SCALE_WEIGHTS)
         chunk = gl.permute(chunk, [0, 5, 1, 6, 3, 2, 4])
     return gl.convert_layout(gl.reshape(chunk, [BN, 16 * SLICES]), operand, assert_trivial=True)

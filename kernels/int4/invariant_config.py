@@ -12,24 +12,24 @@ from torch import Tensor
 
 from . import invariant
 from .invariant import UNIT, Tile
-from .tile import ARRIVALS, MULTIPROCESSORS
+from .tile import NUM_SMS, SEMAPHORES
 
 BUCKETS = {
     8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
     16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
     32: (Tile(32, 64, 2, 8, 8, 128, 2, 1.0), Tile(32, 64, 2, 6, 8, 80, 3, 1.5)),
     64: (Tile(64, 64, 2, 5, 8, 128, 2, 1.27), Tile(64, 64, 2, 3, 8, 80, 3, 1.9)),
-    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, combine=5.0),),
+    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, reduce_cost=5.0),),
     256: (
-        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, combine=5.0),
-        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, combine=9.0),
+        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, reduce_cost=5.0),
+        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, reduce_cost=9.0),
     ),
 }
 LONG_K = 8192
-TWO_A_MULTIPROCESSOR = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
-ORDERED_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_A_MULTIPROCESSOR)
+TWO_PER_SM = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
+SEQUENTIAL_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_PER_SM)
 """Where one CTA sums all parts of K: up to 64 rows; few tiles; many."""
-MAX_PARTS = 16
+MAX_SPLITS = 16
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Split:
     """In units of K, one after the other."""
 
 
-def split_of(tiles: int, units: int, slots: int, combine: float = 0.0) -> Split:
+def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Split:
     """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
 
     A part costs one and a half units to start and two fifths to be added up.
@@ -53,10 +53,10 @@ def split_of(tiles: int, units: int, slots: int, combine: float = 0.0) -> Split:
         return Split(tiles, 1, waves * (units + 1.5))
 
     def cost(parts: int) -> float:
-        adding = parts * 0.4 + combine if parts > 1 else 0.0
+        adding = parts * 0.4 + reduce_cost if parts > 1 else 0.0
         return -(-rest * parts // slots) * (-(-units // parts) + 1.5) + adding
 
-    parts = min(range(1, min(MAX_PARTS, units) + 1), key=cost)
+    parts = min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
     return Split(tiles if parts == 1 else tiles - rest, parts, waves * (units + 1.5) + cost(parts))
 
 
@@ -67,13 +67,13 @@ def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
     units = triton.cdiv(k, UNIT)
 
     def split(tile: Tile) -> Split:
-        return split_of(tile.number(m, n), units, MULTIPROCESSORS * tile.resident, tile.combine)
+        return split_of(tile.num_tiles(m, n), units, NUM_SMS * tile.ctas_per_sm, tile.reduce_cost)
 
     tile = min(BUCKETS[bucket], key=lambda tile: tile.unit_us * split(tile).cost)
     return tile, split(tile)
 
 
-def parts_of(n: int, k: int) -> int:
+def splits_of(n: int, k: int) -> int:
     """Parts of K, by the shape of the weight alone."""
     split = plan(1, n, k)[1]
     return 1 if split.whole else split.parts
@@ -81,26 +81,32 @@ def parts_of(n: int, k: int) -> int:
 
 def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
     """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
-    if m <= 32 or (m <= 64 and k > LONG_K) or parts_of(n, k) == 1:
+    if m <= 32 or (m <= 64 and k > LONG_K) or splits_of(n, k) == 1:
         return plan(m, n, k)[0], False
-    small, alone, many = ORDERED_TILES
+    small, alone, many = SEQUENTIAL_TILES
     if m <= small.m:
         return small, True
-    return (alone if alone.number(m, n) <= MULTIPROCESSORS else many), True
+    return (alone if alone.num_tiles(m, n) <= NUM_SMS else many), True
 
 
 def matmul(
-    x: Tensor, words: Tensor, meta: Tensor, arrivals: Tensor, y: Tensor, group_size: int, fractional: bool
+    x: Tensor,
+    words: Tensor,
+    scale_words: Tensor,
+    semaphores: Tensor,
+    y: Tensor,
+    group_size: int,
+    fractional: bool,
 ) -> None:
     """x [M, K] @ w.T into y [M, N]; as `hopper.matmul` but for the order of summation."""
     m, n = y.shape
     if m == 0:
         return
-    tile, ordered = tile_for(m, n, x.shape[1])
-    parts = parts_of(n, x.shape[1])
-    rows = m if ordered else max(1, ARRIVALS // triton.cdiv(n, tile.n)) * tile.m
+    tile, sequential = tile_for(m, n, x.shape[1])
+    parts = splits_of(n, x.shape[1])
+    rows = m if sequential else max(1, SEMAPHORES // triton.cdiv(n, tile.n)) * tile.m
     for first in range(0, m, rows):
         some = slice(first, first + rows)
         invariant.launch(
-            x[some], words, meta, arrivals, y[some], group_size, fractional, tile, parts, ordered
+            x[some], words, scale_words, semaphores, y[some], group_size, fractional, tile, parts, sequential
         )

@@ -1,4 +1,4 @@
-"""What becomes of a tile's sums in `shares.py`: sent to the tile's owner, or completed and written to y.
+"""What becomes of a tile's sums in `stream_k.py`: sent to the tile's owner, or completed and written to y.
 
 A multiprocessor stores 22 to 29 bytes a cycle, in whatever way, so from 128 rows of x on sums travel in fp16,
 times a power of two for each thread: at most 2^-11 of a sum is lost, and of what is under 2^-29 of the
@@ -12,78 +12,78 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from .ptx import (
-    await_count,
+    acquire_wait,
     clear,
-    count_one,
-    fetch_asm,
-    greatest_asm,
-    halves_asm,
     here,
+    load_fp16_asm,
+    load_partials_asm,
+    load_scale_asm,
     loads_constraints,
-    scale_asm,
-    send_asm,
-    send_halves_asm,
-    send_scale_asm,
-    store_asm,
+    max_abs_asm,
+    release_increment,
+    store_fp16_asm,
+    store_partials_asm,
+    store_scale_asm,
+    store_y_asm,
 )
 
-HALVES = gl.constexpr(128)
+FP16_FROM_ROWS = gl.constexpr(128)
 """Rows of x in a tile from which on sums travel in fp16."""
 
 
 @gluon.constexpr_function
-def by_eight_layout(rows):
+def fragment_layout(rows):
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, 8, 16])
 
 
 @gluon.jit
-def by_eight(sums, BN: gl.constexpr, COLUMNS: gl.constexpr):
+def split_accumulator(sums, BN: gl.constexpr, COLUMNS: gl.constexpr):
     """Sums [BN, COLUMNS] as a tuple of [BN, 8]; nothing moves."""
     if COLUMNS == 8:
-        return (gl.convert_layout(sums, by_eight_layout(BN), assert_trivial=True),)
+        return (gl.convert_layout(sums, fragment_layout(BN), assert_trivial=True),)
     else:
         low, high = gl.split(gl.permute(gl.reshape(sums, [BN, 2, COLUMNS // 2]), [0, 2, 1]))
-        return by_eight(low, BN, COLUMNS // 2) + by_eight(high, BN, COLUMNS // 2)
+        return split_accumulator(low, BN, COLUMNS // 2) + split_accumulator(high, BN, COLUMNS // 2)
 
 
 @gluon.jit
-def places_of_sums(BN: gl.constexpr):
+def partial_offsets(BN: gl.constexpr):
     """Where a thread's four sums of an eight lie in scratch memory, in bytes: threads side by side."""
-    n = gl.arange(0, BN, gl.SliceLayout(1, by_eight_layout(BN)))[:, None]
-    m = gl.arange(0, 8, gl.SliceLayout(0, by_eight_layout(BN)))[None, :]
+    n = gl.arange(0, BN, gl.SliceLayout(1, fragment_layout(BN)))[:, None]
+    m = gl.arange(0, 8, gl.SliceLayout(0, fragment_layout(BN)))[None, :]
     return ((n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 16
 
 
 @gluon.constexpr_function
-def numbers_of(rows, columns):
-    """Scratch memory for the sums of a CTA, in fp32 numbers; from `HALVES` rows of x on fp16 and scales."""
-    return rows * columns // 2 + rows * 2 if columns >= HALVES else rows * columns
+def partial_floats(rows, columns):
+    """Scratch memory for the sums of a CTA, in fp32 numbers; from `FP16_FROM_ROWS` rows of x on fp16 and scales."""
+    return rows * columns // 2 + rows * 2 if columns >= FP16_FROM_ROWS else rows * columns
 
 
 @gluon.jit
-def send(parts, partials, arrivals, at, index, owner, BN: gl.constexpr, BM: gl.constexpr):
+def send(parts, partials, semaphores, at, index, owner, BN: gl.constexpr, BM: gl.constexpr):
     """Sums [BN, BM] as eights to scratch memory, counted for the CTA that owns the tile.
 
     A number of bytes apart that the compiler knows: an address each would take the registers that hold loads
     in flight.
     """
     gdc_wait()
-    ours = here(partials + index * numbers_of(BN, BM))
-    if BM >= HALVES:
-        send_halves(parts, ours, at, BN, BM)
+    ours = here(partials + index * partial_floats(BN, BM))
+    if BM >= FP16_FROM_ROWS:
+        send_fp16(parts, ours, at, BN, BM)
     else:
         where = ours + at
         for eight in gl.static_range(BM // 8):
             gl.inline_asm_elementwise(
-                send_asm(eight * BN * 32), "=r,=r,=r,=r,r,r,r,r,l,l,l,l", [parts[eight], where],
+                store_partials_asm(eight * BN * 32), "=r,=r,=r,=r,r,r,r,r,l,l,l,l", [parts[eight], where],
                 dtype=gl.int32, is_pure=False, pack=4,
             )  # fmt: skip
     gl.thread_barrier()
-    count_one(arrivals + owner, "tid.x")
+    release_increment(semaphores + owner, "tid.x")
 
 
 @gluon.jit
-def send_halves(parts, ours, at, BN: gl.constexpr, BM: gl.constexpr):
+def send_fp16(parts, ours, at, BN: gl.constexpr, BM: gl.constexpr):
     """Sums in fp16, times the power of two that brings a thread's greatest to 2^14 .. 2^15.
 
     With an infinite one among them the thread's others go as they are.
@@ -91,7 +91,7 @@ def send_halves(parts, ours, at, BN: gl.constexpr, BM: gl.constexpr):
     greatest = gl.zeros_like(parts[0])
     for eight in gl.static_range(BM // 8):
         greatest = gl.inline_asm_elementwise(
-            greatest_asm(), "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [parts[eight], greatest],
+            max_abs_asm(), "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [parts[eight], greatest],
             dtype=gl.float32, is_pure=True, pack=4,
         )  # fmt: skip
     exponent = greatest.to(gl.int32, bitcast=True) >> 23
@@ -101,54 +101,54 @@ def send_halves(parts, ours, at, BN: gl.constexpr, BM: gl.constexpr):
     where = ours + at
     for pair in gl.static_range(BM // 16):
         gl.inline_asm_elementwise(
-            send_halves_asm(pair * BN * 32), "=r,=r,=r,=r,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l",
+            store_fp16_asm(pair * BN * 32), "=r,=r,=r,=r,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l",
             [parts[2 * pair], parts[2 * pair + 1], scale, where], dtype=gl.int32, is_pure=False, pack=4,
         )  # fmt: skip
     gl.inline_asm_elementwise(
-        send_scale_asm(BN * BM * 2), "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [inverse, ours + at // 4],
+        store_scale_asm(BN * BM * 2), "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [inverse, ours + at // 4],
         dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
 @gluon.jit
-def add(parts, partials, arrivals, at, index, last, BN: gl.constexpr, BM: gl.constexpr):
+def add(parts, partials, semaphores, at, index, last, BN: gl.constexpr, BM: gl.constexpr):
     """The sums, as eights, and those of the CTAs up to `last`."""
-    await_count(arrivals + index, last - index)
-    if BM >= HALVES:
+    acquire_wait(semaphores + index, last - index)
+    if BM >= FP16_FROM_ROWS:
         for other in range(index + 1, last + 1):
-            theirs = here(partials + other * numbers_of(BN, BM))
-            parts = add_halves(parts, theirs + at // 4, theirs + at, BN * BM * 2, False, BN, BM)
+            theirs = here(partials + other * partial_floats(BN, BM))
+            parts = add_fp16(parts, theirs + at // 4, theirs + at, BN * BM * 2, False, BN, BM)
     else:
         together: gl.constexpr = max(1, min(8, 128 // BM))
         for first in range(index + 1, last + 1, together):
             for i in gl.static_range(together):
                 other = first + i
-                where = here(partials + other * numbers_of(BN, BM)) + at
+                where = here(partials + other * partial_floats(BN, BM)) + at
                 wanted = (other <= last).to(gl.int32) + at * 0
                 for eight in gl.static_range(BM // 8):
                     theirs = gl.inline_asm_elementwise(
-                        fetch_asm(eight * BN * 32), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [where, wanted],
+                        load_partials_asm(eight * BN * 32), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [where, wanted],
                         dtype=gl.float32, is_pure=False, pack=4,
                     )  # fmt: skip
                     # The sums go round: after all eights each is in its place.
                     parts = parts[1:] + (parts[0] + theirs,)  # noqa: RUF005
     gl.thread_barrier()
-    clear(arrivals + index, "tid.x")
+    clear(semaphores + index, "tid.x")
     return parts
 
 
 @gluon.jit
-def add_halves(
+def add_fp16(
     parts, scale_at, where, OFFSET: gl.constexpr, SHARED: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
 ):
-    """The sums, as eights, and those that `send_halves` has sent, in scratch or since in shared memory."""
+    """The sums, as eights, and those that `send_fp16` has sent, in scratch or since in shared memory."""
     inverse = gl.inline_asm_elementwise(
-        scale_asm(OFFSET, SHARED), loads_constraints(4, SHARED), [scale_at], dtype=gl.float32, is_pure=False,
+        load_scale_asm(OFFSET, SHARED), loads_constraints(4, SHARED), [scale_at], dtype=gl.float32, is_pure=False,
         pack=4,
     )  # fmt: skip
     for pair in gl.static_range(BM // 16):
         one, two = gl.inline_asm_elementwise(
-            halves_asm(pair * BN * 32, SHARED), loads_constraints(8, SHARED), [where],
+            load_fp16_asm(pair * BN * 32, SHARED), loads_constraints(8, SHARED), [where],
             dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
         )  # fmt: skip
         # The sums go round: after all pairs each is in its place.
@@ -159,17 +159,17 @@ def add_halves(
 @gluon.jit
 def write(
     parts, y, tile_n, tile_m, M, N, BN: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr,
-    QUADS: gl.constexpr,
+    VECTOR_STORE: gl.constexpr,
 ):  # fmt: skip
     """Sums as eights to y, where that has rows and columns for them."""
     gdc_wait()
     corner = here(y + (tile_m.to(gl.int64) * BM * N + tile_n * BN))
-    n = gl.arange(0, BN, gl.SliceLayout(1, by_eight_layout(BN)))[:, None]
-    m = gl.arange(0, 8, gl.SliceLayout(0, by_eight_layout(BN)))[None, :]
+    n = gl.arange(0, BN, gl.SliceLayout(1, fragment_layout(BN)))[:, None]
+    m = gl.arange(0, 8, gl.SliceLayout(0, fragment_layout(BN)))[None, :]
     rows = M - tile_m * BM
     columns = N - tile_n * BN
-    if QUADS:
-        # As `store_asm` leaves them: every second lane has neighbours from the lower eight of sixteen rows.
+    if VECTOR_STORE:
+        # As `store_y_asm` leaves them: every second lane has neighbours from the lower eight of sixteen rows.
         target_n = (n & -16) + (m & 6) + (m & 2) * 3
         target_m = n & 7
         where = corner + ((target_m * N + target_n) * 2).to(gl.int64)
@@ -177,7 +177,7 @@ def write(
         for eight in gl.static_range(BM // 8):
             inside = (target_m < rows - eight * 8).to(gl.int32)
             gl.inline_asm_elementwise(
-                store_asm(HALF), "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r", [parts[eight], where, inside],
+                store_y_asm(HALF), "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r", [parts[eight], where, inside],
                 dtype=gl.int32, is_pure=False, pack=4,
             )  # fmt: skip
             where += N.to(gl.int64) * 16
