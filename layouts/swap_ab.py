@@ -3,8 +3,8 @@
 What the bytes are and why they are fast is in `kernels/int4/swap_ab.py`; here are the layouts that read them.
 Not for the CPU.
 
-    swap_ab            Hopper; tile and cut by the bucket of M and the shape
-    swap_ab_invariant  Hopper; one order of summation for every M: a row's bits are its own
+    swap_ab            Hopper, stream-K; tile and split by the bucket of M and the shape
+    swap_ab_invariant  Hopper, split-K; one order of summation for every M: a row's bits are its own
     swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton; slow, and not registered
 """
 

@@ -1,11 +1,52 @@
-"""The INT4 product on Hopper."""
+"""INT4 matrix product on Hopper: y [M, N] = x [M, K] @ w.T, w packed INT4; the entry, and the way of a tile.
+
+                              HBM
+       words, scale words      |       x                          tma_loads.py
+                +--------- TMA loads -----------+                 by one producer warp, a stage at a time
+                v                               v
+    ring of 3 to 8 stages in shared memory: words, scale words | x [BM, 64..256]; full and empty mbarriers
+                |                               |
+         ld.shared.v4: a lane's                 |                 mainloop.py
+         four words, 32 codes                   |                 by one or two warpgroups
+                v                               |
+         shift, lop3, sub, mul: bf16 or fp16    |                 unpack.py
+         pairs, already where wgmma wants them  |
+                v                               v
+          A operand in registers        B operand in shared memory
+                +---------- wgmma --------------+
+                               v
+               accumulator [BN, BM], fp32 registers
+                               |
+            +------------------+--------------------+
+            | tile split over CTAs                  | whole tile   epilogue.py
+            v                                       v
+      partial sums, fp32 or scaled fp16,     rounded, transposed in the warp,
+      through L2; the tile's owner           stored
+      reduces them in order of K ---------->        |
+                                                    v
+                                                y in HBM
+
+    stream_k.py          the kernel: K of all tiles split evenly over CTAs
+    stream_k_config.py   which tile and which split for M, N, K
+    tail_prefetch.py     a variant in which partial sums are loaded into the ring ahead of time
+    invariant.py         batch-invariant split-K, with a main loop and an epilogue of its own
+    invariant_config.py  its tiles and splits
+    traits.py, tile.py   compile-time numbers on the device, tiles and operands on the host
+    ptx.py               inline PTX
+    swap_ab.py           the byte layout, its packing and reference, and the portable kernel
+
+Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
+M; what chose them is measured, by `tests/bench/int4_tuning.py`.
+"""
 
 import torch
 from torch import Tensor
 
 from . import invariant_config, stream_k, stream_k_config
+from .tile import Int4Operand
 
 MAX_ROWS = 16384
+"""Rows of x in a launch."""
 
 
 def matmul(
@@ -18,25 +59,14 @@ def matmul(
     fractional: bool,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous, on 16 bytes; `semaphores` zero, and left so."""
+    """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous, on 16 bytes; the weight as in `Int4Operand`."""
     m, k = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    operands = words, scale_words, semaphores
+    weight = Int4Operand(words, scale_words, semaphores, group_size, fractional)
     if batch_invariant:
-        invariant_config.matmul(x, *operands, y, group_size, fractional)
+        invariant_config.matmul(x, weight, y)
         return y
     for first in range(0, m, MAX_ROWS):
-        some = slice(first, first + MAX_ROWS)
-        chosen = stream_k_config.config_for(len(x[some]), n, k)
-        stream_k.launch(
-            x[some],
-            *operands,
-            y[some],
-            group_size,
-            fractional,
-            chosen.tile,
-            chosen.num_ctas,
-            chosen.start_offsets,
-            chosen.head_iters,
-        )
+        rows = slice(first, first + MAX_ROWS)
+        stream_k.launch(x[rows], weight, y[rows], stream_k_config.config_for(len(x[rows]), n, k))
     return y

@@ -1,7 +1,8 @@
-"""Which tile of `invariant.py` serves how many rows, and in how many parts the K of a weight is summed.
+"""Bucket table and split-K heuristics of the batch-invariant kernel: which tile, how many splits of K.
 
-By the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. In how many parts
-depends on the shape of the weight alone, so that a row's bits do not depend on what comes with it.
+The tile depends on the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. How
+many splits depends on the shape of the weight alone, so that a row's bits do not depend on what comes with
+it. Costs were measured on one H200 (`tests/bench/results/int4_kernel_log.md`).
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import triton
 from torch import Tensor
 
 from . import invariant
-from .invariant import UNIT, Tile
-from .tile import NUM_SMS, SEMAPHORES
+from .invariant import SPLIT_UNIT, Tile
+from .tile import NUM_SMS, SEMAPHORES, Int4Operand
 
+# Tile: m, n, k_tiles, stages, slices, registers, ctas_per_sm, unit_us
 BUCKETS = {
     8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
     16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
@@ -28,43 +30,43 @@ BUCKETS = {
 LONG_K = 8192
 TWO_PER_SM = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
 SEQUENTIAL_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_PER_SM)
-"""Where one CTA sums all parts of K: up to 64 rows; few tiles; many."""
+"""Where one CTA sums all splits of K: up to 64 rows; few tiles; many."""
 MAX_SPLITS = 16
 
 
 @dataclass(frozen=True)
 class Split:
-    """The first `whole` tiles of y are taken in one go each, the others in `parts` parts of K."""
+    """The first `whole` tiles of y are computed by one CTA each, the others split along K in `splits`."""
 
     whole: int
-    parts: int
+    splits: int
     cost: float
-    """In units of K, one after the other."""
+    """In units of `SPLIT_UNIT` columns of K, one after the other."""
 
 
 def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Split:
     """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
 
-    A part costs one and a half units to start and two fifths to be added up.
+    A split costs one and a half units to start and two fifths to be reduced.
     """
     waves = tiles // slots
     rest = tiles - waves * slots
     if rest == 0:
         return Split(tiles, 1, waves * (units + 1.5))
 
-    def cost(parts: int) -> float:
-        adding = parts * 0.4 + reduce_cost if parts > 1 else 0.0
-        return -(-rest * parts // slots) * (-(-units // parts) + 1.5) + adding
+    def cost(splits: int) -> float:
+        reducing = splits * 0.4 + reduce_cost if splits > 1 else 0.0
+        return -(-rest * splits // slots) * (-(-units // splits) + 1.5) + reducing
 
-    parts = min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
-    return Split(tiles if parts == 1 else tiles - rest, parts, waves * (units + 1.5) + cost(parts))
+    splits = min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
+    return Split(tiles if splits == 1 else tiles - rest, splits, waves * (units + 1.5) + cost(splits))
 
 
 @lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
-    """The tile and the split for y [m, n]: of the bucket's tiles the one expected to finish first."""
+def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
+    """For y [m, n] over k: of the bucket's tiles the one expected to finish first."""
     bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
-    units = triton.cdiv(k, UNIT)
+    units = triton.cdiv(k, SPLIT_UNIT)
 
     def split(tile: Tile) -> Split:
         return split_of(tile.num_tiles(m, n), units, NUM_SMS * tile.ctas_per_sm, tile.reduce_cost)
@@ -74,39 +76,29 @@ def plan(m: int, n: int, k: int) -> tuple[Tile, Split]:
 
 
 def splits_of(n: int, k: int) -> int:
-    """Parts of K, by the shape of the weight alone."""
-    split = plan(1, n, k)[1]
-    return 1 if split.whole else split.parts
+    """Splits of K, by the shape of the weight alone."""
+    split = tile_and_split(1, n, k)[1]
+    return 1 if split.whole else split.splits
 
 
 def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
-    """A tile, and whether one CTA sums all parts of K, one after the other; elsewhere each has its own."""
+    """A tile, and whether one CTA sums all splits of K, one after the other; elsewhere each has its own."""
     if m <= 32 or (m <= 64 and k > LONG_K) or splits_of(n, k) == 1:
-        return plan(m, n, k)[0], False
-    small, alone, many = SEQUENTIAL_TILES
+        return tile_and_split(m, n, k)[0], False
+    small, few, many = SEQUENTIAL_TILES
     if m <= small.m:
         return small, True
-    return (alone if alone.num_tiles(m, n) <= NUM_SMS else many), True
+    return (few if few.num_tiles(m, n) <= NUM_SMS else many), True
 
 
-def matmul(
-    x: Tensor,
-    words: Tensor,
-    scale_words: Tensor,
-    semaphores: Tensor,
-    y: Tensor,
-    group_size: int,
-    fractional: bool,
-) -> None:
+def matmul(x: Tensor, weight: Int4Operand, y: Tensor) -> None:
     """x [M, K] @ w.T into y [M, N]; as `hopper.matmul` but for the order of summation."""
     m, n = y.shape
     if m == 0:
         return
     tile, sequential = tile_for(m, n, x.shape[1])
-    parts = splits_of(n, x.shape[1])
+    splits = splits_of(n, x.shape[1])
     rows = m if sequential else max(1, SEMAPHORES // triton.cdiv(n, tile.n)) * tile.m
     for first in range(0, m, rows):
         some = slice(first, first + rows)
-        invariant.launch(
-            x[some], words, scale_words, semaphores, y[some], group_size, fractional, tile, parts, sequential
-        )
+        invariant.launch(x[some], weight, y[some], tile, splits, sequential)

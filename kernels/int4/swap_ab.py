@@ -1,12 +1,12 @@
-"""INT4 weights in the order of the matrix unit's registers: packing, reference, portable Triton kernels.
+"""INT4 weights in the order of wgmma's register operand ("swap AB"): byte layout, reference, portable kernel.
 
-The same bytes feed `hopper.py`, which is the fast path on Hopper; the kernels here run on any GPU that
-Triton compiles for, and under its interpreter. Not for activations in fp32.
+`hopper.py` is the fast path on the same bytes; the Triton kernel here runs on any GPU that Triton compiles
+for, and under its interpreter. Not for activations in fp32.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 
-    words  int32 [N/64, K/64, 512]   tiles of 64 rows and 64 columns, along K first; the last zero-padded
-    scale_words   int32 [K/group, N]        the scale and the zero of a row's group in one word; N padded to 64
+    words        int32 [N/64, K/64, 512]  tiles of 64 rows and 64 columns, along K first; the last zero-padded
+    scale_words  int32 [K/group, N]       scale and zero of a row's group in one word; N padded to 64
 
 One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t rows r and r+8, columns 2t, 2t+1, 2t+8
 and 2t+9 of each of the four slices of 16 columns: what wgmma and mma.sync want of their first operand. So
@@ -21,8 +21,8 @@ and 2t+9 of each of the four slices of 16 columns: what wgmma and mma.sync want 
 and `(word >> 4j) & 0x000F000F | 0x43004300`, one shift and one lop3, is the register that holds columns 2t
 and 2t+1 of slice j as two bf16 numbers 128 + q. A lane's four words are one load of 16 bytes.
 
-A word of scale_words: with integer zeros the fp32 scale, the zero in its last four bits; with fractional zeros
-two numbers of the activations' type, the scale in the high half and (8 - zero) * scale in the low half. Then
+A scale word: with integer zeros the fp32 scale, the zero in its last four bits; with fractional zeros two
+numbers of the activations' type, the scale in the high half and (8 - zero) * scale in the low half. Then
 
     integer zero      w = (q - zero) * scale         q - zero exact, one rounding to the activations' type
     fractional zero   w = (q - 8) * scale + (8 - zero) * scale       one rounding likewise
@@ -60,7 +60,7 @@ def unpack_words(words: Tensor) -> Tensor:
 
 
 def pack_scales(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Scale and zero [N, K/group] to scale_words int32 [K/group, ceil(N/64) * 64]; groups over 128 are repeated.
+    """Scale and zero [N, K/group] to scale words int32 [K/group, ceil(N/64) * 64]; groups over 128 repeated.
 
     An integer `zero` gives the integer form, a floating one the fractional form for activations of `dtype`.
     """
@@ -102,7 +102,7 @@ def reference_weight(
 def reference_matmul(
     x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool
 ) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T in torch, sums in fp32."""
+    """y [M, N] = x [M, K] @ w.T in torch, accumulated in fp32."""
     weight = reference_weight(words, scale_words, group_size, fractional, x.dtype)[:n, : x.shape[1]]
     return (x.float() @ weight.float().t()).to(x.dtype)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 from scalegate.kernels.int4 import invariant, invariant_config, stream_k, stream_k_config, swap_ab, unpack
+from scalegate.kernels.int4.tile import Dequant
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -25,22 +26,23 @@ def hopper_source(
     tile, group_size: int, fractional: bool, half: bool, odd_rows: bool, sequential: bool, tails: bool
 ) -> GluonASTSource:
     element = "fp16" if half else "bf16"
+    dequant = Dequant(group_size, fractional, half)
     scale_rows = max(1, tile.k_tiles * 64 // group_size)
-    x_layout, words_layout, scales_layout = (
-        repr(layout()) for layout in (unpack.x_layout, unpack.words_layout, unpack.scales_layout)
+    x_layout, words_layout, scale_words_layout = (
+        repr(layout()) for layout in (unpack.x_layout, unpack.words_layout, unpack.scale_words_layout)
     )
     is_invariant = isinstance(tile, invariant.Tile)
     bulk = is_invariant and tile.k_tiles == 1 and not odd_rows
     if is_invariant:
         kernel = invariant.int4_invariant_kernel
-        constants = invariant.constants(tile, group_size, fractional, half, bulk, sequential)
+        constants = invariant.constants(tile, dequant, bulk, sequential)
     else:
         kernel = stream_k.int4_stream_k_kernel
-        constants = stream_k.constants(tile, group_size, fractional, half, 1001 if odd_rows else 1024, tails)
+        constants = stream_k.constants(tile, dequant, 1001 if odd_rows else 1024, tails)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{element}[{tile.m}, {tile.k_tiles * 64}],{x_layout}>",
         "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.k_tiles * 8}, 64],{words_layout}>",
-        "scale_desc": f"tensordesc<i32[{scale_rows}, {tile.n}],{scales_layout}>",
+        "scale_desc": f"tensordesc<i32[{scale_rows}, {tile.n}],{scale_words_layout}>",
         "y": f"*{element}",
         "partials": "*fp32",
         "semaphores": "*i32",
@@ -85,7 +87,8 @@ def assembler_notes(kernel, tmp_path: Path) -> str:
 
 
 def name_of(tile) -> str:
-    return f"{type(tile).__module__[-6:]}{tile.m}x{tile.n}r{tile.ctas_per_sm}"
+    kernel = type(tile).__module__.rpartition(".")[2]
+    return f"{kernel}-{tile.m}x{tile.n}-{tile.ctas_per_sm}"
 
 
 def form_of(one) -> str:
@@ -112,13 +115,13 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
     notes = assembler_notes(kernel, tmp_path)
     assert "0 bytes spill stores" in notes
     assert "serialized" not in notes
-    # What a multiprocessor holds: 227 KB of shared memory less 1 KB for each CTA, 64 Ki registers.
+    # What an SM holds: 227 KB of shared memory less 1 KB for each CTA, 64 Ki registers.
     assert tile.ctas_per_sm * (kernel.metadata.shared + 1024) <= 228 * 1024
     assert tile.ctas_per_sm * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
 
 
 @pytest.mark.parametrize(("tile", "tails"), STREAM_K_AND_TAILS, ids=form_of)
-def test_warps_of_a_share_do_not_wait_for_each_other(tile, tails, tmp_path):
+def test_warps_do_not_wait_for_each_other_in_the_main_loop(tile, tails, tmp_path):
     instructions = disassembled(compiled(tile, tails=tails), tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
     between = instructions[products[0] : products[-1]]
