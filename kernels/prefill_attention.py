@@ -1,9 +1,9 @@
-"""Prefill attention over paged KV: pieces of prompts, each over its whole context in its pages; Triton.
+"""Prefill attention over paged KV, flash-attention style: prompt chunks over their contexts; Triton.
 
-The pieces' own keys and values are in their pages already. Not for decoding, where one token a request
+The chunks' own keys and values are in their pages already. Not for decoding, where one token a request
 leaves the matrix units nothing to do and the context is what has to be split.
 
-    q            [T, H, D]            bf16, fp16 or fp32; the tokens of all pieces, one after another
+    q            [T, H, D]            bf16, fp16 or fp32; the tokens of all chunks, one after another
     key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn or int8, or these as fp16; value_pages alike
     block_table  int32 [R, pages]     page numbers in the order of the context
     tiles        int32 [N, 4]         first token in q, tokens (TILE at most), the first one's position in its
@@ -16,7 +16,7 @@ A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G toke
 once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context
 and its place in its tile, whoever shares the step.
 
-Work for a piece of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
+Work for a chunk of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
 """
 
 from collections.abc import Sequence
@@ -79,14 +79,14 @@ def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1, 2)
 
 
-def tiles_of(first: int, pieces: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
-    """int32 [N, 4] for what lies in q from token `first` on: pieces (tokens, first position, row of the
-    block table), one after another, then `padding` tokens of no piece.
+def tiles_of(first: int, chunks: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
+    """int32 [N, 4] for what lies in q from token `first` on: chunks (tokens, first position, row of the
+    block table), one after another, then `padding` tokens of no chunk.
 
     The longest contexts come first, so that the last programs are short.
     """
     tiles = []
-    for count, position, row in pieces:
+    for count, position, row in chunks:
         for start in range(0, count, TILE):
             tiles.append((first + start, min(TILE, count - start), position + start, row))
         first += count
