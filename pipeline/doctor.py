@@ -15,9 +15,8 @@ import torch
 from huggingface_hub import constants, get_token
 
 from ..layouts.all_layouts import LAYOUTS
-from ..layouts.int4 import Int4Weight
-from ..layouts.layout import Problem
-from ..layouts.nvfp4 import GROUP_SIZE, NVFP4Weight
+from ..layouts.formats.all_formats import WEIGHT_FORMATS
+from ..layouts.layout import Experts, ExpertsLayout, Problem
 from ..layouts.plan import device_name
 
 PACKAGES = (
@@ -42,6 +41,8 @@ INSTALL = {
 }
 PROBE_SHAPE = (4096, 4096)
 """A layer of an 8 B model: N and K that every layout takes whose kernel runs here at all."""
+PROBE_EXPERTS = Experts(128, 8)
+"""What a layout of experts is asked with: as many as Qwen3's mixtures have."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True)
 class LayoutState:
-    """Whether one layout serves one kind of weight on one device, asked with a layer of an 8 B model."""
+    """Whether one layout serves one weight format on one device, asked with a layer of an 8 B model."""
 
     layout: str
     kernel: str
@@ -141,17 +142,15 @@ def _device(device: torch.device) -> Device:
 
 
 def _layouts(device: torch.device) -> list[LayoutState]:
-    n, k = PROBE_SHAPE
-    probes = {
-        "INT4 g128": Problem(Int4Weight, 128, True, n, k, torch.bfloat16, device),
-        "INT4 g128 fractional": Problem(Int4Weight, 128, False, n, k, torch.bfloat16, device),
-        "NVFP4": Problem(NVFP4Weight, GROUP_SIZE, True, n, k, torch.bfloat16, device),
-    }
-    return [
-        LayoutState(name, layout.kernel, str(device), probe, layout.refuses(problem))
-        for name, layout in LAYOUTS.items()
-        for probe, problem in probes.items()
-    ]
+    """Every layout asked about every format, and layouts of experts about experts."""
+    specs = [spec for _, weight_format in WEIGHT_FORMATS.items() for spec in weight_format.variants()]
+    states = []
+    for name, layout in LAYOUTS.items():
+        experts = PROBE_EXPERTS if isinstance(layout, ExpertsLayout) else None
+        for spec in specs:
+            problem = Problem(spec, *PROBE_SHAPE, torch.bfloat16, device, experts)
+            states.append(LayoutState(name, layout.kernel, str(device), spec.key, layout.refuses(problem)))
+    return states
 
 
 def _vllm(version: str | None) -> Engine:

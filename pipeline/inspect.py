@@ -1,6 +1,6 @@
 """What a checkpoint is, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
 
-Reads headers and records only, but for hashing an artifact's files; it judges nothing.
+Reads headers and records, but for hashing an artifact's files; it judges nothing.
 """
 
 import math
@@ -15,7 +15,6 @@ from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .conventions.all_conventions import convention_of
 from .conventions.convention import StoredWeight
 
-FORMAT_NAMES = {"Int4Weight": "INT4", "NVFP4Weight": "NVFP4", "Tensor": "FP8 blocks"}
 WEIGHT = ".weight"
 
 
@@ -103,16 +102,17 @@ def inspect(model: str | Path, revision: str | None = None) -> Inspection:
 
 
 def _formats(checkpoint: Checkpoint, stored: dict[str, StoredWeight]) -> list[FormatSummary]:
-    groups: dict[str, list[StoredWeight]] = {}
+    groups: dict[tuple[str, bool], list[StoredWeight]] = {}
     for weight in stored.values():
-        groups.setdefault(_format_name(weight), []).append(weight)
+        name = weight.stored_as or weight.spec.label
+        groups.setdefault((name, weight.read_input is not None), []).append(weight)
     summaries = []
-    for name, weights in sorted(groups.items()):
+    for (name, _), weights in sorted(groups.items()):
         # A fused tensor stands behind several modules and lies there once.
         tensors = {tensor for weight in weights for tensor in weight.tensors}
         summaries.append(
             FormatSummary(
-                format=name,
+                format=name + _inputs(weights[0]),
                 modules=len(weights),
                 weights=sum(math.prod(weight.shape) for weight in weights),
                 nbytes=sum(checkpoint.tensors[tensor].nbytes for tensor in tensors),
@@ -121,11 +121,8 @@ def _formats(checkpoint: Checkpoint, stored: dict[str, StoredWeight]) -> list[Fo
     return summaries
 
 
-def _format_name(weight: StoredWeight) -> str:
-    name = FORMAT_NAMES.get(weight.weight_format.__name__, weight.weight_format.__name__)
-    zero = ", fractional zero points" if not weight.integer_zero else ""
-    inputs = ", inputs in NVFP4 too" if weight.read_input else ""
-    return f"{name}, groups of {weight.group_size}{zero}{inputs}"
+def _inputs(weight: StoredWeight) -> str:
+    return f", inputs in {weight.read_input().label} too" if weight.read_input else ""
 
 
 def _kept(checkpoint: Checkpoint, in_formats: set[str]) -> list[str]:

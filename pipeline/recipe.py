@@ -154,7 +154,7 @@ class _Reader:
 
     def _format(self, name: Any, line: int | None) -> type[WeightFormat]:
         if not isinstance(name, str) or name not in WEIGHT_FORMATS:
-            raise self._error(line, f"`format` is one of {', '.join(WEIGHT_FORMATS)}; not {name!r}")
+            raise self._error(line, f"`format` is one of {', '.join(sorted(WEIGHT_FORMATS))}; not {name!r}")
         return WEIGHT_FORMATS[name]
 
     def _spec(
@@ -220,7 +220,7 @@ class _Reader:
             )
         if ignore:
             return Rule(pattern, Unquantized())
-        make = chosen if "format" in value else partial(replace, spec)
+        make = chosen if "format" in value else partial(replace, spec)  # type: ignore[type-var]
         return Rule(pattern, self._spec(make, names, value, lines))
 
     def _patterns(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> tuple[str, ...]:

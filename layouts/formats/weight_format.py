@@ -79,9 +79,9 @@ class WeightFormat(Hashable, Protocol):
 class Weight:
     """A linear layer's weight [N, K] in a format's own numbers.
 
-    A subclass adds the tensors. Each has N rows and a number of columns that is in proportion to K, but for
-    those that its spec names in `shared`, which stand for all of the weight. That is what lets the functions
-    here slice and merge a weight of any format.
+    A subclass adds the tensors. Each has N rows, and one column for all of a row or a number that is in
+    proportion to K, but for those that its spec names in `shared`, which stand for all of the weight. That is
+    what lets the functions here slice and merge a weight of any format.
     """
 
     spec: Any
@@ -127,7 +127,7 @@ class Weight:
         return self.with_tensors(
             {
                 name: t
-                if name in self.spec.shared
+                if name in self.spec.shared or t.shape[1] == 1
                 else t[:, start * t.shape[1] // k : stop * t.shape[1] // k].contiguous()
                 for name, t in self.tensors().items()
             }

@@ -1,7 +1,6 @@
 """`pipeline quantize`: options in, `pipeline.quantize.quantize` called, a summary out."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
         "recipe": artifact.recipe["name"],
         "export": quantization["export"],
         "quantized": len(quantization["modules"]),
-        "group_sizes": dict(Counter(str(m["group_size"]) for m in quantization["modules"].values())),
+        "formats": {summary["label"]: summary["modules"] for summary in quantization["formats"]},
         "kept": {reason: len(names) for reason, names in quantization["kept"].items()},
         "bits_per_weight": quantization["bits_per_weight"],
         "relative_error": quantization["relative_error"],
@@ -74,9 +73,9 @@ def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
 
 
 def _as_text(summary: dict[str, Any]) -> str:
-    sizes = ", ".join(f"{count} in groups of {size}" for size, count in summary["group_sizes"].items())
+    formats = " and ".join(f"{count} × {label}" for label, count in summary["formats"].items())
     lines = [
-        f"{summary['artifact']}: {summary['quantized']} linear weights in INT4 ({sizes}), "
+        f"{summary['artifact']}: {summary['quantized']} linear weights quantized ({formats}), "
         f"{summary['bits_per_weight']:g} bits each, {summary['bytes'] / 1e6:,.1f} MB in all",
         f"  relative error of the weights {summary['relative_error']:.4f}",
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ...layouts.formats.nvfp4 import NVFP4Input
+from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.layout import Problem
@@ -38,7 +38,7 @@ class StoredWeight:
     spec: WeightFormat
     tensors: tuple[str, ...]
     read: Callable[[], Weight | Tensor]
-    read_input: Callable[[], NVFP4Input] | None = None
+    read_input: Callable[[], InputFormat] | None = None
     shared: tuple[str, ...] = ()
     stored_as: str | None = None
 

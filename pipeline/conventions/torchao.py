@@ -57,7 +57,7 @@ class TorchAO:
         stored = {}
         for name, described in _subclasses(checkpoint).items():
             module, _, leaf = name.rpartition(".")
-            kind = described.get("_type")
+            kind = str(described.get("_type"))
             if kind not in READERS or leaf != "weight":
                 raise UserError(
                     f"{checkpoint.source}: {name} is a torchao {kind}; Scalegate reads {self.reads}"

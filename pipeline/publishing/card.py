@@ -98,10 +98,14 @@ def front_matter(artifact: Artifact, method: str | None) -> str:
             del base["license_link"]
     tags = base.pop("tags", [])
     tags = tags if isinstance(tags, list) else [tags]
-    own_tags = ["scalegate", "int4", *([method] if method else [])]
+    own_tags = ["scalegate", *_format_names(artifact), *([method] if method else [])]
     declared |= base
     declared["tags"] = list(dict.fromkeys([*tags, *own_tags]))
     return f"---\n{yaml.safe_dump(declared, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def _format_names(artifact: Artifact) -> list[str]:
+    return [one["spec"]["format"] for one in artifact.quantization["formats"]]
 
 
 def licence_files(artifact: Artifact) -> list[str]:
@@ -181,12 +185,12 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def _quantization(artifact: Artifact, method: str | None) -> str:
-    """`INT4 in groups of 128, asymmetric, stored as compressed-tensors`."""
-    what = str(artifact.recipe["format"]).upper()
-    sizes = {module["group_size"] for module in artifact.quantization.get("modules", {}).values()}
-    groups = " and ".join(str(size) for size in sorted(sizes)) or artifact.recipe.get("group_size")
-    symmetry = "symmetric" if artifact.recipe.get("symmetric") else "with zero points"
-    return f"{what} in groups of {groups}, {symmetry}" + (f", stored as {method}" if method else "")
+    """`INT4 g128, zero points, stored as compressed-tensors`; of several formats, how many layers have it."""
+    formats = artifact.quantization["formats"]
+    what = formats[0]["label"]
+    if len(formats) > 1:
+        what = " and ".join(f"{one['label']} ({one['modules']} layers)" for one in formats)
+    return what + (f", stored as {method}" if method else "")
 
 
 def _is_shipped(recipe: dict[str, Any]) -> bool:

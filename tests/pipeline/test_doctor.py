@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.pipeline import doctor as doctor_module
 from scalegate.pipeline.cli.doctor import command
 from scalegate.pipeline.doctor import doctor
@@ -19,7 +20,10 @@ def test_every_layout_is_there_for_every_device_with_a_reason_where_refused():
     assert {state.layout for state in diagnosis.layouts} == set(LAYOUTS)
     assert all(state.refusal is None or state.refusal.strip() for state in diagnosis.layouts)
     always = [state for state in diagnosis.layouts if state.layout == "dequantize"]
-    assert always and all(state.refusal is None for state in always)
+    refused = [state.problem for state in always if state.refusal is not None]
+    assert refused == ["unquantized"] * devices
+    specs = [spec for _, weight_format in WEIGHT_FORMATS.items() for spec in weight_format.variants()]
+    assert {state.problem for state in diagnosis.layouts} == {spec.key for spec in specs}
 
 
 def test_no_request_is_sent(monkeypatch):

@@ -97,7 +97,7 @@ def test_json_holds_what_the_terminal_shows(foreign):
     assert value["verdict"] is None
     assert value["source"] == "maker/base"
     text = CliRunner().invoke(command, [str(foreign)]).output
-    assert "1 modules, INT4, groups of 128: 4.15" in text
+    assert "1 modules, INT4 g128, zero points: 4.15" in text
     assert "as recorded" in text
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.layouts.int4 import Int4Weight, unpack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, unpack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization import int4_least_squares as hqq
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
@@ -39,7 +39,7 @@ def same(a: Int4Weight, b: Int4Weight) -> bool:
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_the_reported_error_is_that_of_the_stored_weight(weight, group_size: int, symmetric: bool) -> None:
-    solved = quantize_int4(weight, group_size, symmetric)
+    solved = quantize_int4(weight, Int4(group_size, symmetric))
     assert solved.weight.shape == tuple(weight.shape)
     assert solved.relative_error == pytest.approx(relative_error(weight, solved.weight), rel=1e-4)
     assert int(solved.weight.zero_point.max()) <= 15
@@ -48,16 +48,18 @@ def test_the_reported_error_is_that_of_the_stored_weight(weight, group_size: int
 
 @pytest.mark.parametrize("group_size", [64, 128])
 def test_it_beats_min_max_and_the_fractional_method_on_trained_weights(trained, group_size: int) -> None:
-    ours = quantize_int4(trained, group_size).relative_error
+    ours = quantize_int4(trained, Int4(group_size)).relative_error
     plain = float((min_max(trained, group_size) - trained.float()).norm() / trained.float().norm())
-    fractional = quantize_int4_fractional(trained, group_size, torch.bfloat16).relative_error
+    fractional = quantize_int4_fractional(
+        trained, Int4(group_size, zero_point="fractional"), torch.bfloat16
+    ).relative_error
     assert ours < 0.99 * plain
     assert ours <= fractional
 
 
 def test_the_search_finds_what_an_exhaustive_one_finds(weight) -> None:
     weight = weight[:16]
-    solved = quantize_int4(weight, 128)
+    solved = quantize_int4(weight, Int4(128))
     x = weight.float().view(16, 4, 128)
     scale, zero = solved.weight.scale.float().unsqueeze(-1), solved.weight.zero_point.float().unsqueeze(-1)
     best = torch.full((16, 4), torch.inf)
@@ -71,19 +73,21 @@ def test_the_search_finds_what_an_exhaustive_one_finds(weight) -> None:
 
 
 def test_threads_and_chunks_do_not_change_the_bits(weight, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = quantize_int4(weight, 128)
+    expected = quantize_int4(weight, Int4(128))
     for threads in (1, 2, 5):
         for chunk in (512, 3 * 512, 1 << 20):
             monkeypatch.setattr(hqq, "available_cores", lambda threads=threads: threads)
             monkeypatch.setattr(hqq, "CPU_CHUNK", chunk)
-            again = quantize_int4(weight, 128)
+            again = quantize_int4(weight, Int4(128))
             assert same(again.weight, expected.weight)
             assert again.squared_error == expected.squared_error
 
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_bits(weight) -> None:
-    assert same(quantize_int4(weight.cuda(), 128).weight.to("cpu"), quantize_int4(weight, 128).weight)
+    assert same(
+        quantize_int4(weight.cuda(), Int4(128)).weight.to("cpu"), quantize_int4(weight, Int4(128)).weight
+    )
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -96,7 +100,7 @@ def test_strange_groups_stay_exact_or_close(symmetric: bool) -> None:
     weight[5] = torch.arange(128) % 16 * 0.125 - 1.0
     weight[6] = torch.randn(128, generator=torch.Generator().manual_seed(1)) * 1e-30
     weight[7] = torch.randn(128, generator=torch.Generator().manual_seed(2)) * 1e15
-    solved = quantize_int4(weight, 128, symmetric).weight
+    solved = quantize_int4(weight, Int4(128, symmetric)).weight
     back = solved.dequantize(torch.float32)
     assert bool(torch.isfinite(back).all())
     assert bool((back[0] == 0).all())
@@ -109,7 +113,7 @@ def test_strange_groups_stay_exact_or_close(symmetric: bool) -> None:
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_scale_is_optimal_as_it_is_stored(weight, scale_dtype: torch.dtype) -> None:
-    solved = quantize_int4(weight, 128, scale_dtype=scale_dtype)
+    solved = quantize_int4(weight, Int4(128), scale_dtype=scale_dtype)
     assert solved.weight.scale.dtype == scale_dtype
     assert solved.relative_error < 0.102
 
@@ -117,13 +121,13 @@ def test_the_scale_is_optimal_as_it_is_stored(weight, scale_dtype: torch.dtype) 
 @pytest.mark.parametrize("group_size", [16, 48, 96])
 def test_group_sizes_that_are_no_powers_of_two(group_size: int) -> None:
     weight = torch.randn(8, group_size * 6, generator=torch.Generator().manual_seed(3))
-    solved = quantize_int4(weight, group_size)
+    solved = quantize_int4(weight, Int4(group_size))
     assert solved.relative_error == pytest.approx(relative_error(weight, solved.weight), rel=1e-4)
 
 
 def test_fractional_zeros_come_from_torchao_unchanged(weight) -> None:
-    solved = quantize_int4_fractional(weight, 64, torch.bfloat16)
-    assert not solved.weight.has_integer_zero
+    solved = quantize_int4_fractional(weight, Int4(64, zero_point="fractional"), torch.bfloat16)
+    assert not solved.weight.spec.has_integer_zero
     assert float((solved.weight.zero_point % 1 != 0).float().mean()) > 0.5
     assert solved.relative_error == pytest.approx(relative_error(weight, solved.weight), rel=1e-4)
     assert int(unpack_nibbles(solved.weight.codes).max()) == 15

@@ -9,17 +9,20 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
-from scalegate.layouts.int4 import Int4Weight
+from scalegate.layouts.formats.int4 import Int4, Int4Weight
+from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.baseline import open_baseline
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.quantization import weight_tensors
+from scalegate.pipeline.quantization.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 
-RECIPE = Recipe("test", group_size=128)
+RECIPE = Recipe("test", spec=Int4(128))
 DOWN = "model.layers.0.mlp.down_proj"
 
 
@@ -63,7 +66,7 @@ def refusal(*arguments: object, **options: object) -> str:
 def test_the_artifact_holds_the_solver_s_weights(artifact: Path, example_checkpoint: Path) -> None:
     stored = stored_weights(artifact)
     assert len(stored) == 28
-    expected = quantize_int4(open_checkpoint(example_checkpoint).read(f"{DOWN}.weight"), 128)
+    expected = quantize_int4(open_checkpoint(example_checkpoint).read(f"{DOWN}.weight"), Int4())
     for part in ("codes", "scale", "zero_point"):
         assert torch.equal(getattr(stored[DOWN], part), getattr(expected.weight, part))
     recorded = Artifact.read(artifact).quantization
@@ -114,7 +117,7 @@ def test_twice_the_same_call_gives_the_same_bytes_and_returns_early(
 
 
 def test_another_recipe_does_not_touch_a_finished_artifact(artifact: Path, example_checkpoint: Path) -> None:
-    found = refusal(example_checkpoint, Recipe("other", group_size=64), artifact)
+    found = refusal(example_checkpoint, Recipe("other", spec=Int4(64)), artifact)
     assert "made with another recipe" in found
     assert "--overwrite" in found
     assert Artifact.read(artifact).changed_files(artifact) == []
@@ -146,7 +149,7 @@ def test_a_damaged_artifact_is_not_taken_for_finished(source: Path, tmp_path: Pa
 def test_overwrite_starts_over_and_only_in_its_own_folder(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     quantize(source, RECIPE, out, max_shard_bytes=1_500_000, progress=False)
-    quantize(source, Recipe("other", group_size=64), out, overwrite=True, progress=False)
+    quantize(source, Recipe("other", spec=Int4(64)), out, overwrite=True, progress=False)
     assert Artifact.read(out).recipe["group_size"] == 64
     assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
     (tmp_path / "mine").mkdir()
@@ -195,7 +198,7 @@ def test_fp8_sources_are_dequantized_first(source: Path, tmp_path: Path, scaled:
     quantize(source, recipe, tmp_path / "out", progress=False)
     stored = stored_weights(tmp_path / "out")
     weight = true_weights[f"{DOWN}.weight"]
-    assert torch.equal(stored[DOWN].codes, quantize_int4(weight, 128).weight.codes)
+    assert torch.equal(stored[DOWN].codes, quantize_int4(weight, Int4()).weight.codes)
     artifact = open_checkpoint(tmp_path / "out")
     kept = artifact.read("model.layers.0.self_attn.o_proj.weight")
     assert torch.equal(kept, true_weights["model.layers.0.self_attn.o_proj.weight"].bfloat16())
@@ -263,7 +266,7 @@ def test_quantized_embeddings_are_declared_so_that_nobody_skips_them(
 
 def test_torchao_takes_integer_and_fractional_zeros(example_checkpoint: Path, tmp_path: Path) -> None:
     quantize(example_checkpoint, RECIPE, tmp_path / "a", export="torchao", progress=False)
-    fractional = Recipe("f", zero_point="fractional", include=("*.layers.0.self_attn.*",))
+    fractional = Recipe("f", spec=Int4(zero_point="fractional"), include=("*.layers.0.self_attn.*",))
     found = refusal(example_checkpoint, fractional, tmp_path / "b")
     assert "compressed-tensors cannot store" in found
     quantize(example_checkpoint, fractional, tmp_path / "b", export="torchao", progress=False)
@@ -271,6 +274,33 @@ def test_torchao_takes_integer_and_fractional_zeros(example_checkpoint: Path, tm
     back = stored_weights(tmp_path / "a")[DOWN].dequantize(torch.float32)
     assert float((back - weight).norm() / weight.norm()) < 0.11
     assert len(stored_weights(tmp_path / "b")) == 4
+
+
+def test_a_format_that_is_only_read_is_refused_with_those_that_are_made(
+    example_checkpoint: Path, tmp_path: Path
+) -> None:
+    found = refusal(example_checkpoint, Recipe("n", spec=NVFP4()), tmp_path / "out")
+    assert f"{DOWN}: Scalegate reads nvfp4 and does not make it; it makes int4" in found
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_quantized_a_few_rows_at_a_time_is_the_same(
+    artifact: Path, example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = []
+    original = QUANTIZERS["int4"].quantize
+
+    def counted(values, spec, scale_dtype):
+        blocks.append(values.shape[0])
+        return original(values, spec, scale_dtype)
+
+    monkeypatch.setattr(weight_tensors, "CPU_BLOCK", 100 * 768)
+    monkeypatch.setattr(QUANTIZERS["int4"], "quantize", counted)
+    only = Recipe("one", include=(DOWN,))
+    quantize(example_checkpoint, only, tmp_path / "out", progress=False)
+    assert blocks == [100, 100, 56]
+    found, expected = stored_weights(tmp_path / "out")[DOWN], stored_weights(artifact)[DOWN]
+    assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in found.tensors().items())
 
 
 def test_an_unknown_export_lists_the_choices(example_checkpoint: Path, tmp_path: Path) -> None:
@@ -325,9 +355,9 @@ def test_the_command_line_says_what_it_did(example_checkpoint: Path, tmp_path: P
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary["quantized"] == 28
-    assert summary["group_sizes"] == {"64": 28}
+    assert summary["formats"] == {"INT4 g64, zero points": 28}
     again = CliRunner().invoke(main, arguments)
-    assert "28 linear weights in INT4" in again.stdout
+    assert "28 linear weights quantized (28 × INT4 g64, zero points)" in again.stdout
     missing = CliRunner().invoke(main, ["quantize", str(tmp_path / "no"), "--out", str(tmp_path / "o")])
     assert missing.exit_code == 2
     assert "there is no folder" in missing.stderr

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
@@ -32,7 +34,7 @@ MODELS = {
     "gpt_oss": {"intermediate_size": 32, "num_local_experts": 4, "layer_types": ["full_attention"]},
     "granitemoe": {"intermediate_size": 32, "num_local_experts": 4},
 }
-RECIPE = Recipe("experts", group_size=16)
+RECIPE = Recipe("experts", spec=Int4(16))
 
 
 def make(folder: Path, model_type: str) -> Path:
@@ -101,14 +103,14 @@ def test_transposed_experts_are_grouped_along_their_inputs(tmp_path: Path) -> No
     packed = load_file(tmp_path / "out" / "model.safetensors")[
         "model.layers.0.mlp.experts.2.down_proj.weight_packed"
     ]
-    expected = quantize_int4(weight.T.contiguous(), 16).weight.codes
+    expected = quantize_int4(weight.T.contiguous(), Int4(16)).weight.codes
     assert torch.equal(packed.view(torch.uint8), expected)
 
 
 def test_a_rule_may_keep_one_expert_of_a_fused_tensor(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "qwen3_moe")
     fuse(source)
-    recipe = Recipe("some", group_size=16, rules=(Rule("*.experts.1.*", ignore=True),))
+    recipe = Recipe("some", spec=Int4(16), rules=(Rule("*.experts.1.*", Unquantized()),))
     quantize(source, recipe, tmp_path / "out", progress=False)
     before = load_file(source / "model.safetensors")["model.layers.0.mlp.experts.gate_up_proj"]
     after = load_file(tmp_path / "out" / "model.safetensors")
@@ -120,6 +122,6 @@ def test_a_rule_may_keep_one_expert_of_a_fused_tensor(tmp_path: Path) -> None:
 def test_a_rule_for_a_router_is_refused(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "mixtral")
     with pytest.raises(UserError, match="matches only routers"):
-        quantize(source, Recipe("r", rules=(Rule("*.gate", 16),)), tmp_path / "out", progress=False)
-    quantize(source, Recipe("i", group_size=16, ignore=("*.gate",)), tmp_path / "out", progress=False)
+        quantize(source, Recipe("r", rules=(Rule("*.gate", Int4(16)),)), tmp_path / "out", progress=False)
+    quantize(source, Recipe("i", spec=Int4(16), ignore=("*.gate",)), tmp_path / "out", progress=False)
     assert Artifact.read(tmp_path / "out").quantization["kept"]

@@ -10,12 +10,13 @@ from types import ModuleType
 
 import pytest
 from scalegate.layouts.errors import UserError
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline import quantize as module
 from scalegate.pipeline.quantization.work_record import RECORD_NAME
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 
-RECIPE = Recipe("test", group_size=128)
+RECIPE = Recipe("test", spec=Int4(128))
 SHARD_BYTES = 300_000
 
 
@@ -101,10 +102,10 @@ def test_a_finished_shard_that_changed_is_made_again(
 
 def test_other_parameters_are_refused_by_name(interrupted: Path, example_checkpoint: Path) -> None:
     with pytest.raises(UserError, match="made with another recipe; add --overwrite"):
-        go_on(example_checkpoint, interrupted, Recipe("test", group_size=64))
+        go_on(example_checkpoint, interrupted, Recipe("test", spec=Int4(64)))
     with pytest.raises(UserError, match="another shard size"):
         quantize(example_checkpoint, RECIPE, interrupted, max_shard_bytes=2 * SHARD_BYTES, progress=False)
-    go_on(example_checkpoint, interrupted, Recipe("test", group_size=64), overwrite=True)
+    go_on(example_checkpoint, interrupted, Recipe("test", spec=Int4(64)), overwrite=True)
 
 
 def test_a_source_that_changed_meanwhile_is_refused(

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 from scalegate.layouts.errors import UserError
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantization.tasks import make_plan
+from scalegate.pipeline.quantization.tasks import make_tasks
 from scalegate.pipeline.recipe import Recipe, Rule, load_recipe, shipped_recipes
 
 LAYER = "model.layers.0"
@@ -24,9 +27,8 @@ def message(call, *arguments: object) -> str:
 
 
 def test_the_shipped_recipes_are_what_their_names_say() -> None:
-    sizes = {name: load_recipe(name).group_size for name in shipped_recipes()}
-    assert sizes == {"int4-hqq": 128, "int4-hqq-g64": 64, "int4-hqq-g32": 32}
-    assert not load_recipe("int4-hqq").symmetric
+    specs = {name: load_recipe(name).spec for name in shipped_recipes()}
+    assert specs == {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
 
 
 def test_an_unknown_name_lists_the_recipes() -> None:
@@ -43,15 +45,32 @@ def test_a_file_says_it_all(tmp_path: Path) -> None:
         )
     )
     assert recipe.name == "mine"
-    assert recipe.rules == (Rule("*.down_proj", 32), Rule("re:.*k_proj", ignore=True))
+    assert recipe.spec == Int4(64, symmetric=True)
+    assert recipe.rules == (
+        Rule("*.down_proj", Int4(32, symmetric=True)),
+        Rule("re:.*k_proj", Unquantized()),
+    )
     assert recipe.bounds == {"throughput_floor": 0.5}
     assert recipe.to_json()["throughput_floor"] == 0.5
+
+
+def test_a_rule_may_name_a_format_of_its_own(tmp_path: Path) -> None:
+    text = (
+        "format: unquantized\nrules:\n  - modules: a\n    format: int4\n    group_size: 32\n"
+        "  - modules: b\n    format: nvfp4\n  - modules: c\n    format: unquantized\n"
+    )
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.spec == Unquantized()
+    assert [rule.spec for rule in recipe.rules] == [Int4(32), NVFP4(), Unquantized()]
+    named = load_recipe(write(tmp_path, "symmetric: true\nrules:\n  - modules: a\n    format: int4\n"))
+    assert named.rules[0].spec == Int4(), "a format that is named begins from its own defaults"
 
 
 def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> None:
     import yaml
 
-    recipe = Recipe("r", group_size=64, ignore=("*.o_proj",), rules=(Rule("a", 32), Rule("b", ignore=True)))
+    rules = (Rule("a", Int4(32)), Rule("b", Unquantized()), Rule("c", NVFP4()))
+    recipe = Recipe("r", spec=Int4(64), ignore=("*.o_proj",), rules=rules, bounds={"throughput_floor": 0.5})
     assert load_recipe(write(tmp_path, yaml.safe_dump(recipe.to_json()))) == recipe
 
 
@@ -64,7 +83,10 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("- a\n- b\n", "a recipe is a mapping"),
         ("", "a recipe is a mapping"),
         ("format: int5\n", "line 1: `format` is one of int4"),
+        ("\nformat: [int4]\n", "line 2: `format` is one of int4, nvfp4, unquantized; not ['int4']"),
+        ("format: nvfp4\ngroup_size: 64\n", "line 2: unknown key 'group_size'; "),
         ("group_size: 100\n", "multiple of 16"),
+        ("format: int4\ngroup_size:\n", "line 2: `group_size` is a whole number"),
         ("group_size: big\n", "whole number"),
         ("group_size: true\n", "whole number"),
         ("symmetric: perhaps\n", "true or false"),
@@ -77,6 +99,21 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("rules:\n  - modules: a\n", "line 2: the rule for 'a' needs either"),
         ("rules:\n  - group_size: 32\n", "line 2: a rule needs `modules`"),
         ("rules: 3\n", "list of rules"),
+        ("rules:\n  - a\n", "line 2: a rule is a mapping"),
+        ("rules:\n  - modules: a\n    format: int5\n", "line 3: `format` is one of int4"),
+        ("rules:\n  - modules: a\n    group_size: 100\n", "line 3: `group_size` is a multiple of 16"),
+        (
+            "rules:\n  - modules: a\n    format: nvfp4\n    symmetric: true\n",
+            "line 4: unknown key 'symmetric'",
+        ),
+        (
+            "rules:\n  - modules: a\n    ignore: true\n    symmetric: true\n",
+            "line 2: the rule for 'a' needs either",
+        ),
+        (
+            "symmetric: true\nrules:\n  - modules: a\n    zero_point: fractional\n",
+            "line 4: `zero_point: fractional` and `symmetric: true` exclude each other",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:
@@ -86,56 +123,77 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, said: str) 
     assert str(path) in found
 
 
-def plan(checkpoint: Path, **fields: object):
-    return make_plan(open_checkpoint(checkpoint), Recipe("test", **fields))  # type: ignore[arg-type]
+def tasks_for(checkpoint: Path, **fields: object):
+    return make_tasks(open_checkpoint(checkpoint), Recipe("test", **fields))  # type: ignore[arg-type]
 
 
 def test_rules_apply_in_order_and_ignoring_wins(example_checkpoint: Path) -> None:
-    sizes = plan(
+    specs = tasks_for(
         example_checkpoint,
         ignore=("*.o_proj",),
-        rules=(Rule("*.layers.1.*.down_proj", 32), Rule("*.down_proj", 64), Rule("*.q_proj", ignore=True)),
-    ).group_sizes
-    assert sizes["model.layers.1.mlp.down_proj"] == 32
-    assert sizes[f"{LAYER}.mlp.down_proj"] == 64
-    assert sizes[f"{LAYER}.mlp.up_proj"] == 128
-    assert f"{LAYER}.self_attn.o_proj" not in sizes
-    assert f"{LAYER}.self_attn.q_proj" not in sizes
+        rules=(
+            Rule("*.layers.1.*.down_proj", Int4(32)),
+            Rule("*.down_proj", Int4(64)),
+            Rule("*.q_proj", Unquantized()),
+        ),
+    ).specs
+    assert specs["model.layers.1.mlp.down_proj"] == Int4(32)
+    assert specs[f"{LAYER}.mlp.down_proj"] == Int4(64)
+    assert specs[f"{LAYER}.mlp.up_proj"] == Int4(128)
+    assert f"{LAYER}.self_attn.o_proj" not in specs
+    assert f"{LAYER}.self_attn.q_proj" not in specs
+
+
+def test_a_recipe_may_quantize_only_what_its_rules_name(example_checkpoint: Path) -> None:
+    rules = (Rule("*.down_proj", Int4(64)),)
+    decided = tasks_for(example_checkpoint, spec=Unquantized(), rules=rules)
+    assert set(decided.specs.values()) == {Int4(64)}
+    assert all(module.endswith("down_proj") for module in decided.specs)
+    assert f"{LAYER}.self_attn.q_proj" in decided.kept["not included by the recipe"]
 
 
 def test_include_leaves_out_the_rest_and_says_so(example_checkpoint: Path) -> None:
-    decided = plan(example_checkpoint, include=("*.mlp.*",))
-    assert all(".mlp." in module for module in decided.group_sizes)
+    decided = tasks_for(example_checkpoint, include=("*.mlp.*",))
+    assert all(".mlp." in module for module in decided.specs)
     assert f"{LAYER}.self_attn.q_proj" in decided.kept["not included by the recipe"]
     assert f"{LAYER}.self_attn.q_proj" in decided.ignore
 
 
 @pytest.mark.parametrize("field", ["include", "ignore"])
 def test_a_pattern_that_matches_nothing_is_refused(example_checkpoint: Path, field: str) -> None:
-    found = message(lambda: plan(example_checkpoint, **{field: ("*.w1",)}))
+    found = message(lambda: tasks_for(example_checkpoint, **{field: ("*.w1",)}))
     assert f"`{field}` pattern '*.w1' matches no linear module" in found
     assert "model.layers.*.mlp.down_proj" in found
 
 
 def test_a_rule_that_matches_nothing_is_refused(example_checkpoint: Path) -> None:
-    assert "'*.w1' matches no" in message(lambda: plan(example_checkpoint, rules=(Rule("*.w1", 32),)))
+    assert "'*.w1' matches no" in message(
+        lambda: tasks_for(example_checkpoint, rules=(Rule("*.w1", Int4(32)),))
+    )
 
 
 def test_a_group_size_that_does_not_divide_k_names_the_module(example_checkpoint: Path) -> None:
-    found = message(lambda: plan(example_checkpoint, rules=(Rule("*.layers.2.mlp.down_proj", 80),)))
-    assert "model.layers.2.mlp.down_proj has K = 768, which group size 80 does not divide" in found
-    assert "group_size: 128" in found
+    rules = (Rule("*.layers.2.mlp.down_proj", Int4(80)),)
+    found = message(lambda: tasks_for(example_checkpoint, rules=rules))
+    assert "model.layers.2.mlp.down_proj cannot be INT4 g80" in found
+    assert "K = 768 is no multiple of group size 80" in found
+    assert "a rule `modules: 'model.layers.*.mlp.down_proj'` with `group_size: 128`" in found
+    found = message(lambda: tasks_for(example_checkpoint, spec=Unquantized(), rules=rules))
+    assert "with `format: int4` and `group_size: 128`" in found
 
 
 def test_a_recipe_that_leaves_nothing_is_refused(example_checkpoint: Path) -> None:
-    assert "nothing to quantize" in message(lambda: plan(example_checkpoint, ignore=("*",)))
+    assert "nothing to quantize" in message(lambda: tasks_for(example_checkpoint, ignore=("*",)))
 
 
 def test_a_tied_head_is_kept_unless_asked_for(example_checkpoint: Path) -> None:
-    kept = plan(example_checkpoint)
+    kept = tasks_for(example_checkpoint)
     assert not kept.untied
     assert kept.ignore == ["lm_head"]
-    untied = plan(example_checkpoint, lm_head="quantize")
+    untied = tasks_for(example_checkpoint, lm_head="quantize")
     assert untied.untied
-    assert untied.group_sizes["lm_head"] == 128
-    assert "model.embed_tokens" not in untied.group_sizes
+    assert untied.specs["lm_head"] == Int4(128)
+    assert "model.embed_tokens" not in untied.specs
+    ignored = tasks_for(example_checkpoint, lm_head="quantize", ignore=("lm_head",))
+    assert not ignored.untied
+    assert ignored.ignore == ["lm_head"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....layouts.errors import UserError
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ..convention import CONVENTIONS, EXPORTS, StoredWeight
+from ..stored import FLOAT_DTYPES
 from ..targets import LINEAR, as_patterns, first_match, matches
 from .all_schemes import SCHEMES
 from .scheme import METHOD, WritableScheme
@@ -19,6 +20,7 @@ from .scheme import METHOD, WritableScheme
 if TYPE_CHECKING:
     from ...checkpoints.checkpoint import Checkpoint
 
+WEIGHT = ".weight"
 MIXED = "mixed-precision"
 """compressed-tensors' name for a checkpoint whose config groups are of several schemes."""
 
@@ -125,12 +127,15 @@ class CompressedTensors:
 
 
 def _compressed(checkpoint: "Checkpoint") -> Iterator[tuple[str, str]]:
-    """The tensors that tell a stored module, and the module."""
+    """The tensors that tell a stored module, and the module; also those of schemes that are not read."""
     for name, info in checkpoint.tensors.items():
         for _, scheme in SCHEMES.items():
             if name.endswith(scheme.suffix) and (scheme.dtypes is None or info.dtype in scheme.dtypes):
                 yield name, name.removesuffix(scheme.suffix)
                 break
+        else:
+            if name.endswith(WEIGHT) and info.dtype not in FLOAT_DTYPES:
+                yield name, name.removesuffix(WEIGHT)
 
 
 def _refuse_sparsity(source: str, config: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ class QuantizedPair:
 
     quantized: Path
     dequantized: Path
-    modules: dict[str, int]
+    specs: dict[str, Int4]
 
 
 @pytest.fixture
@@ -86,14 +86,14 @@ def quantized_pair(random_checkpoint: Callable[..., Path]) -> Callable[..., Quan
     ) -> QuantizedPair:
         source = random_checkpoint(model_type)
         convention = EXPORTS[export]
-        tensors, twin, modules, shapes = {}, {}, {}, {}
+        tensors, twin, specs, shapes = {}, {}, {}, {}
         for name, tensor in load_file(source / "model.safetensors").items():
             parts = _linear_weights(name, tensor)
             dequantized = []
             for module, weight in parts.items():
                 packed = minmax(weight, group_size_of(module), symmetric)
-                tensors.update(convention.tensors(module, packed, symmetric))
-                modules[module], shapes[module] = packed.group_size, packed.shape
+                tensors.update(convention.tensors(module, packed))
+                specs[module], shapes[module] = packed.spec, packed.shape
                 dequantized.append(packed.dequantize(torch.float32))
             if not parts:
                 tensors[name] = tensor
@@ -101,13 +101,13 @@ def quantized_pair(random_checkpoint: Callable[..., Path]) -> Callable[..., Quan
             stacked = [w.T for w in dequantized] if fused else dequantized
             twin[name] = torch.stack(stacked).contiguous() if fused else (*stacked, tensor)[0]
         plain = [name for name in tensors if name in twin]
-        pair = QuantizedPair(source.with_name("quantized"), source.with_name("dequantized"), modules)
+        pair = QuantizedPair(source.with_name("quantized"), source.with_name("dequantized"), specs)
         for folder, content in ((pair.quantized, tensors), (pair.dequantized, twin)):
             shutil.copytree(source, folder)
-            save_file(content, folder / "model.safetensors", convention.file_metadata(modules, shapes, plain))
+            save_file(content, folder / "model.safetensors", convention.file_metadata(specs, shapes, plain))
         edit_config(
             pair.quantized,
-            quantization_config=convention.quantization_config(modules, symmetric, ["lm_head"]),
+            quantization_config=convention.quantization_config(specs, ["lm_head"]),
         )
         return pair
 
@@ -130,13 +130,14 @@ def _linear_weights(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def minmax(weight: torch.Tensor, group_size: int, symmetric: bool) -> Int4Weight:
     """Round-to-nearest INT4: the plainest quantizer, since only writing and reading are at test."""
     n, k = weight.shape
-    groups = weight.float().view(n, -1, k if group_size == -1 else group_size)
+    spec = Int4(k if group_size == -1 else group_size, symmetric)
+    groups = weight.float().view(n, -1, spec.group_size)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = (groups.abs().amax(-1) / 7 if symmetric else (high - low) / 15).to(torch.bfloat16)
     zero = torch.full_like(low, 8) if symmetric else (-low / scale.float()).round().clamp(0, 15)
     codes = (groups / scale.float().unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, 15)
     packed = pack_nibbles(codes.to(torch.uint8).view(n, k))
-    return Int4Weight(packed, scale, zero.to(torch.uint8), groups.shape[-1])
+    return Int4Weight(spec, packed, scale, zero.to(torch.uint8))
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from scalegate.pipeline.model_loader.load_model import load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATS = {
-    "llmcompressor-w4a16": ("compressed-tensors", "Int4Weight", 14),
-    "llmcompressor-mixed": ("compressed-tensors", "Int4Weight", 13),
-    "llmcompressor-nvfp4a16": ("compressed-tensors", "NVFP4Weight", 14),
-    "llmcompressor-nvfp4": ("compressed-tensors", "NVFP4Weight", 14),
-    "modelopt-nvfp4": ("modelopt", "NVFP4Weight", 14),
-    "torchao-nvfp4": ("torchao", "NVFP4Weight", 14),
+    "llmcompressor-w4a16": ("compressed-tensors", "int4", 14),
+    "llmcompressor-mixed": ("compressed-tensors", "int4", 13),
+    "llmcompressor-nvfp4a16": ("compressed-tensors", "nvfp4", 14),
+    "llmcompressor-nvfp4": ("compressed-tensors", "nvfp4", 14),
+    "modelopt-nvfp4": ("modelopt", "nvfp4", 14),
+    "torchao-nvfp4": ("torchao", "nvfp4", 14),
 }
 
 ROUNDING = ("llmcompressor-nvfp4", "modelopt-nvfp4")
@@ -28,7 +28,7 @@ def test_weights_are_those_the_maker_dequantizes(name: str) -> None:
     checkpoint = open_checkpoint(FIXTURES / name)
     convention = convention_of(checkpoint)
     modules = convention.modules(checkpoint)
-    formats = {stored.weight_format.__name__ for stored in modules.values()}
+    formats = {stored.spec.name for stored in modules.values()}
     assert (convention.name, *formats, len(modules)) == FORMATS[name]
     expected = load_file(FIXTURES / f"{name}.expected.safetensors")
     compared = [key for key in expected if key.endswith(".weight")]
@@ -78,7 +78,7 @@ def test_inputs_are_rounded_where_the_checkpoint_says_so(name: str) -> None:
 def test_the_config_groups_of_a_mixed_checkpoint_are_told_apart() -> None:
     checkpoint = open_checkpoint(FIXTURES / "llmcompressor-mixed")
     modules = convention_of(checkpoint).modules(checkpoint)
-    group_sizes = {name.removeprefix("model.layers.0."): s.group_size for name, s in modules.items()}
+    group_sizes = {name.removeprefix("model.layers.0."): s.spec.group_size for name, s in modules.items()}
     assert group_sizes["self_attn.q_proj"] == 32
     assert group_sizes["mlp.gate_proj"] == 64
     assert group_sizes["mlp.down_proj"] == 128

@@ -114,6 +114,23 @@ def test_a_layer_the_config_calls_quantized_but_the_file_holds_plain_is_refused(
         load_model(foreign("llmcompressor-w4a16", tensors=store_plain), progress=False)
 
 
+def test_weights_stored_by_a_scheme_that_is_not_read_are_named_with_it(foreign) -> None:
+    def scheme(config: dict[str, Any]) -> None:
+        config["format"] = config["config_groups"]["group_0"]["format"] = "float-quantized"
+        weights(config).update(num_bits=8, type="float", strategy="channel")
+
+    def store_fp8(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_packed")]:
+            module = name.removesuffix(".weight_packed")
+            del tensors[name], tensors[f"{module}.weight_shape"]
+            tensors[f"{module}.weight"] = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+
+    with pytest.raises(
+        UserError, match="is stored as 'float-quantized', 8-bit float weights; Scalegate reads"
+    ):
+        load_model(foreign("llmcompressor-w4a16", config=scheme, tensors=store_fp8), progress=False)
+
+
 def test_a_packed_layer_that_the_ignore_list_excludes_is_refused(foreign) -> None:
     with pytest.raises(UserError, match=f"{PROJECTION}.weight_packed is packed"):
         change = lambda c: c["ignore"].append(r"re:.*layers\.0\.self_attn\.q_proj$")  # noqa: E731

@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from scalegate.layouts.errors import UserError
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
+from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
-from scalegate.pipeline.conventions.compressed_tensors import _pack_along_n, _unpack_along_n
+from scalegate.pipeline.conventions.compressed_tensors.pack_quantized import _pack_along_n, _unpack_along_n
 from scalegate.pipeline.conventions.targets import as_patterns, matches
 from scalegate.pipeline.conventions.torchao_bytes import pack_tiles, pad_to_tiles, unpack_tiles
 
@@ -20,7 +21,7 @@ def random_weight(n: int, k: int, group_size: int) -> Int4Weight:
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     scale = torch.rand(n, k // group_size, generator=generator).to(torch.bfloat16) + 0.5
     zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8, generator=generator)
-    return Int4Weight(pack_nibbles(codes), scale, zero, group_size)
+    return Int4Weight(Int4(group_size), pack_nibbles(codes), scale, zero)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -29,8 +30,9 @@ def test_every_weight_comes_back_as_it_was_written(quantized_pair, symmetric: bo
     pair = quantized_pair("qwen3", symmetric, lambda module: group_size)
     quantized, plain = open_checkpoint(pair.quantized), open_checkpoint(pair.dequantized)
     stored = convention_of(quantized).modules(quantized)
-    assert set(stored) == set(pair.modules)
+    assert set(stored) == set(pair.specs)
     for module, weight in stored.items():
+        assert weight.spec == pair.specs[module]
         assert torch.equal(weight.read().dequantize(torch.float32), plain.read(f"{module}.weight"))
 
 
@@ -47,33 +49,43 @@ def test_zero_points_are_padded_to_whole_words_along_n(n: int) -> None:
 
 def test_a_word_holds_eight_columns_least_significant_first() -> None:
     weight = Int4Weight(
-        pack_nibbles(torch.arange(8, dtype=torch.uint8).view(1, 8)),
+        Int4(16, symmetric=True),
+        pack_nibbles(torch.arange(16, dtype=torch.uint8).view(1, 16) % 8),
         torch.ones(1, 1),
         torch.full((1, 1), 8, dtype=torch.uint8),
-        8,
     )
-    tensors = EXPORTS["compressed-tensors"].tensors("m", weight, symmetric=True)
-    assert tensors["m.weight_packed"].tolist() == [[0x76543210]]
-    assert tensors["m.weight_shape"].tolist() == [1, 8]
+    tensors = EXPORTS["compressed-tensors"].tensors("m", weight)
+    assert tensors["m.weight_packed"].tolist() == [[0x76543210, 0x76543210]]
+    assert tensors["m.weight_shape"].tolist() == [1, 16]
     assert "m.weight_zero_point" not in tensors
 
 
 def test_asymmetric_zeros_are_never_dropped_in_silence() -> None:
     weight = random_weight(8, 64, 32)
+    convention = EXPORTS["compressed-tensors"]
     with pytest.raises(ValueError, match="written as symmetric"):
-        EXPORTS["compressed-tensors"].tensors("m", weight, symmetric=True)
-    fractional = Int4Weight(weight.codes, weight.scale, weight.zero_point + 0.5, 32)
+        convention.tensors("m", replace(weight, spec=Int4(32, symmetric=True)))
+    spec = Int4(32, zero_point="fractional")
+    assert "cannot store fractional zero points" in convention.refuses(spec, "m")
     with pytest.raises(ValueError, match="fractional"):
-        EXPORTS["compressed-tensors"].tensors("m", fractional, symmetric=False)
+        convention.tensors("m", replace(weight, spec=spec, zero_point=weight.zero_point + 0.5))
+    with pytest.raises(ValueError, match="fractional"):
+        convention.tensors("m", replace(weight, zero_point=weight.zero_point + 0.5))
+
+
+def test_a_format_that_is_read_only_is_refused_with_those_that_are_written() -> None:
+    assert EXPORTS["compressed-tensors"].refuses(NVFP4(), "m").endswith("not written in nvfp4; it is in int4")
+    assert "written in int4 only, not in nvfp4" in EXPORTS["torchao"].refuses(NVFP4(), "m")
 
 
 def test_one_group_size_targets_linear_and_several_are_told_apart_by_name() -> None:
     names = [f"model.layers.{i}.mlp.{p}_proj" for i in range(3) for p in ("gate", "up", "down")]
     convention = EXPORTS["compressed-tensors"]
-    one = convention.quantization_config(dict.fromkeys(names, 128), True, ["lm_head"])
+    one = convention.quantization_config(dict.fromkeys(names, Int4(128)), ["lm_head"])
+    assert one["format"] == "pack-quantized"
     assert one["config_groups"]["group_0"]["targets"] == ["Linear"]
     sizes = {name: 64 if name.endswith("down_proj") or ".0." in name else 128 for name in names}
-    several = convention.quantization_config(sizes, False, ["lm_head"])
+    several = convention.quantization_config({m: Int4(size) for m, size in sizes.items()}, ["lm_head"])
     for group in several["config_groups"].values():
         size = group["weights"]["group_size"]
         named = [name for name in names if any(matches(t, name) for t in group["targets"])]
@@ -117,8 +129,8 @@ def test_torchao_rebuilds_the_tensors_we_flatten() -> None:
 
     weight = random_weight(20, 192, 64)
     convention = EXPORTS["torchao"]
-    tensors = convention.tensors("m", weight, symmetric=False)
-    metadata = convention.file_metadata({"m": 64}, {"m": (20, 192)}, ["n.weight"])
+    tensors = convention.tensors("m", weight)
+    metadata = convention.file_metadata({"m": Int4(64)}, {"m": (20, 192)}, ["n.weight"])
     tensors["n.weight"] = torch.ones(3)
     rebuilt, left = unflatten_tensor_state_dict(tensors, metadata)
     assert type(rebuilt["m.weight"]).__name__ == "Int4TilePackedTo4dTensor"
@@ -142,20 +154,23 @@ def test_torchao_tiles_come_back_within_the_rounding_of_a_bf16_shift(
 
 def test_torchao_refuses_what_its_int4_cannot_hold() -> None:
     convention = EXPORTS["torchao"]
-    with pytest.raises(UserError, match="groups of 32, 64, 128, 256, not 16"):
-        convention.quantization_config({"m": 16}, True, [])
-    with pytest.raises(UserError, match="no single experts"):
-        convention.quantization_config({"model.layers.0.mlp.experts.3.up_proj": 64}, True, [])
+    assert "groups of 32, 64, 128, 256, not 16" in convention.refuses(Int4(16), "m")
+    assert "no single experts" in convention.refuses(Int4(64), "model.layers.0.mlp.experts.3.up_proj")
+    assert "no embeddings" in convention.refuses(Int4(64), "m", is_embedding=True)
+    assert convention.refuses(Int4(64), "m") is None
+    with pytest.raises(ValueError, match="not 16"):
+        convention.tensors("m", random_weight(8, 64, 16))
 
 
 def test_torchaos_own_config_parser_reads_ours() -> None:
     from torchao.core.config import config_from_dict
 
     convention = EXPORTS["torchao"]
-    one = convention.quantization_config({"l.0.q": 64}, False, ["lm_head"])
+    one = convention.quantization_config({"l.0.q": Int4(64)}, ["lm_head"])
     config = config_from_dict(one["quant_type"]["default"])
     assert (config.group_size, config.int4_packing_format) == (64, "tile_packed_to_4d")
-    several = convention.quantization_config({"l.0.q": 64, "l.1.q": 64, "l.0.k": 32}, False, [])
+    specs = {"l.0.q": Int4(64), "l.1.q": Int4(64), "l.0.k": Int4(32)}
+    several = convention.quantization_config(specs, [])
     by_name = config_from_dict(several["quant_type"]["default"]).fqn_to_config
     sizes = {
         name: next(c.group_size for p, c in by_name.items() if re.fullmatch(p.removeprefix("re:"), name))

@@ -19,6 +19,7 @@ from scalegate.serving_check.verdict import (
 )
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+INT4 = {"label": "INT4 g128, zero points", "modules": 28, "spec": {"format": "int4", "group_size": 128}}
 PLOT = b"\x89PNG\r\n\x1a\n" + b"plot" * 64
 
 
@@ -39,6 +40,7 @@ def make_artifact(folder: Path, seed: int = 0, shards: list[str] = SHARDS, **cha
         recipe={"name": "int4-hqq", "format": "int4", "group_size": 128},
         versions={"scalegate": "0.1.0", "torch": "2.13.0"},
         files=record_files(folder),
+        quantization={"formats": [INT4]},
         base_metadata={"license": "apache-2.0", "language": ["en", "no"], "tags": ["code"]},
     )
     give_verdict(folder, artifact, replace(passing_verdict(artifact), **changes))

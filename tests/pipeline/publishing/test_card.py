@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from passed_artifact import curve_point, give_verdict, make_artifact, passing_verdict
+from passed_artifact import INT4, curve_point, give_verdict, make_artifact, passing_verdict
 from scalegate.pipeline import quantize
 from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.publishing import card
@@ -38,7 +38,8 @@ def front_matter(text):
         {"base_metadata": {}},
         {"source": "somewhere/else/base", "source_revision": None},
         {"versions": {}},
-        {"quantization": {"bits_per_weight": 4.1563, "relative_error": 0.0872, "export": "torchao"}},
+        {"quantization": {"formats": [INT4], "bits_per_weight": 4.1563, "relative_error": 0.0872}},
+        {"quantization": {"formats": [INT4], "export": "torchao"}},
         {"recipe": {"name": "mine", "format": "int4", "group_size": 64, "throughput_floor": 0.8}},
     ],
 )
@@ -79,6 +80,14 @@ def test_licence_languages_and_tags_are_the_bases(artifact):
     assert metadata["base_model"] == "maker/base"
     assert metadata["base_model_relation"] == "quantized"
     assert metadata["tags"] == ["code", "scalegate", "int4", "compressed-tensors"]
+
+
+def test_every_format_is_named_and_tagged(artifact):
+    assert "quantized to INT4 g128, zero points, stored as compressed-tensors:" in card_of(artifact)
+    other = {"label": "INT8 per row", "modules": 4, "spec": {"format": "int8-row"}}
+    text = card_of(artifact, quantization={"formats": [INT4, other]})
+    assert "to INT4 g128, zero points (28 layers) and INT8 per row (4 layers), stored as" in text
+    assert front_matter(text)["tags"][-3:] == ["int4", "int8-row", "compressed-tensors"]
 
 
 def test_a_licence_of_its_own_keeps_its_name_and_link(artifact):

@@ -1,0 +1,64 @@
+"""An artifact's bytes stay what they were before recipes could mix formats, file by file."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from scalegate.pipeline.quantize import MAX_SHARD_BYTES, quantize
+
+SHIPPED = {
+    "int4-hqq": "cf1ef835b498fed6c18115fdb29f8f903546dabc66a861fe704e17781565edf3",
+    "int4-hqq-g64": "6dd1f8655f4a4bb8f57dbefa6db7a99e0aa3fe63b9746f2239fb0f5517a50dff",
+    "int4-hqq-g32": "36b7cbed4d2f88619be1f8811bf6cd5828c01d580a301941a567a5d91c94c28d",
+}
+RULES = "format: int4\nrules:\n  - modules: '*.down_proj'\n    group_size: 32\n"
+OWN = {
+    "several shards": (
+        f"{RULES}  - modules: '*.layers.2.*'\n    ignore: true\nlm_head: quantize\nembeddings: quantize\n",
+        "compressed-tensors",
+        700_000,
+        "19611b52555c552256c28535415ffdabd9d32f333aa4599774ba53eb91c064d4",
+    ),
+    "symmetric": (
+        "symmetric: true\ngroup_size: 64\nrules:\n  - modules: '*.o_proj'\n    group_size: 128\n",
+        "compressed-tensors",
+        MAX_SHARD_BYTES,
+        "219fca84d21ce6fbca346a0a1dbd5fb49ea268f2ee2da38df189b3d6ed0b7d84",
+    ),
+    "torchao": (
+        "symmetric: true\ngroup_size: 64\nrules:\n  - modules: '*.o_proj'\n    group_size: 128\n",
+        "torchao",
+        1_000_000,
+        "7d4a3b9c9c699d207fa827e133f4253f518588be15f5ba574d073e00c73dc6fa",
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_the_shipped_recipes_write_the_bytes_they_always_wrote(
+    example_checkpoint: Path, tmp_path: Path, recipe: str
+) -> None:
+    artifact = quantize(example_checkpoint, recipe, tmp_path / "out", progress=False)
+    assert artifact.files["model.safetensors"].sha256 == SHIPPED[recipe]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_so_do_rules_shards_and_the_other_export_config_and_index_included(
+    example_checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    text, export, max_shard_bytes, expected = OWN[name]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    artifact = quantize(
+        example_checkpoint,
+        recipe,
+        tmp_path / "out",
+        export=export,
+        max_shard_bytes=max_shard_bytes,
+        progress=False,
+    )
+    digest = hashlib.sha256()
+    for file in sorted(artifact.files):
+        if ".safetensors" in file or file == "config.json":
+            digest.update(f"{file}\0{artifact.files[file].sha256}\n".encode())
+    assert digest.hexdigest() == expected
