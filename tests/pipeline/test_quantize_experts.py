@@ -70,14 +70,15 @@ def test_all_experts_are_quantized_and_the_artifact_runs(tmp_path: Path, model_t
     total = sum(value["shape"][0] * value["shape"][1] for value in modules.values())
     model = load_model(source, progress=False).model
     kept = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    big = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 3 or n.endswith("proj.weight"))
+    stored = AutoModelForCausalLM.from_pretrained(source).named_parameters()
+    big = sum(p.numel() for n, p in stored if p.dim() == 3 or n.endswith("proj.weight"))
     assert total == big
     assert not any("router" in module or module.endswith("mlp.gate") for module in modules)
     routers = artifact.quantization["kept"]["router, never quantized"]
     assert len(routers) == 1
     assert kept[0].shape == kept[1].shape
     loaded = load_model(tmp_path / "out", progress=False)
-    assert len(loaded.layouts) > 8
+    assert sum("experts" in product for product in loaded.layouts) == 2
     tokens = torch.randint(3, 64, (1, 16))
     with torch.inference_mode():
         expected, found = model(tokens).logits.float(), loaded.model(tokens).logits.float()
