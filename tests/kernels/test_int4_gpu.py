@@ -5,7 +5,7 @@ import torch
 from scalegate.kernels.int4 import stream_k, stream_k_config
 from scalegate.kernels.int4.stream_k import Config
 from scalegate.kernels.int4.tile import NUM_SMS, Int4Operand
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
 
@@ -31,7 +31,8 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
     codes = pack_nibbles(torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda"))
     scale = (torch.rand(n, k // group_size, device="cuda") * 0.02 + 0.001).to(torch.bfloat16)
     zero = torch.rand(n, k // group_size, device="cuda") * 15
-    return Int4Weight(codes, scale, zero if fractional else zero.to(torch.uint8), group_size)
+    spec = Int4(group_size, zero_point="fractional" if fractional else "integer")
+    return Int4Weight(spec, codes, scale, zero if fractional else zero.to(torch.uint8))
 
 
 def operand_of(weight: Int4Weight, dtype: torch.dtype) -> Int4Operand:
@@ -41,12 +42,12 @@ def operand_of(weight: Int4Weight, dtype: torch.dtype) -> Int4Operand:
         pytest.skip(refusal)
     packed = SWAP_AB.pack(weight, dtype)
     tensors = (packed.tensors[name] for name in ("words", "scale_words", "semaphores"))
-    return Int4Operand(*tensors, min(weight.group_size, 128), not weight.has_integer_zero)
+    return Int4Operand(*tensors, min(weight.spec.group_size, 128), not weight.spec.has_integer_zero)
 
 
 def exact(weight: Int4Weight) -> torch.Tensor:
     codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(weight.shape).double()
-    spread = weight.group_size
+    spread = weight.spec.group_size
     zero = weight.zero_point.double().repeat_interleave(spread, 1)
     return (codes - zero) * weight.scale.double().repeat_interleave(spread, 1)
 

@@ -18,7 +18,7 @@ from scalegate.kernels.int4 import (
     swap_ab,
 )
 from scalegate.kernels.int4.tile import NUM_SMS, SEMAPHORES
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
 INTERPRETED = Path(__file__).with_name("interpreted_int4.py")
@@ -37,7 +37,8 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     scale = torch.rand((n, k // group_size), generator=generator) * 0.02 + 0.001
     zero = torch.rand((n, k // group_size), generator=generator) * 15
-    return Int4Weight(pack_nibbles(codes), scale, zero if fractional else zero.to(torch.uint8), group_size)
+    spec = Int4(group_size, zero_point="fractional" if fractional else "integer")
+    return Int4Weight(spec, pack_nibbles(codes), scale, zero if fractional else zero.to(torch.uint8))
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (128, 192), (65, 80)])
@@ -62,7 +63,11 @@ def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group
     weight = random_weight(n, k, group_size, fractional)
     packed = pack("swap_ab", weight, dtype)
     got = swap_ab.reference_weight(
-        packed.tensors["words"], packed.tensors["scale_words"], packed.meta["group_size"], fractional, dtype
+        packed.tensors["words"],
+        packed.tensors["scale_words"],
+        packed.attributes["group_size"],
+        fractional,
+        dtype,
     )[:n, :k]
     exact = weight.dequantize(torch.float32)
     error = (got.float() - exact).norm() / exact.norm()
