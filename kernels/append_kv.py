@@ -1,4 +1,4 @@
-"""Storing new keys and values into their pages, quantizing on the way; Triton, and its reference.
+"""Append to the paged KV cache: new keys and values stored, quantized on the way; Triton, and its reference.
 
 Every KV dtype that `decode_attention.py` reads: 16 bit as it is, e4m3 with a given scale a head, int8 with a
 scale of its own for each token and head.

@@ -1,4 +1,4 @@
-"""Decode attention over paged KV: split along the context, merged in a fixed order; Triton.
+"""Decode attention over paged KV, split-KV (flash-decoding), merged in a fixed order; Triton.
 
 One query token per request. Not for prefill, and not for formats that pack more than one value in a byte.
 
@@ -12,8 +12,8 @@ One query token per request. Not for prefill, and not for formats that pack more
 A program takes one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so K
 and V are read and decoded once. A split is a number of tokens that follows from the request's context alone,
 counted from its start: a request's bits depend on its own tokens, whoever shares its batch (pegainfer #438).
-Short contexts are cut finer, since a program's time is then latency, tile after tile; not those of eight-bit
-pages, whose programs need longer runs of tiles to keep loads in flight. Scales never touch the
+Short contexts are split finer, since a program's time is then latency, tile after tile; not those of
+eight-bit pages, whose programs need longer runs of tiles to keep loads in flight. Scales never touch the
 pages' values: K's multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
 Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial sums add H * D * 4 * 2 / split.
@@ -362,7 +362,7 @@ PROGRAMS_WANTED = 132 * 16
 """Programs that fill a large GPU with room for uneven contexts; beyond that, one takes several splits."""
 
 TILE_BYTES = 16384
-"""Of keys, and as much of values: with two of each in flight, three programs share a multiprocessor."""
+"""Of keys, and as much of values: with two of each in flight, three programs share an SM."""
 
 
 def decode_attention(

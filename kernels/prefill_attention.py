@@ -1,4 +1,4 @@
-"""Prefill attention over paged KV: prefill chunks, each over its whole context in its pages; Triton.
+"""Prefill attention over paged KV, flash-attention style: prompt chunks over their contexts; Triton.
 
 The chunks' own keys and values are in their pages already. Not for decoding, where one token a request
 leaves the matrix units nothing to do and the context is what has to be split.

@@ -1,4 +1,4 @@
-"""Drawing a token for each row of logits, every row by its own settings; Triton, for CUDA graphs.
+"""Token sampling (temperature, top-k, top-p, min-p) with settings of each row's own; Triton, for CUDA graphs.
 
 What `serving_check/engine/sampler.py` does with torch on a CPU, in one launch whatever the rows ask for.
 Settings are read from where their request has them: a captured graph draws for any mixture.

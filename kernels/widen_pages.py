@@ -1,4 +1,4 @@
-"""8-bit pages as fp16 ones, for a kernel that reads each of them many times; Triton.
+"""8-bit KV pages (e4m3, int8) widened to fp16, for a kernel that reads each of them many times; Triton.
 
 Prefill attention reads a context once for every 16 to 32 tokens of a prompt, and its products take 16-bit
 operands: codes are turned into them here once. Every e4m3 and int8 value is an fp16 one, so that nothing is

@@ -61,7 +61,9 @@ class GroupedInt4:
         spec = require_int4(weights[0], self.name).spec
         attributes = {"group_size": spec.group_size, "fractional": int(not spec.has_integer_zero)}
         shape = (len(weights), *weights[0].shape)
-        return PackedWeight(self.name, spec, shape, dtype, {"words": words, "scales": scales}, attributes)
+        return PackedWeight(
+            self.name, spec, shape, dtype, {"words": words, "scale_words": scales}, attributes
+        )
 
     def _pack(self, weight: Int4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         codes, scale, zero = (tensor.unsqueeze(0) for tensor in weight.tensors().values())
@@ -70,7 +72,7 @@ class GroupedInt4:
     def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
         tensors, attributes = packed.tensors, packed.attributes
         rest = packed.shape[1], attributes["group_size"], bool(attributes["fractional"])
-        return int4.grouped_matmul(x, tensors["words"], tensors["scales"], routing.blocks, *rest)
+        return int4.grouped_matmul(x, tensors["words"], tensors["scale_words"], routing.blocks, *rest)
 
 
 class GroupedDequantize:

@@ -3,8 +3,8 @@
 What the bytes are and why they are fast is in `kernels/int4/swap_ab.py`; here are the layouts that read them.
 Not for the CPU.
 
-    swap_ab            Hopper; tile and cut by the bucket of M and the shape
-    swap_ab_invariant  Hopper; one order of summation for every M: a row's bits are its own
+    swap_ab            Hopper, stream-K; tile and split by the bucket of M and the shape
+    swap_ab_invariant  Hopper, split-K; one order of summation for every M: a row's bits are its own
     swap_ab_portable   any GPU from compute capability 8.0 on, through plain Triton; slow, and not registered
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.int4 import hopper, swap_ab
-from ..kernels.int4.tile import ARRIVALS
+from ..kernels.int4.tile import SEMAPHORES
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
 from .int4_affine import int4_of, require_int4
@@ -31,7 +31,7 @@ class SwapAB:
 
     def __init__(self, name: str, batch_invariant: bool):
         self.name = name
-        self.kernel = "int4_invariant_kernel" if batch_invariant else "int4_shares_kernel"
+        self.kernel = "int4_invariant_kernel" if batch_invariant else "int4_stream_k_kernel"
         self.batch_invariant = batch_invariant
 
     def refuses(self, problem: Problem) -> str | None:
@@ -43,9 +43,8 @@ class SwapAB:
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         packed = pack(self.name, weight, dtype)
-        arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=packed.tensors["words"].device)
-        tensors = {**packed.tensors, "arrivals": arrivals}
-        return replace(packed, tensors=tensors)
+        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=packed.tensors["words"].device)
+        return replace(packed, tensors={**packed.tensors, "semaphores": semaphores})
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, attributes = packed.tensors, packed.attributes
@@ -53,7 +52,7 @@ class SwapAB:
         if x.data_ptr() % 16:
             x = x.clone()
         rest = packed.shape[0], attributes["group_size"], bool(attributes["fractional"])
-        operands = x, tensors["words"], tensors["meta"], tensors["arrivals"]
+        operands = x, tensors["words"], tensors["scale_words"], tensors["semaphores"]
         return hopper.matmul(*operands, *rest, self.batch_invariant)
 
 
@@ -72,7 +71,7 @@ class SwapABPortable:
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, attributes = packed.tensors, packed.attributes
         return swap_ab.matmul(
-            x.contiguous(), tensors["words"], tensors["meta"],
+            x.contiguous(), tensors["words"], tensors["scale_words"],
             packed.shape[0], attributes["group_size"], bool(attributes["fractional"]),
         )  # fmt: skip
 
@@ -95,7 +94,7 @@ def pack(layout: str, weight: Weight, dtype: torch.dtype) -> PackedWeight:
     group_size = weight.spec.group_size
     tensors = {
         "words": swap_ab.pack_words(unpack_nibbles(weight.codes)),
-        "meta": swap_ab.pack_meta(weight.scale, weight.zero_point, group_size, dtype),
+        "scale_words": swap_ab.pack_scales(weight.scale, weight.zero_point, group_size, dtype),
     }
     attributes = {"group_size": min(group_size, 128), "fractional": int(not weight.spec.has_integer_zero)}
     return PackedWeight(layout, weight.spec, weight.shape, dtype, tensors, attributes)

@@ -23,7 +23,7 @@ from .push import check_target, push
 from .quantize import DEFAULT_EXPORT, quantize
 from .recipe import Recipe, load_recipe
 from .validate import QUALITY_TOKENS, validate
-from .validation.servers import check_reached, effective_options, sized_options
+from .validation.servers import effective_options, refuse_unreached, sized_options
 
 DEFAULT_WORK = "scalegate-work"
 
@@ -149,7 +149,7 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
             "checkpoint declares; leave it out, or try it with `pipeline validate`"
         )
     given = {name: value for name, value in for_engine.items() if name != "layout"}
-    check_reached(given, steps.engine, steps.engine)
+    refuse_unreached(given, steps.engine, steps.engine)
     return _Asked(steps, engine, given)
 
 

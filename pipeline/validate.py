@@ -38,8 +38,8 @@ from .validation.in_process import BaselineScorer, HeldOutText, LoadOptions, rea
 from .validation.servers import (
     IN_PROCESS,
     baseline_options,
-    check_reached,
     recorded_options,
+    refuse_unreached,
     server_of,
     sized_options,
 )
@@ -143,7 +143,7 @@ def validate(
     options = sized_options(engine_options, workload)
     if baseline_engine is None:
         baseline_engine = engine if engine_named(engine).starts else DEFAULT_ENGINE
-    check_reached(engine_options, engine, baseline_engine)
+    refuse_unreached(engine_options, engine, baseline_engine)
     checkpoint = open_checkpoint(str(artifact), revision)
     manifest = _unchanged_manifest(checkpoint.folder)
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})

@@ -2,7 +2,7 @@
 
     x       [R, K]                          bf16 or fp16, rows contiguous; r = A // R assignments share a row
     words   int32 [E, N/64, K/128, 64, 16]  tiles of 64 rows and 128 columns, 4 KB each; the last zero-padded
-    meta    int32 [E, K/group, N]           a row's group in a word; K and N padded to whole tiles
+    scale_words    int32 [E, K/group, N]           a row's group in a word; K and N padded to whole tiles
     bias    [E, N]                          x's dtype, or None
     y       [A, N]                          by assignment; not written where an assignment is in no block
 
@@ -17,7 +17,7 @@ hold what column 2t and 2t+1 of every slice are:
 slice j as two bf16 numbers 128 + q (fp16: 0x6400, 1024 + q). Words are read from shared memory in the very
 registers in which the matrix instruction wants its first operand, so no value ever changes lanes.
 
-A word of meta: the scale in the high half; in the low half, in the activations' type too,
+A word of scale_words: the scale in the high half; in the low half, in the activations' type too,
 
     integer zero      -(128 + z), fp16 -(1024 + z)    w = ((128 + q) - (128 + z)) * s, rounded once
     fractional zero   (8 - z) * s                     w = ((128 + q) - 136) * s + (8 - z) * s, rounded once
@@ -75,14 +75,14 @@ def kernel_group(group_size: int) -> int:
 def pack(
     codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`words` and `meta` of a weight, for activations of `dtype`.
+    """`words` and `scale_words` of a weight, for activations of `dtype`.
 
     codes: uint8 [E, N, K/2], low nibble is the even k; scale, zero: [E, N, K/group]; an integer `zero` gives
     the integer form, a floating one the fractional form. K must be whole groups.
     """
     kernel_group(group_size)
     words = torch.stack([_pack_words(of_expert) for of_expert in codes])
-    return words, _pack_meta(scale, zero, group_size, words.shape[2], dtype)
+    return words, _pack_scales(scale, zero, group_size, words.shape[2], dtype)
 
 
 def _pack_words(codes: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _pack_words(codes: Tensor) -> Tensor:
     return (ordered[..., 0] | (ordered[..., 1] << 4)).view(torch.int32)
 
 
-def _pack_meta(scale: Tensor, zero: Tensor, group_size: int, tiles_k: int, dtype: torch.dtype) -> Tensor:
+def _pack_scales(scale: Tensor, zero: Tensor, group_size: int, tiles_k: int, dtype: torch.dtype) -> Tensor:
     if group_size > MAX_GROUP:
         repeats = group_size // MAX_GROUP
         scale, zero = scale.repeat_interleave(repeats, 2), zero.repeat_interleave(repeats, 2)
@@ -108,9 +108,9 @@ def _pack_meta(scale: Tensor, zero: Tensor, group_size: int, tiles_k: int, dtype
         low = (-magic(dtype) - zero.float()).to(dtype)
     word = (high.view(torch.int16).int() << 16) | (low.view(torch.int16).int() & 0xFFFF)
     padded = tiles_k * TILE_K // kernel_group(group_size), triton.cdiv(n, TILE_N) * TILE_N
-    meta = torch.zeros((experts, *padded), dtype=torch.int32, device=scale.device)
-    meta[:, :groups, :n] = word.transpose(1, 2)
-    return meta
+    scale_words = torch.zeros((experts, *padded), dtype=torch.int32, device=scale.device)
+    scale_words[:, :groups, :n] = word.transpose(1, 2)
+    return scale_words
 
 
 def magic(dtype: torch.dtype) -> float:
@@ -119,7 +119,7 @@ def magic(dtype: torch.dtype) -> float:
 
 
 def reference_weight(
-    words: Tensor, meta: Tensor, n: int, group_size: int, fractional: bool, dtype: torch.dtype
+    words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool, dtype: torch.dtype
 ) -> Tensor:
     """The weight the kernel multiplies by, [E, N, K] in `dtype`, K in whole tiles; undoes `pack`."""
     experts, tiles_n, tiles_k = words.shape[:3]
@@ -133,7 +133,7 @@ def reference_weight(
         .float()
         .transpose(1, 2)
         .repeat_interleave(kernel_group(group_size), 2)
-        for part in (meta >> 16, meta)
+        for part in (scale_words >> 16, scale_words)
     )
     weight = (codes - 8.0) * high + low if fractional else (codes + (low + magic(dtype))) * high
     return weight.to(dtype)[:, :n]
@@ -141,7 +141,7 @@ def reference_weight(
 
 @triton.constexpr_function
 def unpack_asm(group_size, fractional, half):
-    """PTX from two words of a row, and its words of meta, to the eight registers of its slices."""
+    """PTX from two words of a row, and its words of scale_words, to the eight registers of its slices."""
     kind = "f16x2" if half else "bf16x2"
     code, one, centre = (
         ("0x64006400", "0x3C003C00", "0xE408E408") if half else ("0x43004300", "0x3F803F80", "0xC308C308")
@@ -150,8 +150,11 @@ def unpack_asm(group_size, fractional, half):
     lines += [f"mov.b32 one, {one};", f"mov.b32 centre, {centre};", "mov.b32 nothing, 0x80008000;"]
     for j in range(8):
         if j * 16 % group_size == 0:
-            meta = f"${10 + 2 * (j * 16 // group_size)}"
-            lines += [f"prmt.b32 low, {meta}, 0, 0x1010;", f"prmt.b32 scale, {meta}, 0, 0x3232;"]
+            scale_words = f"${10 + 2 * (j * 16 // group_size)}"
+            lines += [
+                f"prmt.b32 low, {scale_words}, 0, 0x1010;",
+                f"prmt.b32 scale, {scale_words}, 0, 0x3232;",
+            ]
         source = f"${8 + j // 4}"
         if j % 4:
             lines.append(f"shr.u32 t, {source}, {4 * (j % 4)};")
@@ -174,13 +177,13 @@ def slice_types(half):
 
 @triton.jit
 def unpack_in_registers(
-    words, meta, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr
+    words, scale_words, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr
 ):
-    """The tile [BN, 128] of words [BN, 16] and one to four metas [BN, 16]: what is joined comes last."""
+    """The tile [BN, 128] of words [BN, 16] and one to four scale_words [BN, 16], joined last."""
     asm: tl.constexpr = unpack_asm(GROUP, FRACTIONAL, HALF)
     constraints: tl.constexpr = unpack_constraints(GROUP)
     types: tl.constexpr = slice_types(HALF)
-    inputs = (words,) + meta  # noqa: RUF005
+    inputs = (words,) + scale_words  # noqa: RUF005
     part = tl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=True, pack=2)
     even = tl.join(tl.join(part[0], part[4]), tl.join(part[2], part[6]))
     odd = tl.join(tl.join(part[1], part[5]), tl.join(part[3], part[7]))
@@ -190,7 +193,7 @@ def unpack_in_registers(
 
 @triton.jit
 def unpack_plainly(
-    words, meta, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr
+    words, scale_words, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr
 ):
     """The same without PTX: for the interpreter."""
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
@@ -201,7 +204,7 @@ def unpack_plainly(
     group = (tl.arange(0, 128) // GROUP)[None, :]
     word = tl.zeros([BN, 128], tl.int32)
     for i in tl.static_range(128 // GROUP):
-        word = tl.where(group == i, tl.max(meta[i], axis=1)[:, None], word)
+        word = tl.where(group == i, tl.max(scale_words[i], axis=1)[:, None], word)
     scale = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     low = word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     if FRACTIONAL:
@@ -213,12 +216,12 @@ def unpack_plainly(
 
 @triton.jit
 def of_rows(at, BN: tl.constexpr):
-    """A row's word of meta for each of its words."""
+    """A row's word of scale_words for each of its words."""
     return tl.broadcast_to(tl.load(at)[:, None], [BN, 16])
 
 
 @triton.jit
-def load_meta(at, rows, GROUP: tl.constexpr, BN: tl.constexpr):
+def load_scales(at, rows, GROUP: tl.constexpr, BN: tl.constexpr):
     """Meta of the groups of one tile of words, each [BN, 16]."""
     if GROUP == 128:
         return (of_rows(at, BN),)
@@ -231,7 +234,7 @@ def load_meta(at, rows, GROUP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def int4_grouped_kernel(
-    x, words, meta, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
+    x, words, scale_words, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
     SHARED_BY: tl.constexpr, EVEN_K: tl.constexpr, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr,
     EVICT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +258,7 @@ def int4_grouped_kernel(
     x_at = x + (assignment // SHARED_BY)[None, :] * x_stride + column[:, None]
     word = (row_tile * k_tiles * 64 + row % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
     words_at = words + expert * rows * k_tiles * 16 + word
-    meta_at = meta + expert * rows * k_tiles * (128 // GROUP) + row_tile * 64 + row % 64
+    scales_at = scale_words + expert * rows * k_tiles * (128 // GROUP) + row_tile * 64 + row % 64
     accumulator = tl.zeros([BN, BM], tl.float32)
     # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
     tl.assume(k_tiles > 0)
@@ -264,7 +267,7 @@ def int4_grouped_kernel(
         if not EVEN_K:
             inside = inside & (k_tile * 128 + column < K)[:, None]
         word = tl.load(words_at, eviction_policy=EVICT)
-        scales = load_meta(meta_at, rows, GROUP, BN)
+        scales = load_scales(scales_at, rows, GROUP, BN)
         x_tile = tl.load(x_at, mask=inside, other=0.0)
         if ASM:
             weight = unpack_in_registers(word, scales, GROUP, FRACTIONAL, HALF, BN)
@@ -272,7 +275,7 @@ def int4_grouped_kernel(
             weight = unpack_plainly(word, scales, GROUP, FRACTIONAL, HALF, BN)
         accumulator = tl.dot(weight, x_tile, accumulator)
         words_at += 1024
-        meta_at += rows * (128 // GROUP)
+        scales_at += rows * (128 // GROUP)
         x_at += 128
     if bias is not None:
         of_row = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
@@ -284,7 +287,7 @@ def int4_grouped_kernel(
 def grouped_matmul(
     x: Tensor,
     words: Tensor,
-    meta: Tensor,
+    scale_words: Tensor,
     routing: ExpertRouting,
     n: int,
     group_size: int,
@@ -302,8 +305,8 @@ def grouped_matmul(
     capability = compute_capability(x.device)
     pdl = capability >= (9, 0)
     int4_grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
-        x, words, meta, bias, y, routing.assignments, routing.block_expert, routing.count,
-        n, k, x.stride(0), meta.shape[2], k_tiles,
+        x, words, scale_words, bias, y, routing.assignments, routing.block_expert, routing.count,
+        n, k, x.stride(0), scale_words.shape[2], k_tiles,
         SHARED_BY=routing.rows_per_input(len(x)), EVEN_K=k % TILE_K == 0,
         GROUP=kernel_group(group_size), FRACTIONAL=fractional,
         EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",

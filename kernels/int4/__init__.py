@@ -1,1 +1,1 @@
-"""Products with INT4 weights: `hopper.py` tells what each file does, `swap_ab.py` is the portable kernel."""
+"""INT4 matrix products: `hopper.py` is the fast path, `swap_ab.py` the bytes and the portable kernel."""

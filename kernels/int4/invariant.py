@@ -1,22 +1,22 @@
-"""INT4 product on Hopper for batch-invariant serving, in Gluon: one order of summation for every M.
+"""Batch-invariant INT4 matrix product on Hopper, split-K, in Gluon: one order of summation for every M.
 
-Where it may depend on M, `shares.py` is faster. `invariant_plan.py` chooses tiles and parts.
+y [M, N] = x [M, K] @ w.T, w packed INT4 [N, K]; the bytes of w and the reference are in `swap_ab.py`. Where a
+row's bits may depend on M, `stream_k.py` is faster. `invariant_config.py` chooses tiles and splits.
 
-Shapes: x [M, K], packed weight [N, K] in tiles of 64 rows and 64 columns (`swap_ab.py`), y [M, N].
+"Swap AB": the weight is wgmma's M operand, `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen rows of
+x cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
 
-The weight is the M operand ("swap AB"): `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen requests
-cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
+    producer warp   TMA: words, scale words, activations --> a ring of stages in shared memory
+    consumers       ld.shared.v4: a lane's four words of a tile, unpacked by `unpack.py`
+                    register-operand wgmma, asynchronous; the next chunk is unpacked meanwhile
 
-    producer warp   TMA: words, zeros and scales, activations --> a ring of stages in shared memory
-    the others      ld.shared.v4: a lane's four words of a tile, unpacked by `unpack.py`
-                    wgmma from registers, asynchronous; the next chunk is unpacked meanwhile
+A weight with few tiles is split along K, in as many splits as suit a single row of x. Each leaves its fp32
+partial sums in scratch memory; the CTA that finishes last reduces them in order of K, so the bits are the
+same whoever is last. For more rows one CTA sums a tile's splits, one after the other, to the same bits
+(SEQUENTIAL).
 
-A weight with few tiles is split along K, in as many parts as suit a single row of x. Each part leaves its
-fp32 sums in a scratch buffer; the part that arrives last adds all of them in order of K, so the bits are the
-same whoever is last. For more rows one CTA sums a tile's parts, one after the other, to these (`ordered`).
-
-Programmatic dependent launch: the producer fetches weights before the kernel ahead has ended; activations,
-and everything that is written, wait for its end.
+PDL (programmatic dependent launch): the producer loads weights before the kernel ahead has ended;
+activations, and everything that is written, wait for its end.
 """
 
 from dataclasses import dataclass
@@ -34,15 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .copies import copy_activations, copy_weights, stage_bytes
-from .tile import HopperTile
-from .unpack import operand_of, x_layout, zero_and_scale
+from .tile import Dequant, HopperTile, Int4Operand
+from .tma_loads import Ring, stage_bytes
+from .traits import Traits
+from .unpack import split_scale_word, wgmma_operand, x_layout
 
 
 @gluon.constexpr_function
-def words_spread(rows: int):
+def words_register_layout(rows: int):
     """The words of a tile, [row / 16, r, t, v, u], among the warps: each thread the four of its lane."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]],
@@ -59,27 +61,24 @@ PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def read_words(words_smem, BN: gl.constexpr, tile: gl.constexpr):
-    """The words of one tile of a stage; 128 rows only of stages of one tile."""
-    spread: gl.constexpr = words_spread(BN)
+def read_words(words_smem, TILE: gl.constexpr, t):
+    """The words of one tile of a stage; BN=128 only of stages of one tile."""
+    spread: gl.constexpr = words_register_layout(t.BN)
     flat = words_smem._reinterpret(gl.int32, [words_smem.shape[0] * words_smem.shape[1] * 64], PLAIN_1D)
-    words = flat.slice(tile * 512, BN * 8)._reinterpret(gl.int32, [BN // 16, 8, 4, 2, 2], PLAIN_5D)
+    words = flat.slice(TILE * 512, t.BN * 8)._reinterpret(gl.int32, [t.BN // 16, 8, 4, 2, 2], PLAIN_5D)
     return words.load(spread)
 
 
 @gluon.jit
-def read_scales(
-    meta_smem, BN: gl.constexpr, tile: gl.constexpr, GROUP: gl.constexpr, FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr,
-):  # fmt: skip
-    """For each group of a tile the rows' zeros and scales, each twice in a register."""
-    flat = meta_smem._reinterpret(gl.int32, [meta_smem.shape[0] * BN], PLAIN_1D)
+def read_scales(scale_smem, TILE: gl.constexpr, t):
+    """For each group of a tile the rows' unpacked scale words."""
+    flat = scale_smem._reinterpret(gl.int32, [scale_smem.shape[0] * t.BN], PLAIN_1D)
     scales = ()
-    for group in gl.static_range(64 // GROUP if GROUP < 64 else 1):
-        row = flat.slice(((tile * 64) // GROUP + group) * BN, BN)
-        by_row = row._reinterpret(gl.int32, [BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
-        meta = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_spread(BN))))
-        first, second = zero_and_scale(meta, FRACTIONAL, HALF, True)
+    for group in gl.static_range(t.GROUPS):
+        row = flat.slice(((TILE * 64) // t.GROUP + group) * t.BN, t.BN)
+        by_row = row._reinterpret(gl.int32, [t.BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
+        scale_words = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_register_layout(t.BN))))
+        first, second = split_scale_word(scale_words, t)
         first = gl.expand_dims(gl.expand_dims(first, 2), 3)
         second = gl.expand_dims(gl.expand_dims(second, 2), 3)
         scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
@@ -87,299 +86,280 @@ def read_scales(
 
 
 @gluon.jit
-def read_operand(
-    words_smem, meta_smem, BN: gl.constexpr, CHUNK: gl.constexpr, SLICES: gl.constexpr,
-    GROUP: gl.constexpr, FRACTIONAL: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Chunk `CHUNK` of a stage, `SLICES` slices of 16 columns, as wgmma's operand [BN, 16 * SLICES]."""
-    tile: gl.constexpr = CHUNK * SLICES // 4
-    words = read_words(words_smem, BN, tile)
-    scales = read_scales(meta_smem, BN, tile, GROUP, FRACTIONAL, HALF)
+def read_operand(words_smem, scale_smem, CHUNK: gl.constexpr, t):
+    """Chunk `CHUNK` of a stage as wgmma's A operand [BN, 16 * SLICES]."""
+    tile: gl.constexpr = CHUNK * t.SLICES // 4
+    words = read_words(words_smem, tile, t)
+    scales = read_scales(scale_smem, tile, t)
     more_words = words
     more_scales = scales
-    if SLICES == 8:
+    if t.SLICES == 8:
         # Two tiles; in groups of 128 they share their scales.
-        more_words = read_words(words_smem, BN, tile + 1)
-        if GROUP < 128:
-            more_scales = read_scales(meta_smem, BN, tile + 1, GROUP, FRACTIONAL, HALF)
-    return operand_of(
-        words, scales, more_words, more_scales, CHUNK, BN, SLICES, GROUP, FRACTIONAL, HALF, True, MMA
-    )  # fmt: skip
+        more_words = read_words(words_smem, tile + 1, t)
+        if t.GROUP < 128:
+            more_scales = read_scales(scale_smem, tile + 1, t)
+    return wgmma_operand(words, scales, more_words, more_scales, CHUNK, t)
+
+
+@aggregate
+class Work:
+    """A tile of y and the stages `begin` to `end` of K of one of its splits.
+
+    units, num_splits  SEQUENTIAL: the units of `SPLIT_UNIT` columns in K, and into how many splits
+    """
+
+    tile_m: gl.tensor
+    tile_n: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    units: gl.tensor
+    num_splits: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tile_m, tile_n, begin, end, units, num_splits):
+        self.tile_m = tile_m
+        self.tile_n = tile_n
+        self.begin = begin
+        self.end = end
+        self.units = units
+        self.num_splits = num_splits
 
 
 @gluon.jit
-def start_copies(
-    words_desc, meta_desc, x_desc, ring, slot, stage, tile_m, tile_n, pred,
-    WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Start copying stage number `stage` of K into a slot of the ring; past the end of K zeros arrive."""
-    words_ring, meta_ring, x_ring, ready, _free = ring
-    bar = ready.index(slot)
+def load_stage(ring, work, slot, stage, pred, WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, t):
+    """Start loading stage number `stage` of K into a slot of the ring."""
     if WEIGHTS:
-        count: gl.constexpr = stage_bytes(words_ring.shape, meta_ring.shape, x_ring.shape, TILES)
-        mbarrier.expect(bar, count, pred=pred)
-        copy_weights(
-            words_desc, meta_desc, words_ring, meta_ring, slot, bar, stage, tile_n, pred, TILES, GROUP
-        )  # fmt: skip
+        count: gl.constexpr = stage_bytes(ring.words.shape, ring.scales.shape, ring.x.shape, t.K_TILES)
+        mbarrier.expect(ring.full.index(slot), count, pred=pred)
+        ring.load_weights(slot, stage, work.tile_n, pred, t)
     if ACTIVATIONS:
-        copy_activations(x_desc, x_ring, slot, bar, stage, tile_m, pred, TILES)
+        ring.load_activations(slot, stage, work.tile_m, pred, t)
 
 
 @gluon.jit
-def produce(
-    x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end,
-    STAGES: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The one warp that starts the copies."""
-    _words_ring, _meta_ring, _x_ring, _ready, free = ring
+def producer_partition(ring, empty, work, t):
+    """The one warp that issues the TMA loads."""
+    begin = work.begin
+    end = work.end
     # The weights do not depend on the kernel before this one, so the first of them need not wait for its end;
     # the activations do.
-    for slot in gl.static_range(STAGES):
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, begin + slot, tile_m, tile_n, begin + slot < end,
-            True, False, TILES, GROUP,
-        )  # fmt: skip
+    for slot in gl.static_range(t.STAGES):
+        load_stage(ring, work, slot, begin + slot, begin + slot < end, True, False, t)
     gdc_wait()
-    for slot in gl.static_range(STAGES):
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, begin + slot, tile_m, tile_n, begin + slot < end,
-            False, True, TILES, GROUP,
-        )  # fmt: skip
+    for slot in gl.static_range(t.STAGES):
+        load_stage(ring, work, slot, begin + slot, begin + slot < end, False, True, t)
     slot = 0
     phase = 0
-    for stage in range(begin + STAGES, end):
-        mbarrier.wait(free.index(slot), phase)
-        start_copies(
-            words_desc, meta_desc, x_desc, ring, slot, stage, tile_m, tile_n, True, True, True, TILES, GROUP
-        )
-        wraps = slot + 1 == STAGES
+    for stage in range(begin + t.STAGES, end):
+        mbarrier.wait(empty.index(slot), phase)
+        load_stage(ring, work, slot, stage, True, True, True, t)
+        wraps = slot + 1 == t.STAGES
         slot = gl.where(wraps, 0, slot + 1)
         phase = gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def multiply(
-    ring, begin, end, units, split, BN: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr,
-    FRACTIONAL: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-    SLICES: gl.constexpr, ORDERED: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """The sums [BN, BM] over one part of K; with `ORDERED` over all `split` parts, each summed by itself.
+def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
+    """The sums [BN, BM] over one split of K; with SEQUENTIAL over all splits, each summed by itself.
 
     A turn of the loop takes an even number of chunks, so that the operand in flight and the one being made
-    keep registers of their own; unpacking one chunk runs beside the product of the one before it.
+    keep registers of their own; one chunk is unpacked while the wgmmas of the one before run.
     """
-    words_ring, meta_ring, x_ring, ready, free = ring
-    chunks: gl.constexpr = TILES * 4 // SLICES
-    step: gl.constexpr = 2 if chunks == 1 else 1
-    accumulator = gl.zeros([BN, BM], gl.float32, MMA)
+    begin = work.begin
+    end = work.end
+    accumulator = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)
     total = accumulator
-    mbarrier.wait(ready.index(0), 0)
-    weight = read_operand(
-        words_ring.index(0), meta_ring.index(0), BN, 0, SLICES, GROUP, FRACTIONAL, HALF, MMA
-    )
+    mbarrier.wait(ring.full.index(0), 0)
+    weight = read_operand(ring.words.index(0), ring.scales.index(0), 0, t)
     before = weight
     slot = 0
     phase = 0
-    for part in range(0, split if ORDERED else 1):
-        part_begin = begin
-        part_end = end
-        if ORDERED:
-            part_begin = part * units // split * (4 // TILES)
-            part_end = (part + 1) * units // split * (4 // TILES)
-        for first in range(part_begin, part_end, step):
-            for i in gl.static_range(step):
+    for split in range(0, work.num_splits if SEQUENTIAL else 1):
+        split_begin = begin
+        split_end = end
+        if SEQUENTIAL:
+            split_begin = split * work.units // work.num_splits * (4 // t.K_TILES)
+            split_end = (split + 1) * work.units // work.num_splits * (4 // t.K_TILES)
+        for first in range(split_begin, split_end, t.ITER_STAGES):
+            for i in gl.static_range(t.ITER_STAGES):
                 stage = first + i
-                wraps = slot + 1 == STAGES
+                wraps = slot + 1 == t.STAGES
                 following = gl.where(wraps, 0, slot + 1)
-                for chunk in gl.static_range(chunks):
-                    x_chunk = (
-                        x_ring.index(slot).slice(chunk * 16 * SLICES, 16 * SLICES, dim=1).permute((1, 0))
-                    )
-                    accumulator = warpgroup_mma(weight, x_chunk, accumulator, is_async=True)
-                    # At most this product is in flight: the one before it is done.
+                for chunk in gl.static_range(t.CHUNKS):
+                    x_chunk = ring.x.index(slot).slice(chunk * 16 * t.SLICES, 16 * t.SLICES, dim=1)
+                    accumulator = warpgroup_mma(weight, x_chunk.permute((1, 0)), accumulator, is_async=True)
+                    # At most this chunk is in flight: the one before it is done.
                     accumulator, before = warpgroup_mma_wait(1, deps=[accumulator, before])
                     before = weight
                     if chunk == 0:
-                        previous = gl.where(slot == 0, STAGES - 1, slot - 1)
-                        mbarrier.arrive(free.index(previous), count=1, pred=stage > begin)
-                    if chunk + 1 < chunks:
-                        weight = read_operand(
-                            words_ring.index(slot), meta_ring.index(slot), BN, chunk + 1, SLICES,
-                            GROUP, FRACTIONAL, HALF, MMA,
-                        )  # fmt: skip
+                        previous = gl.where(slot == 0, t.STAGES - 1, slot - 1)
+                        mbarrier.arrive(empty.index(previous), count=1, pred=stage > begin)
+                    if chunk + 1 < t.CHUNKS:
+                        weight = read_operand(ring.words.index(slot), ring.scales.index(slot), chunk + 1, t)
                     else:
                         phase = gl.where(wraps, phase ^ 1, phase)
-                        mbarrier.wait(ready.index(following), phase, pred=stage + 1 < end)
-                        weight = read_operand(
-                            words_ring.index(following), meta_ring.index(following), BN, 0, SLICES,
-                            GROUP, FRACTIONAL, HALF, MMA,
-                        )  # fmt: skip
+                        mbarrier.wait(ring.full.index(following), phase, pred=stage + 1 < end)
+                        weight = read_operand(ring.words.index(following), ring.scales.index(following), 0, t)
                 slot = following
         accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
-        if ORDERED:
+        if SEQUENTIAL:
             total += accumulator
-            accumulator = gl.zeros([BN, BM], gl.float32, MMA)
-    if ORDERED:
+            accumulator = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)
+    if SEQUENTIAL:
         accumulator = total
     return (accumulator,)
 
 
+@aggregate
+class Output:
+    """y [M, N]; with TMA_STORE written through `staging` in shared memory by `y_desc`."""
+
+    y: gl.tensor
+    y_desc: tma.tensor_descriptor
+    staging: gl.shared_memory_descriptor
+    M: gl.tensor
+    N: gl.tensor
+    TMA_STORE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, y, y_desc, staging, m, n, tma_store):
+        self.y = y
+        self.y_desc = y_desc
+        self.staging = staging
+        self.M = m
+        self.N = n
+        self.TMA_STORE = gl.constexpr(tma_store)
+
+
 @gluon.jit
-def write(
-    y, y_desc, staging, sums, M, N, first_row, first_column, BN: gl.constexpr, BM: gl.constexpr,
-    MMA: gl.constexpr, BULK: gl.constexpr,
-):  # fmt: skip
-    """Sums [BN, BM] to rows of y; in bulk through `staging`."""
-    if BULK:
-        staging.permute((1, 0)).store(sums)
+def store_y(sums, output, first_row, first_column, t):
+    """Sums [BN, BM], rounded, to rows of y."""
+    if output.TMA_STORE:
+        output.staging.permute((1, 0)).store(sums)
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(y_desc, [first_row, first_column], staging)
+        tma.async_copy_shared_to_global(output.y_desc, [first_row, first_column], output.staging)
         tma.store_wait(0)
     else:
-        column = first_column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-        row = first_row + gl.arange(0, BM, gl.SliceLayout(0, MMA))
-        inside = (row < M)[None, :] & (column < N)[:, None]
-        gl.store(y + ((row.to(gl.int64) * N)[None, :] + column[:, None]), sums, mask=inside)
+        N = output.N
+        column = first_column + gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
+        row = first_row + gl.arange(0, t.BM, gl.SliceLayout(0, t.MMA))
+        inside = (row < output.M)[None, :] & (column < N)[:, None]
+        gl.store(output.y + ((row.to(gl.int64) * N)[None, :] + column[:, None]), sums, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "split"])
+@gluon.constexpr_function
+def reduce_unroll(rows):
+    """Partial sums loaded together: as many as registers hold."""
+    return 8 if rows <= 16 else 4 if rows <= 64 else 1
+
+
+@gluon.jit(do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "num_splits"])
 def int4_invariant_kernel(
-    x_desc,
-    words_desc,
-    meta_desc,
-    y,
-    y_desc,
-    partials,
-    arrivals,
-    M,
-    N,
-    units,
-    tiles_m,
-    whole_tiles,
-    split,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    GROUP: gl.constexpr,
-    FRACTIONAL: gl.constexpr,
-    HALF: gl.constexpr,
-    STAGES: gl.constexpr,
-    TILES: gl.constexpr,
-    SLICES: gl.constexpr,
-    TOGETHER: gl.constexpr,
-    BULK: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
-    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BN // 16, 1], [16, BM, 16])
-    # Which tile of y, and which part of its K.
+    x_desc, words_desc, scale_desc, y, y_desc, partials, semaphores,
+    M, N, units, tiles_m, whole_tiles, num_splits,
+    TILE: gl.constexpr, DEQUANT: gl.constexpr, TMA_STORE: gl.constexpr, SEQUENTIAL: gl.constexpr,
+):  # fmt: skip
+    """Grid: a CTA for each of the first `whole_tiles` tiles, `num_splits` CTAs for each of the others."""
+    t = Traits(TILE, DEQUANT, True)
     pid = gl.program_id(0)
     tile = pid
-    part = 0
-    parts = 1
+    split = 0
+    splits = 1
     if pid >= whole_tiles:
-        tile = whole_tiles + (pid - whole_tiles) // split
-        part = (pid - whole_tiles) % split
-        parts = split
+        tile = whole_tiles + (pid - whole_tiles) // num_splits
+        split = (pid - whole_tiles) % num_splits
+        splits = num_splits
     tile_n = tile // tiles_m
     tile_m = tile % tiles_m
-    # A part is a whole number of units of 256 columns whatever the stage, so that it is the same for every M.
-    begin = part * units // parts * (4 // TILES)
-    end = (part + 1) * units // parts * (4 // TILES)
+    # A split is a whole number of units of 256 columns whatever the stage, so it is the same for every M.
+    begin = split * units // splits * (4 // t.K_TILES)
+    end = (split + 1) * units // splits * (4 // t.K_TILES)
+    work = Work(tile_m, tile_n, begin, end, units, num_splits)
 
-    meta_rows: gl.constexpr = meta_desc.block_shape[0]
-    words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, TILES * 8, 64], words_desc.layout)
-    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES, meta_rows, BN], meta_desc.layout)
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BM, TILES * 64], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring = (words_ring, meta_ring, x_ring, ready, free)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
+    scale_rows: gl.constexpr = scale_desc.block_shape[0]
+    words_ring = gl.allocate_shared_memory(
+        gl.int32, [t.STAGES, t.BN // 64, t.K_TILES * 8, 64], words_desc.layout
+    )
+    scale_ring = gl.allocate_shared_memory(gl.int32, [t.STAGES, scale_rows, t.BN], scale_desc.layout)
+    x_ring = gl.allocate_shared_memory(t.DTYPE, [t.STAGES, t.BM, t.K_TILES * 64], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], mbarrier.MBarrierLayout())
+    ring = Ring(x_desc, words_desc, scale_desc, words_ring, scale_ring, x_ring, full)
+    for slot in gl.static_range(t.STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
     gdc_launch_dependents()
     (sums,) = gl.warp_specialize([
-        (multiply, (ring, begin, end, units, split, BN, BM, GROUP, FRACTIONAL, HALF, STAGES, TILES, SLICES,
-                    ORDERED, mma)),
-        (produce, (x_desc, words_desc, meta_desc, ring, tile_m, tile_n, begin, end, STAGES, TILES, GROUP)),
+        (consumer_partition, (ring, empty, work, SEQUENTIAL, t)),
+        (producer_partition, (ring, empty, work, t)),
     ], [1], [24])  # fmt: skip
 
     gdc_wait()
-    staging = x_ring.index(0) if BN == 64 else x_ring._reinterpret(dtype, [BM, BN], x_ring.layout)
-    if parts == 1:
-        write(y, y_desc, staging, sums.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
+    staging = x_ring.index(0) if t.BN == 64 else x_ring._reinterpret(t.DTYPE, [t.BM, t.BN], x_ring.layout)
+    output = Output(y, y_desc, staging, M, N, TMA_STORE)
+    if splits == 1:
+        store_y(sums.to(t.DTYPE), output, tile_m * t.BM, tile_n * t.BN, t)
     else:
         own = tile - whole_tiles
-        column = gl.arange(0, BN, gl.SliceLayout(1, mma))
-        row = gl.arange(0, BM, gl.SliceLayout(0, mma))
-        scratch = partials + own.to(gl.int64) * parts * (BN * BM) + (column[:, None] * BM + row[None, :])
-        gl.store(scratch + part * (BN * BM), sums)
+        column = gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
+        row = gl.arange(0, t.BM, gl.SliceLayout(0, t.MMA))
+        offset = column[:, None] * t.BM + row[None, :]
+        scratch = partials + own.to(gl.int64) * splits * (t.BN * t.BM) + offset
+        gl.store(scratch + split * (t.BN * t.BM), sums)
         gl.thread_barrier()
-        arrived = gl.atomic_add(arrivals + own, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            total = gl.zeros([BN, BM], gl.float32, mma)
-            for first in range(0, parts, TOGETHER):
-                for i in gl.static_range(TOGETHER):
-                    wanted = first + i < parts
+        finished = gl.atomic_add(semaphores + own, 1, sem="acq_rel", scope="gpu")
+        if finished == splits - 1:
+            unroll: gl.constexpr = reduce_unroll(t.BM)
+            total = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)
+            for first in range(0, splits, unroll):
+                for i in gl.static_range(unroll):
+                    wanted = first + i < splits
                     total += gl.load(
-                        scratch + (first + i) * (BN * BM), mask=wanted, other=0.0, cache_modifier=".cg"
+                        scratch + (first + i) * (t.BN * t.BM), mask=wanted, other=0.0, cache_modifier=".cg"
                     )
-            gl.store(arrivals + own, 0)
-            write(y, y_desc, staging, total.to(dtype), M, N, tile_m * BM, tile_n * BN, BN, BM, mma, BULK)
+            gl.store(semaphores + own, 0)
+            store_y(total.to(t.DTYPE), output, tile_m * t.BM, tile_n * t.BN, t)
 
 
-UNIT = 256
-"""Columns of K of which a part has a whole number."""
+SPLIT_UNIT = 256
+"""Columns of K of which a split has a whole number."""
 
 
 @dataclass(frozen=True)
 class Tile(HopperTile):
-    """Slices unpacked together: 2, 4 or 8.
+    """`slices`: 2, 4 or 8.
 
-    unit_us  measured on an H200: microseconds of 256 columns of K where every CTA slot is taken
-    combine  measured: what splitting K costs at all, in the same units of K
+    unit_us      microseconds of 256 columns of K where every CTA slot is taken (H200, measured)
+    reduce_cost  what splitting K costs at all, in the same units of K (H200, measured)
     """
 
     unit_us: float
-    combine: float = 0.0
+    reduce_cost: float = 0.0
 
 
-def launch(
-    x: Tensor,
-    words: Tensor,
-    meta: Tensor,
-    arrivals: Tensor,
-    y: Tensor,
-    group_size: int,
-    fractional: bool,
-    tile: Tile,
-    parts: int,
-    ordered: bool,
-) -> None:
-    """One launch: every tile in `parts` parts of K; with `ordered` by one CTA, else each by its own."""
+def launch(x: Tensor, weight: Int4Operand, y: Tensor, tile: Tile, num_splits: int, sequential: bool) -> None:
+    """x [M, K] @ w.T into y [M, N], in one launch: K in `num_splits` splits.
+
+    sequential: one CTA sums all splits of a tile, else each has its own
+    """
     m, n = y.shape
-    tiles = tile.number(m, n)
-    whole = tiles if parts == 1 or ordered else 0
-    scratch = (tiles - whole) * parts * tile.n * tile.m
+    tiles = tile.num_tiles(m, n)
+    whole = tiles if num_splits == 1 or sequential else 0
+    scratch = (tiles - whole) * num_splits * tile.n * tile.m
     partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
-    x_desc, words_desc, meta_desc = tile.descriptors(x, words, meta, group_size)
-    # A bulk store wants rows of y on 16 bytes.
-    bulk = tile.tiles == 1 and n % 8 == 0
-    y_desc = TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if bulk else x_desc
-    int4_invariant_kernel[(whole + (tiles - whole) * parts,)](
-        x_desc, words_desc, meta_desc, y, y_desc, partials, arrivals,
-        m, n, triton.cdiv(x.shape[1], UNIT), triton.cdiv(m, tile.m), whole, parts,
-        **constants(tile, group_size, fractional, x.dtype == torch.float16, bulk, ordered),
+    x_desc, words_desc, scale_desc = tile.descriptors(x, weight)
+    # A TMA store wants rows of y on 16 bytes.
+    tma_store = tile.k_tiles == 1 and n % 8 == 0
+    y_desc = TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if tma_store else x_desc
+    int4_invariant_kernel[(whole + (tiles - whole) * num_splits,)](
+        x_desc, words_desc, scale_desc, y, y_desc, partials, weight.semaphores,
+        m, n, triton.cdiv(x.shape[1], SPLIT_UNIT), triton.cdiv(m, tile.m), whole, num_splits,
+        **constants(tile, weight.dequant(x.dtype), tma_store, sequential),
         **tile.options(),
     )  # fmt: skip
 
 
-def constants(
-    tile: Tile, group_size: int, fractional: bool, half: bool, bulk: bool, ordered: bool = False
-) -> dict[str, int | bool]:
-    """What the kernel is compiled for."""
-    return tile.constants(group_size, fractional, half) | {
-        "TOGETHER": 8 if tile.m <= 16 else 4 if tile.m <= 64 else 1,
-        "BULK": bulk,
-        "ORDERED": ordered,
-    }
+def constants(tile: Tile, dequant: Dequant, tma_store: bool, sequential: bool = False) -> dict[str, object]:
+    """The kernel's constexpr arguments."""
+    return {"TILE": tile, "DEQUANT": dequant, "TMA_STORE": tma_store, "SEQUENTIAL": sequential}

@@ -1,10 +1,13 @@
-"""The PTX that `shares.py` speaks where Gluon's own operations would make all warps wait for each other.
+"""Inline PTX of the INT4 stream-K kernel: mbarriers, shared loads, semaphores, partial sums, stores of y.
 
-Gluon puts a barrier of the whole group before every arrival at an mbarrier and every second wait for one, and
-a fence of all memory before a copy into memory it has seen written. Here each warp waits and arrives for
-itself. Addresses are offsets into shared memory, whose one allocation lies at its start (a test looks).
+Gluon puts a barrier of the whole group before every mbarrier arrive and every second wait, and a fence of all
+memory before a TMA load into memory that it has seen written. Here each warp waits and arrives for itself.
+Addresses in shared memory are byte offsets into its one allocation, which lies at `global_smem` (a test
+looks).
 
-Each function returns the text for `inline_asm_elementwise`, or is a Gluon function around such a text.
+Each operation is a Gluon function with its PTX above it. `ptx` numbers the operands, which the text names:
+results first, then arguments; with `pack=4` an argument is four registers, one for each value of a thread.
+`inline_asm_elementwise` wants a result, so where there is none `unused` is set to zero.
 """
 
 from triton.experimental import gluon
@@ -12,248 +15,420 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def lines(*parts):
-    return "{\n" + "\n".join(parts) + "\n}"
+def ptx(operands, *lines):
+    """PTX in braces with `$name` replaced by `$0`, `$1`, ... in the order of `operands`.
+
+    operands: names between spaces; `name*4` declares $name0 to $name3.
+    """
+    names = []
+    for operand in operands.split():
+        name, _, count = operand.partition("*")
+        names += [f"{name}{i}" for i in range(int(count))] if count else [name]
+    text = "{\n" + "\n".join(lines) + "\n}"
+    for name in sorted(names, reverse=True):  # of two where one begins the other, the longer first
+        text = text.replace("$" + name, f"${names.index(name)}")
+    return text
 
 
 @gluon.constexpr_function
-def barriers_asm(ready, free, sent, stages, tails, warps):
-    """Thread 0 makes the barriers: one arrival fills a stage; all warps free it, and send a tail."""
-    inits = [f"@p mbarrier.init.shared::cta.b64 [a+{ready + 8 * i}], 1;" for i in range(stages)]
-    inits += [f"@p mbarrier.init.shared::cta.b64 [a+{free + 8 * i}], {warps};" for i in range(stages)]
+def zero(name, count):
+    return [f"mov.u32 ${name}{i}, 0;" for i in range(count)]
+
+
+# Mbarriers. ------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def init_mbarriers_asm(full, empty, sent, stages, tails, warps):
+    inits = [f"@p mbarrier.init.shared::cta.b64 [a+{full + 8 * i}], 1;" for i in range(stages)]
+    inits += [f"@p mbarrier.init.shared::cta.b64 [a+{empty + 8 * i}], {warps};" for i in range(stages)]
     inits += [f"@p mbarrier.init.shared::cta.b64 [a+{sent + 8 * i}], {warps};" for i in range(tails)]
     start = (".reg .pred p;", ".reg .b32 a;", "mov.u32 a, %tid.x;", "setp.eq.u32 p, a, 0;")
-    return lines(*start, "mov.u32 a, global_smem;", *inits, "mov.u32 $0, 0;")
+    return ptx("unused any", *start, "mov.u32 a, global_smem;", *inits, "mov.u32 $unused, 0;")
 
 
-@gluon.constexpr_function
-def expect_asm(ready, count):
-    """Lane 0 announces `count` bytes at the barrier of the stage `$1` bytes on, where `$2`."""
-    return lines(
-        ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
-        "setp.ne.and.u32 p, $2, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;",
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [a+{ready}], {count};", "mov.u32 $0, 0;",
+@gluon.jit
+def init_mbarriers(any_value, t, smem, TAILS: gl.constexpr):
+    """Thread 0 initializes the mbarriers: one arrival fills a stage; all warps empty it, and send a tail."""
+    gl.inline_asm_elementwise(
+        init_mbarriers_asm(smem.FULL, smem.EMPTY, smem.SENT, t.STAGES, TAILS, t.BN // 16), "=r,r",
+        [any_value], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def wait_asm():
-    return lines(
-        ".reg .pred p;", ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;", "again:",
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [a], $2;", "@!p bra again;", "mov.u32 $0, 0;",
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def arrive_asm():
-    return lines(
+def mbarrier_expect_asm(full, count):
+    return ptx(
+        "unused barrier pred",
         ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
-        "setp.ne.and.u32 p, $2, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;",
-        "@p mbarrier.arrive.shared::cta.b64 _, [a];", "mov.u32 $0, 0;",
+        "setp.ne.and.u32 p, $pred, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $barrier;",
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [a+{full}], {count};", "mov.u32 $unused, 0;",
     )  # fmt: skip
 
 
 @gluon.jit
-def wait_for(barrier, phase):
-    """Until the phase of the barrier at this offset is over."""
-    gl.inline_asm_elementwise(wait_asm(), "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1)
+def mbarrier_expect(barrier, pred, FULL: gl.constexpr, BYTES: gl.constexpr):
+    """Lane 0 arrives at the mbarrier `barrier` bytes behind `FULL`, expecting `BYTES`, where `pred`."""
+    gl.inline_asm_elementwise(
+        mbarrier_expect_asm(FULL, BYTES), "=r,r,r", [barrier, pred], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def mbarrier_wait_asm():
+    return ptx(
+        "unused barrier phase",
+        ".reg .pred p;", ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $barrier;", "again:",
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [a], $phase;", "@!p bra again;", "mov.u32 $unused, 0;",
+    )  # fmt: skip
 
 
 @gluon.jit
-def arrive_at(barrier, pred):
+def mbarrier_wait(barrier, phase):
+    """Every lane waits until this phase of the mbarrier is over."""
+    gl.inline_asm_elementwise(
+        mbarrier_wait_asm(), "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def mbarrier_arrive_asm():
+    return ptx(
+        "unused barrier pred",
+        ".reg .pred p;", ".reg .b32 a, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
+        "setp.ne.and.u32 p, $pred, 0, p;", "mov.u32 a, global_smem;", "add.u32 a, a, $barrier;",
+        "@p mbarrier.arrive.shared::cta.b64 _, [a];", "mov.u32 $unused, 0;",
+    )  # fmt: skip
+
+
+@gluon.jit
+def mbarrier_arrive(barrier, pred):
     """One arrival for this warp. What its lanes read was used by the wgmma issued since, so it is read."""
     gl.inline_asm_elementwise(
-        arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+        mbarrier_arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
-@gluon.constexpr_function
-def load4_asm(offset):
-    return lines(
-        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $4;",
-        f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [a+{offset}];",
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def load_asm(offset):
-    return lines(
-        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $1;", f"ld.shared.b32 $0, [a+{offset}];"
+@gluon.jit
+def sync_warp():
+    """Orders what this warp's lanes wrote before its next mbarrier arrive."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
+# Loads from the ring. --------------------------------------------------------------------------------------
+
+
 @gluon.constexpr_function
-def load_pair_asm(offset, step):
-    return lines(
-        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $2;",
-        f"ld.shared.b32 $0, [a+{offset}];", f"ld.shared.b32 $1, [a+{offset + step}];",
+def load_shared_v4_asm(offset):
+    return ptx(
+        "word*4 address",
+        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $address;",
+        f"ld.shared.v4.b32 {{$word0,$word1,$word2,$word3}}, [a+{offset}];",
     )  # fmt: skip
 
 
 @gluon.jit
-def here(pointer):
-    """The pointer as a number, worked out here: what is made from it is not moved out of a loop."""
+def load_shared_v4(address, OFFSET: gl.constexpr):
+    """Four words of each thread, 16 bytes, at `address + OFFSET`."""
+    return gl.inline_asm_elementwise(
+        load_shared_v4_asm(OFFSET), "=r,=r,=r,=r,r", [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def load_shared_asm(offset):
+    return ptx(
+        "word address",
+        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $address;",
+        f"ld.shared.b32 $word, [a+{offset}];",
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_shared(address, OFFSET: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        load_shared_asm(OFFSET), "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def load_shared_pair_asm(offset, step):
+    return ptx(
+        "first second address",
+        ".reg .b32 a;", "mov.u32 a, global_smem;", "add.u32 a, a, $address;",
+        f"ld.shared.b32 $first, [a+{offset}];", f"ld.shared.b32 $second, [a+{offset + step}];",
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_shared_pair(address, OFFSET: gl.constexpr, STEP: gl.constexpr):
+    """The words at `address + OFFSET` and `STEP` bytes on."""
+    return gl.inline_asm_elementwise(
+        load_shared_pair_asm(OFFSET, STEP), "=r,=r,r", [address],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# Semaphores in global memory. ------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def elected_asm(of, instruction):
+    """`instruction` by thread 0 ("tid.x") or lane 0 ("laneid")."""
+    return ptx(
+        "unused semaphore",
+        ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
+        f"@p {instruction};", "mov.u32 $unused, 0;",
+    )  # fmt: skip
+
+
+@gluon.jit
+def semaphore_release(semaphore, OF: gl.constexpr):
+    """The first thread or lane adds one, with release at GPU scope."""
+    gl.inline_asm_elementwise(
+        elected_asm(OF, "red.release.gpu.global.add.u32 [$semaphore], 1"), "=r,l", [semaphore.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def semaphore_acquire_asm():
+    return ptx(
+        "unused semaphore wanted",
+        ".reg .pred p;", ".reg .b32 v;", "again:", "ld.acquire.gpu.global.b32 v, [$semaphore];",
+        "setp.lt.u32 p, v, $wanted;", "@p bra again;", "mov.u32 $unused, 0;",
+    )  # fmt: skip
+
+
+@gluon.jit
+def semaphore_acquire(semaphore, wanted):
+    """Spin, with acquire at GPU scope, until the semaphore has reached `wanted`."""
+    gl.inline_asm_elementwise(
+        semaphore_acquire_asm(), "=r,l,r", [semaphore.to(gl.int64), wanted],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def semaphore_reset(semaphore, OF: gl.constexpr):
+    gl.inline_asm_elementwise(
+        elected_asm(OF, "st.global.b32 [$semaphore], 0"), "=r,l", [semaphore.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# Partial sums. ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def opaque_address(pointer):
+    """The pointer as an int64 that the compiler cannot recompute, so it hoists nothing made from it."""
     return gl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [pointer.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
 
 
 @gluon.constexpr_function
-def send_asm(offset):
-    """Four sums to scratch memory, `offset` bytes behind an address."""
-    results = [f"mov.u32 ${i}, 0;" for i in range(4)]
-    return lines(f"st.global.v4.b32 [$8+{offset}], {{$4,$5,$6,$7}};", *results)
+def store_fp32_asm(offset):
+    return ptx(
+        "unused*4 sum*4 address*4",
+        f"st.global.v4.b32 [$address0+{offset}], {{$sum0,$sum1,$sum2,$sum3}};", *zero("unused", 4),
+    )  # fmt: skip
 
 
-@gluon.constexpr_function
-def fetch_asm(offset):
-    """Four of another CTA's sums, or zeros."""
-    zeros = [f"mov.b32 ${i}, 0;" for i in range(4)]
-    return lines(
-        ".reg .pred p;", "setp.ne.b32 p, $8, 0;", *zeros,
-        f"@p ld.global.cg.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
+@gluon.jit
+def store_fp32(sums, address, OFFSET: gl.constexpr):
+    """A thread's four sums, 16 bytes, to `address + OFFSET` in global memory."""
+    gl.inline_asm_elementwise(
+        store_fp32_asm(OFFSET), "=r,=r,=r,=r,r,r,r,r,l,l,l,l", [sums, address],
+        dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def greatest_asm():
-    """The greatest of four sums' magnitudes and `$8`, four times."""
-    results = [f"mov.f32 ${i}, a;" for i in range(4)]
-    return lines(
-        ".reg .f32 a, b;", "abs.f32 a, $4;", "abs.f32 b, $5;", "max.f32 a, a, b;", "abs.f32 b, $6;",
-        "max.f32 a, a, b;", "abs.f32 b, $7;", "max.f32 a, a, b;", "max.f32 a, a, $8;", *results,
+def load_fp32_asm(offset):
+    zeros = [f"mov.b32 $sum{i}, 0;" for i in range(4)]
+    return ptx(
+        "sum*4 address*4 wanted*4",
+        ".reg .pred p;", "setp.ne.b32 p, $wanted0, 0;", *zeros,
+        f"@p ld.global.cg.v4.b32 {{$sum0,$sum1,$sum2,$sum3}}, [$address0+{offset}];",
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_fp32(address, wanted, OFFSET: gl.constexpr):
+    """Four of another CTA's sums from `address + OFFSET`, past L1; zeros where not `wanted`."""
+    return gl.inline_asm_elementwise(
+        load_fp32_asm(OFFSET), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, wanted],
+        dtype=gl.float32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def send_halves_asm(offset):
-    """Eight sums times `$12`, in fp16, to scratch memory, `offset` bytes behind an address."""
+def max_abs_asm():
+    results = [f"mov.f32 $result{i}, a;" for i in range(4)]
+    return ptx(
+        "result*4 sum*4 before*4",
+        ".reg .f32 a, b;", "abs.f32 a, $sum0;", "abs.f32 b, $sum1;", "max.f32 a, a, b;",
+        "abs.f32 b, $sum2;", "max.f32 a, a, b;", "abs.f32 b, $sum3;", "max.f32 a, a, b;",
+        "max.f32 a, a, $before0;", *results,
+    )  # fmt: skip
+
+
+@gluon.jit
+def max_abs(sums, before):
+    """The greatest magnitude of a thread's four sums and `before`, four times."""
+    return gl.inline_asm_elementwise(
+        max_abs_asm(), "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [sums, before],
+        dtype=gl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def store_fp16_asm(offset):
+    sums = [f"$low{i}" for i in range(4)] + [f"$high{i}" for i in range(4)]
     halves = []
     for i in range(4):
-        halves += [f"mul.f32 a, ${4 + 2 * i}, $12;", f"mul.f32 b, ${5 + 2 * i}, $12;"]
+        halves += [f"mul.f32 a, {sums[2 * i]}, $scale0;", f"mul.f32 b, {sums[2 * i + 1]}, $scale0;"]
         halves.append(f"cvt.rn.f16x2.f32 h{i}, b, a;")
-    results = [f"mov.u32 ${i}, 0;" for i in range(4)]
-    store = f"st.global.v4.b32 [$16+{offset}], {{h0,h1,h2,h3}};"
-    return lines(".reg .f32 a, b;", ".reg .b32 h<4>;", *halves, store, *results)
-
-
-@gluon.constexpr_function
-def send_scale_asm(offset):
-    """A number to scratch memory, `offset` bytes behind an address."""
-    results = [f"mov.u32 ${i}, 0;" for i in range(4)]
-    return lines(f"st.global.f32 [$8+{offset}], $4;", *results)
-
-
-@gluon.constexpr_function
-def by_first_asm(of, instruction):
-    """What thread 0 ("tid.x") or lane 0 ("laneid") does with the counter `$1`."""
-    return lines(
-        ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
-        f"@p {instruction};", "mov.u32 $0, 0;",
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def await_asm():
-    return lines(
-        ".reg .pred p;", ".reg .b32 v;", "again:", "ld.acquire.gpu.global.b32 v, [$1];",
-        "setp.lt.u32 p, v, $2;", "@p bra again;", "mov.u32 $0, 0;",
+    store = f"st.global.v4.b32 [$address0+{offset}], {{h0,h1,h2,h3}};"
+    return ptx(
+        "unused*4 low*4 high*4 scale*4 address*4",
+        ".reg .f32 a, b;", ".reg .b32 h<4>;", *halves, store, *zero("unused", 4),
     )  # fmt: skip
 
 
 @gluon.jit
-def count_one(counter, OF: gl.constexpr):
-    """The first thread or lane counts one; who sees that sees what it has seen written."""
+def store_fp16(low, high, scale, address, OFFSET: gl.constexpr):
+    """A thread's eight sums times `scale`, in fp16, 16 bytes, to `address + OFFSET`."""
     gl.inline_asm_elementwise(
-        by_first_asm(OF, "red.release.gpu.global.add.u32 [$1], 1"), "=r,l", [counter.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
+        store_fp16_asm(OFFSET), "=r,=r,=r,=r,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l", [low, high, scale, address],
+        dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
-@gluon.jit
-def await_count(counter, wanted):
-    gl.inline_asm_elementwise(
-        await_asm(), "=r,l,r", [counter.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1
+@gluon.constexpr_function
+def store_scale_asm(offset):
+    return ptx(
+        "unused*4 scale*4 address*4", f"st.global.f32 [$address0+{offset}], $scale0;", *zero("unused", 4)
     )
 
 
 @gluon.jit
-def clear(counter, OF: gl.constexpr):
+def store_scale(scale, address, OFFSET: gl.constexpr):
+    """A thread's one fp32 scale to `address + OFFSET`."""
     gl.inline_asm_elementwise(
-        by_first_asm(OF, "st.global.b32 [$1], 0"), "=r,l", [counter.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
+        store_scale_asm(OFFSET), "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [scale, address],
+        dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def store_asm(half):
-    """Four sums of a thread, two neighbours in M of two rows of the weight, to four neighbours in a row of y.
-
-    Exchanged in the warp, twice: blocks of eight by eight with rows for columns, then between lanes side by
-    side, so that four lanes fill the 32 bytes that memory takes at once.
-    """
-    kind = "f16x2" if half else "bf16x2"
-    return lines(
-        ".reg .pred p, q;", ".reg .b32 s, t, u;",
-        f"cvt.rn.{kind}.f32 t, $5, $4;", "movmatrix.sync.aligned.m8n8.trans.b16 t, t;",
-        f"cvt.rn.{kind}.f32 u, $7, $6;", "movmatrix.sync.aligned.m8n8.trans.b16 u, u;",
-        "mov.u32 s, %laneid;", "and.b32 s, s, 1;", "setp.ne.u32 q, s, 0;", "selp.b32 s, t, u, q;",
-        "shfl.sync.bfly.b32 s, s, 1, 31, 0xffffffff;", "@!q mov.b32 u, s;", "@q mov.b32 t, s;",
-        "setp.ne.b32 p, $12, 0;", "@p st.global.v2.b32 [$8], {t,u};",
-        "mov.u32 $0, 0;", "mov.u32 $1, 0;", "mov.u32 $2, 0;", "mov.u32 $3, 0;",
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def halves_asm(offset, shared):
-    """Eight sums in fp16 from shared or from scratch memory, `offset` bytes behind a place, as fp32."""
-    parts = [
-        f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 ${2 * i}, a; cvt.f32.f16 ${2 * i + 1}, b;" for i in range(4)
-    ]
-    return lines(
-        ".reg .b16 a, b;", ".reg .b32 p, h<4>;", *loads("v4.b32 {h0,h1,h2,h3}", 8, offset, shared), *parts
-    )
-
-
-@gluon.constexpr_function
-def scale_asm(offset, shared):
-    """A number from there, four times."""
-    copies = [f"mov.f32 ${i}, a;" for i in range(4)]
-    return lines(".reg .f32 a;", ".reg .b32 p;", *loads("f32 a", 4, offset, shared), *copies)
-
-
-@gluon.constexpr_function
-def loads(what, operand, offset, shared):
+def load_lines(what, offset, shared):
+    """Load from `$address0 + offset` in shared memory or, past L1, in global memory."""
     if shared:
-        place = ("mov.u32 p, global_smem;", f"add.u32 p, p, ${operand};")
-        return (*place, f"ld.shared.{what}, [p+{offset}];")
-    return (f"ld.global.cg.{what}, [${operand}+{offset}];",)
+        base = ("mov.u32 p, global_smem;", "add.u32 p, p, $address0;")
+        return (*base, f"ld.shared.{what}, [p+{offset}];")
+    return (f"ld.global.cg.{what}, [$address0+{offset}];",)
 
 
 @gluon.constexpr_function
-def loads_constraints(results, shared):
+def load_constraints(results, shared):
     return ",".join(["=f"] * results + ["r" if shared else "l"] * 4)
 
 
 @gluon.constexpr_function
-def copy_asm(count, more, ready, words):
-    """Lane 0 copies `count` bytes from `$1` and `more` from `$2`, which other CTAs wrote, to shared memory.
+def load_fp16_asm(offset, shared):
+    sums = [f"$low{i}" for i in range(4)] + [f"$high{i}" for i in range(4)]
+    parts = [
+        f"mov.b32 {{a, b}}, h{i}; cvt.f32.f16 {sums[2 * i]}, a; cvt.f32.f16 {sums[2 * i + 1]}, b;"
+        for i in range(4)
+    ]
+    loads = load_lines("v4.b32 {h0,h1,h2,h3}", offset, shared)
+    return ptx("low*4 high*4 address*4", ".reg .b16 a, b;", ".reg .b32 p, h<4>;", *loads, *parts)
 
-    To `$3`, and to `$4` behind `words`, announced at the barrier `$5` behind `ready`.
-    """
+
+@gluon.jit
+def load_fp16(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
+    """What `store_fp16` stored, as two times four sums in fp32, from global or shared memory."""
+    return gl.inline_asm_elementwise(
+        load_fp16_asm(OFFSET, SHARED), load_constraints(8, SHARED), [address],
+        dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def load_scale_asm(offset, shared):
+    copies = [f"mov.f32 $scale{i}, a;" for i in range(4)]
+    loads = load_lines("f32 a", offset, shared)
+    return ptx("scale*4 address*4", ".reg .f32 a;", ".reg .b32 p;", *loads, *copies)
+
+
+@gluon.jit
+def load_scale(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
+    """What `store_scale` stored, four times."""
+    return gl.inline_asm_elementwise(
+        load_scale_asm(OFFSET, SHARED), load_constraints(4, SHARED), [address],
+        dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def bulk_load_asm(sums_bytes, scales_bytes, full, words):
     copy = "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    return lines(
+    return ptx(
+        "unused sums scales x_slot words_slot barrier",
         ".reg .pred p;", ".reg .b32 a, b, c, l;", "mov.u32 l, %laneid;", "setp.eq.u32 p, l, 0;",
-        "mov.u32 l, global_smem;", "add.u32 a, l, $3;", "add.u32 b, l, $4;", f"add.u32 b, b, {words};",
-        "add.u32 c, l, $5;", f"add.u32 c, c, {ready};", "@p fence.proxy.async;",
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], {count + more};",
-        f"{copy} [a], [$1], {count}, [c];", f"{copy} [b], [$2], {more}, [c];", "mov.u32 $0, 0;",
+        "mov.u32 l, global_smem;", "add.u32 a, l, $x_slot;", "add.u32 b, l, $words_slot;",
+        f"add.u32 b, b, {words};", "add.u32 c, l, $barrier;", f"add.u32 c, c, {full};",
+        "@p fence.proxy.async;",
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], {sums_bytes + scales_bytes};",
+        f"{copy} [a], [$sums], {sums_bytes}, [c];", f"{copy} [b], [$scales], {scales_bytes}, [c];",
+        "mov.u32 $unused, 0;",
     )  # fmt: skip
 
 
 @gluon.jit
-def sync_warp():
-    """What this warp's lanes wrote is seen by who sees its next arrival."""
+def bulk_load(sums, scales, slot, SUMS_BYTES: gl.constexpr, SCALES_BYTES: gl.constexpr, t, smem):
+    """Lane 0 starts bulk copies of partial sums into a slot's activations and of their scales into its words.
+
+    Both complete on the slot's full mbarrier. Other CTAs wrote them, hence the proxy fence.
+    """
     gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+        bulk_load_asm(SUMS_BYTES, SCALES_BYTES, smem.FULL, smem.WORDS), "=r,l,l,r,r,r",
+        [sums, scales, slot * (t.BM * t.K_TILES * 128), slot * (t.BN * t.K_TILES * 32), slot * 8],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# Stores of y. ----------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def store_y_asm(half):
+    kind = "f16x2" if half else "bf16x2"
+    return ptx(
+        "unused*4 sum*4 address*4 inside*4",
+        ".reg .pred p, q;", ".reg .b32 s, t, u;",
+        f"cvt.rn.{kind}.f32 t, $sum1, $sum0;", "movmatrix.sync.aligned.m8n8.trans.b16 t, t;",
+        f"cvt.rn.{kind}.f32 u, $sum3, $sum2;", "movmatrix.sync.aligned.m8n8.trans.b16 u, u;",
+        "mov.u32 s, %laneid;", "and.b32 s, s, 1;", "setp.ne.u32 q, s, 0;", "selp.b32 s, t, u, q;",
+        "shfl.sync.bfly.b32 s, s, 1, 31, 0xffffffff;", "@!q mov.b32 u, s;", "@q mov.b32 t, s;",
+        "setp.ne.b32 p, $inside0, 0;", "@p st.global.v2.b32 [$address0], {t,u};", *zero("unused", 4),
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_transposed(sums, address, inside, HALF: gl.constexpr):
+    """A thread's four sums, two neighbours in M of two rows of the weight, as four neighbours in a row of y.
+
+    Transposed within the warp in two steps: 8x8 blocks by movmatrix, then between neighbouring lanes, so that
+    four lanes fill a 32-byte sector.
+    """
+    gl.inline_asm_elementwise(
+        store_y_asm(HALF), "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r", [sums, address, inside],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip

@@ -1,12 +1,12 @@
-"""INT4 weights in the order of the matrix unit's registers: packing, reference, portable Triton kernels.
+"""INT4 weights in the order of wgmma's register operand ("swap AB"): byte layout, reference, portable kernel.
 
-The same bytes feed `hopper.py`, which is the fast path on Hopper; the kernels here run on any GPU that
-Triton compiles for, and under its interpreter. Not for activations in fp32.
+`hopper.py` is the fast path on the same bytes; the Triton kernel here runs on any GPU that Triton compiles
+for, and under its interpreter. Not for activations in fp32.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 
-    words  int32 [N/64, K/64, 512]   tiles of 64 rows and 64 columns, along K first; the last zero-padded
-    meta   int32 [K/group, N]        the scale and the zero of a row's group in one word; N padded to 64
+    words        int32 [N/64, K/64, 512]  tiles of 64 rows and 64 columns, along K first; the last zero-padded
+    scale_words  int32 [K/group, N]       scale and zero of a row's group in one word; N padded to 64
 
 One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t rows r and r+8, columns 2t, 2t+1, 2t+8
 and 2t+9 of each of the four slices of 16 columns: what wgmma and mma.sync want of their first operand. So
@@ -21,8 +21,8 @@ and 2t+9 of each of the four slices of 16 columns: what wgmma and mma.sync want 
 and `(word >> 4j) & 0x000F000F | 0x43004300`, one shift and one lop3, is the register that holds columns 2t
 and 2t+1 of slice j as two bf16 numbers 128 + q. A lane's four words are one load of 16 bytes.
 
-A word of meta: with integer zeros the fp32 scale, the zero in its last four bits; with fractional zeros
-two numbers of the activations' type, the scale in the high half and (8 - zero) * scale in the low half. Then
+A scale word: with integer zeros the fp32 scale, the zero in its last four bits; with fractional zeros two
+numbers of the activations' type, the scale in the high half and (8 - zero) * scale in the low half. Then
 
     integer zero      w = (q - zero) * scale         q - zero exact, one rounding to the activations' type
     fractional zero   w = (q - 8) * scale + (8 - zero) * scale       one rounding likewise
@@ -46,8 +46,8 @@ def pack_words(codes: Tensor) -> Tensor:
     if (n, k) != (tiles_n * TILE, tiles_k * TILE):
         codes = torch.nn.functional.pad(codes, (0, tiles_k * TILE - k, 0, tiles_n * TILE - n))
     parts = codes.view(tiles_n, 4, 2, 8, tiles_k, 4, 2, 4, 2)  # tile, w, u, r, tile, j, v, t, h
-    ordered = parts.permute(0, 4, 1, 3, 7, 6, 2, 8, 5).reshape(tiles_n, tiles_k, 512, 4, 2)
-    return (ordered[..., 0] | (ordered[..., 1] << 4)).view(torch.int32).view(tiles_n, tiles_k, 512)
+    sequential = parts.permute(0, 4, 1, 3, 7, 6, 2, 8, 5).reshape(tiles_n, tiles_k, 512, 4, 2)
+    return (sequential[..., 0] | (sequential[..., 1] << 4)).view(torch.int32).view(tiles_n, tiles_k, 512)
 
 
 def unpack_words(words: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def unpack_words(words: Tensor) -> Tensor:
     return parts.reshape(tiles_n * TILE, tiles_k * TILE)
 
 
-def pack_meta(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Scale and zero [N, K/group] to meta int32 [K/group, ceil(N/64) * 64]; groups over 128 are repeated.
+def pack_scales(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Scale and zero [N, K/group] to scale words int32 [K/group, ceil(N/64) * 64]; groups over 128 repeated.
 
     An integer `zero` gives the integer form, a floating one the fractional form for activations of `dtype`.
     """
@@ -75,41 +75,41 @@ def pack_meta(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) 
     else:
         # Round to 19 bits of mantissa: the zero takes the last four.
         word = ((scale.float().contiguous().view(torch.int32) + 8) & -16) | zero.int()
-    meta = torch.zeros((groups, triton.cdiv(n, TILE) * TILE), dtype=torch.int32, device=scale.device)
-    meta[:, :n] = word.t()
-    return meta
+    scale_words = torch.zeros((groups, triton.cdiv(n, TILE) * TILE), dtype=torch.int32, device=scale.device)
+    scale_words[:, :n] = word.t()
+    return scale_words
 
 
 def reference_weight(
-    words: Tensor, meta: Tensor, group_size: int, fractional: bool, dtype: torch.dtype
+    words: Tensor, scale_words: Tensor, group_size: int, fractional: bool, dtype: torch.dtype
 ) -> Tensor:
     """The weight the kernels multiply by, [N, K] in `dtype`, N in whole tiles."""
     group_size = min(group_size, MAX_GROUP)
-    codes = unpack_words(words).float()[:, : meta.shape[0] * group_size]
+    codes = unpack_words(words).float()[:, : scale_words.shape[0] * group_size]
     if fractional:
-        scale = ((meta >> 16) & 0xFFFF).to(torch.int16).view(dtype).float()
-        offset = (meta & 0xFFFF).to(torch.int16).view(dtype).float()
+        scale = ((scale_words >> 16) & 0xFFFF).to(torch.int16).view(dtype).float()
+        offset = (scale_words & 0xFFFF).to(torch.int16).view(dtype).float()
         centred = codes - 8.0
     else:
-        scale = (meta & -16).view(torch.float32).to(dtype).float()
+        scale = (scale_words & -16).view(torch.float32).to(dtype).float()
         offset = torch.zeros_like(scale)
-        zero = (meta & 0xF).t().repeat_interleave(group_size, 1)
+        zero = (scale_words & 0xF).t().repeat_interleave(group_size, 1)
         centred = codes - zero
     spread = [part.t().repeat_interleave(group_size, 1) for part in (scale, offset)]
     return (centred * spread[0] + spread[1]).to(dtype)
 
 
 def reference_matmul(
-    x: Tensor, words: Tensor, meta: Tensor, n: int, group_size: int, fractional: bool
+    x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool
 ) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T in torch, sums in fp32."""
-    weight = reference_weight(words, meta, group_size, fractional, x.dtype)[:n, : x.shape[1]]
+    """y [M, N] = x [M, K] @ w.T in torch, accumulated in fp32."""
+    weight = reference_weight(words, scale_words, group_size, fractional, x.dtype)[:n, : x.shape[1]]
     return (x.float() @ weight.float().t()).to(x.dtype)
 
 
 @triton.jit
 def unpack_tile(
-    words, meta, tile_n, block, k_blocks, groups, rows,
+    words, scale_words, tile_n, block, k_blocks, groups, rows,
     GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the weight, [64, 64] of DTYPE."""
@@ -123,7 +123,7 @@ def unpack_tile(
     row = tile_n * 64 + tl.arange(0, 64)
     group = (block * 64 + tl.arange(0, 64)) // GROUP
     inside = (group < groups)[None, :]
-    word = tl.load(meta + group[None, :] * rows + row[:, None], mask=inside, other=0)
+    word = tl.load(scale_words + group[None, :] * rows + row[:, None], mask=inside, other=0)
     if FRACTIONAL:
         scale = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
         offset = word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
@@ -136,7 +136,7 @@ def unpack_tile(
 
 @triton.jit(do_not_specialize=["M", "N", "k_octets", "k_blocks", "groups", "rows"])
 def int4_swap_ab_kernel(
-    x, words, meta, y, M, N, k_octets, k_blocks, groups, rows,
+    x, words, scale_words, y, M, N, k_octets, k_blocks, groups, rows,
     BM: tl.constexpr, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr,
 ):  # fmt: skip
     """acc [64, BM] += w tile [64, 64] . x tile [BM, 64]^T over K; grid (row tiles of w, tiles of M)."""
@@ -148,7 +148,7 @@ def int4_swap_ab_kernel(
     accumulator = tl.zeros([64, BM], tl.float32)
     for block in range(k_blocks):
         weight = unpack_tile(
-            words, meta, tile_n, block, k_blocks, groups, rows, GROUP, FRACTIONAL, x.dtype.element_ty
+            words, scale_words, tile_n, block, k_blocks, groups, rows, GROUP, FRACTIONAL, x.dtype.element_ty
         )
         k = block * 64 + column
         inside = (request < M)[None, :] & (k < K)[:, None]
@@ -163,14 +163,16 @@ def int4_swap_ab_kernel(
 BUCKETS = (16, 32, 64)
 
 
-def matmul(x: Tensor, words: Tensor, meta: Tensor, n: int, group_size: int, fractional: bool) -> Tensor:
+def matmul(
+    x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool
+) -> Tensor:
     """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous."""
     m, k = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     block_m = next((bucket for bucket in BUCKETS if m <= bucket), BUCKETS[-1])
     grid = (words.shape[0], triton.cdiv(m, block_m))
     int4_swap_ab_kernel[grid](
-        x, words, meta, y, m, n, k // 8, words.shape[1], *meta.shape,
+        x, words, scale_words, y, m, n, k // 8, words.shape[1], *scale_words.shape,
         BM=block_m, GROUP=min(group_size, MAX_GROUP), FRACTIONAL=fractional, num_warps=4,
     )  # fmt: skip
     return y

@@ -40,7 +40,7 @@ def baseline_options(options: EngineOptions) -> EngineOptions:
     return replace(options, **{name: getattr(untried, name) for name in ARTIFACT_ONLY})
 
 
-def check_reached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
+def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
     """UserError where an option was given that no server would get."""
     ours, theirs = engine_named(engine), engine_named(baseline_engine)
     for name, value in given.items():

@@ -92,8 +92,8 @@ def multiply_dense(
 def multiply_int4(
     name: str, x: Tensor, weights: Int4Weights, i: int, routing: ExpertRouting, tile=None
 ) -> Tensor:
-    words, meta = weights[name][i % LAYERS]
-    return int4.grouped_matmul(x, words, meta, routing, SHAPES[name][0], GROUP_SIZE, False, tile=tile)
+    words, scale_words = weights[name][i % LAYERS]
+    return int4.grouped_matmul(x, words, scale_words, routing, SHAPES[name][0], GROUP_SIZE, False, tile=tile)
 
 
 MULTIPLY: dict[str, Callable[..., Tensor]] = {"bf16": multiply_dense, "int4": multiply_int4}
@@ -249,8 +249,8 @@ def compile_form(form: Form) -> None:
         unquantized.grouped_matmul(x, weight, routing, tile=form.tile)
     else:
         words = torch.zeros(1, n // 64, k // 128, 64, 16, device=DEVICE, dtype=torch.int32)
-        meta = torch.zeros(1, k // GROUP_SIZE, n, device=DEVICE, dtype=torch.int32)
-        int4.grouped_matmul(x, words, meta, routing, n, GROUP_SIZE, False, tile=form.tile)
+        scale_words = torch.zeros(1, k // GROUP_SIZE, n, device=DEVICE, dtype=torch.int32)
+        int4.grouped_matmul(x, words, scale_words, routing, n, GROUP_SIZE, False, tile=form.tile)
     torch.cuda.synchronize()
 
 

@@ -19,6 +19,18 @@ _SHARED = {
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {**_SHARED, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "qwen3-8b": {**_SHARED, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "qwen3-30b-a3b-8-layers": {
+        **_SHARED,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_SHARED, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 8192,
     },
@@ -28,11 +40,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(name: str, device: str = "cuda") -> "PreTrainedModel":
     """In bf16, the same weights every time, made on the device."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     torch.manual_seed(0)
+    config = (Qwen3MoeConfig if "num_experts" in SHAPES[name] else Qwen3Config)(**SHAPES[name])
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name]), dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def random_prompts(n: int, length: int, name: str) -> list[list[int]]:

@@ -21,12 +21,12 @@ def compare(n: int, k: int, group_size: int, fractional: bool) -> None:
     zero = torch.rand(n, k // group_size) * 15
     zero = zero if fractional else zero.to(torch.uint8)
     words = swap_ab.pack_words(codes)
-    meta = swap_ab.pack_meta(scale, zero, group_size, torch.float16)
+    scale_words = swap_ab.pack_scales(scale, zero, group_size, torch.float16)
     group = min(group_size, swap_ab.MAX_GROUP)
     for m in (1, 19):
         x = torch.randn(m, k).to(torch.float16)
-        expected = swap_ab.reference_matmul(x, words, meta, n, group, fractional).float()
-        answer = swap_ab.matmul(x, words, meta, n, group, fractional)
+        expected = swap_ab.reference_matmul(x, words, scale_words, n, group, fractional).float()
+        answer = swap_ab.matmul(x, words, scale_words, n, group, fractional)
         error = (answer.float() - expected).norm() / expected.norm()
         if not error < 5e-4:
             raise SystemExit(f"matmul M={m} {n}x{k} g{group_size}: {error:.2e}")

@@ -52,7 +52,7 @@ def int4_kernel(
     tile, block_rows = int4.TILES[bucket], BLOCK_ROWS[bucket]
     element = "*fp16" if half else "*bf16"
     types = dict.fromkeys(("x", "y", "bias"), element)
-    types |= dict.fromkeys(("words", "meta", "assignments", "block_expert"), "*i32")
+    types |= dict.fromkeys(("words", "scale_words", "assignments", "block_expert"), "*i32")
     constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "GROUP": group, "FRACTIONAL": fractional, "ASM": True}
     constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
     return compiled(int4.int4_grouped_kernel, types, constants, tile, capability)
@@ -243,12 +243,12 @@ def test_the_ptx_unpacks_what_was_packed(group, fractional, dtype):
     torch.manual_seed(5)
     codes = torch.randint(0, 256, (1, 64, 64), dtype=torch.uint8)
     scale, zero = torch.rand(1, 64, 128 // group) * 0.02 + 0.001, torch.rand(1, 64, 128 // group) * 15
-    words, meta = int4.pack(codes, scale, zero if fractional else zero.to(torch.uint8), group, dtype)
-    expected = int4.reference_weight(words, meta, 64, group, fractional, dtype)[0]
+    words, scale_words = int4.pack(codes, scale, zero if fractional else zero.to(torch.uint8), group, dtype)
+    expected = int4.reference_weight(words, scale_words, 64, group, fractional, dtype)[0]
     pairs = words.view(64, 8, 2).numpy().view(np.uint32)
     operands = {"$8": pairs[..., 0], "$9": pairs[..., 1]}
     for i in range(128 // group):
-        operands[f"${10 + 2 * i}"] = np.repeat(meta[0, i].numpy().view(np.uint32)[:, None], 8, 1)
+        operands[f"${10 + 2 * i}"] = np.repeat(scale_words[0, i].numpy().view(np.uint32)[:, None], 8, 1)
     asm = int4.unpack_asm(group, fractional, dtype == torch.float16)
     registers = executed(getattr(asm, "value", asm), operands, dtype)
     for j in range(8):

@@ -86,7 +86,7 @@ def test_int4_products_are_right_at_every_number_of_tokens(name, group_size, fra
     n, k = PROJECTIONS[name]
     parts = random_int4(EXPERTS, n, k, group_size, fractional)
     weight = dequantized(*parts, group_size)
-    words, meta = int4.pack(*parts, group_size, torch.bfloat16)
+    words, scale_words = int4.pack(*parts, group_size, torch.bfloat16)
     for tokens in TOKENS:
         expert = chosen(tokens)
         routing = route(expert, EXPERTS)
@@ -94,9 +94,11 @@ def test_int4_products_are_right_at_every_number_of_tokens(name, group_size, fra
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
         expected = expected_of(x, weight, expert)
         poison(routing.count, n, x.dtype)
-        answer = int4.grouped_matmul(x, words, meta, routing, n, group_size, fractional)
+        answer = int4.grouped_matmul(x, words, scale_words, routing, n, group_size, fractional)
         check(answer, expected, tokens)
-        assert torch.equal(answer, int4.grouped_matmul(x, words, meta, routing, n, group_size, fractional))
+        assert torch.equal(
+            answer, int4.grouped_matmul(x, words, scale_words, routing, n, group_size, fractional)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -126,13 +128,13 @@ def test_every_form_of_an_int4_weight_is_right_in_every_bucket(group_size, k, fr
     experts, n = 8, 1096
     parts = random_int4(experts, n, k, group_size, fractional)
     weight = dequantized(*parts, group_size)
-    words, meta = int4.pack(*parts, group_size, dtype)
+    words, scale_words = int4.pack(*parts, group_size, dtype)
     bias = torch.randn(experts, n, device="cuda").to(dtype)
     for tokens in (1, 4, 30, 80, 150, 300):
         expert = chosen(tokens, experts, 2)
         x = torch.randn(tokens * 2, k, device="cuda").to(dtype)
         routing = route(expert, experts)
-        answer = int4.grouped_matmul(x, words, meta, routing, n, group_size, fractional, bias)
+        answer = int4.grouped_matmul(x, words, scale_words, routing, n, group_size, fractional, bias)
         check(answer, expected_of(x, weight, expert, bias), tokens)
 
 
@@ -152,7 +154,7 @@ def test_a_graph_is_right_for_routings_it_was_not_captured_with(tokens):
     dense = torch.randn(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16)
     down = torch.randn(EXPERTS, k, n, device="cuda", dtype=torch.bfloat16)
     parts = random_int4(EXPERTS, n, k, 128, False)
-    words, meta = int4.pack(*parts, 128, torch.bfloat16)
+    words, scale_words = int4.pack(*parts, 128, torch.bfloat16)
     expert = chosen(tokens)
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
 
@@ -162,7 +164,7 @@ def test_a_graph_is_right_for_routings_it_was_not_captured_with(tokens):
         return [
             first,
             unquantized.grouped_matmul(first, down, routing),
-            int4.grouped_matmul(x, words, meta, routing, n, 128, False),
+            int4.grouped_matmul(x, words, scale_words, routing, n, 128, False),
         ]
 
     stream = torch.cuda.Stream()
@@ -189,13 +191,13 @@ def test_a_graph_is_right_for_routings_it_was_not_captured_with(tokens):
 def test_nothing_compiles_for_another_number_of_tokens_of_a_bucket():
     weight = torch.randn(EXPERTS, 256, 256, device="cuda", dtype=torch.bfloat16)
     parts = random_int4(EXPERTS, 256, 256, 128, False)
-    words, meta = int4.pack(*parts, 128, torch.bfloat16)
+    words, scale_words = int4.pack(*parts, 128, torch.bfloat16)
 
     def step(tokens: int) -> None:
         routing = route(chosen(tokens), EXPERTS)
         x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
         unquantized.grouped_matmul(x, weight, routing)
-        int4.grouped_matmul(x, words, meta, routing, 256, 128, False)
+        int4.grouped_matmul(x, words, scale_words, routing, 256, 128, False)
 
     compiled = []
 

@@ -8,50 +8,52 @@ from pathlib import Path
 
 import pytest
 import triton
-from scalegate.kernels.int4 import hopper, invariant, invariant_plan, shares, swap_ab, unpack
+from scalegate.kernels.int4 import invariant, invariant_config, stream_k, stream_k_config, swap_ab, unpack
+from scalegate.kernels.int4.tile import Dequant
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INVARIANT = [tile for tiles in invariant_plan.BUCKETS.values() for tile in tiles]
-SHARES = list(hopper.TILES)
-SHARES_AND_TAILS = [*((tile, False) for tile in SHARES), (hopper.FLAT, True)]
-ORDERED = list(invariant_plan.ORDERED_TILES)
+INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in tiles]
+STREAM_K = list(stream_k_config.TILES)
+STREAM_K_AND_TAILS = [*((tile, False) for tile in STREAM_K), (stream_k_config.TILE_256X64, True)]
+SEQUENTIAL = list(invariant_config.SEQUENTIAL_TILES)
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
 def hopper_source(
-    tile, group_size: int, fractional: bool, half: bool, odd_rows: bool, ordered: bool, tails: bool
+    tile, group_size: int, fractional: bool, half: bool, odd_rows: bool, sequential: bool, tails: bool
 ) -> GluonASTSource:
     element = "fp16" if half else "bf16"
-    meta_rows = max(1, tile.tiles * 64 // group_size)
-    x_layout, words_layout, meta_layout = (
-        repr(layout()) for layout in (unpack.x_layout, unpack.words_layout, unpack.meta_layout)
+    dequant = Dequant(group_size, fractional, half)
+    scale_rows = max(1, tile.k_tiles * 64 // group_size)
+    x_layout, words_layout, scale_words_layout = (
+        repr(layout()) for layout in (unpack.x_layout, unpack.words_layout, unpack.scale_words_layout)
     )
     is_invariant = isinstance(tile, invariant.Tile)
-    bulk = is_invariant and tile.tiles == 1 and not odd_rows
+    bulk = is_invariant and tile.k_tiles == 1 and not odd_rows
     if is_invariant:
         kernel = invariant.int4_invariant_kernel
-        constants = invariant.constants(tile, group_size, fractional, half, bulk, ordered)
+        constants = invariant.constants(tile, dequant, bulk, sequential)
     else:
-        kernel = shares.int4_shares_kernel
-        constants = shares.constants(tile, group_size, fractional, half, 1001 if odd_rows else 1024, tails)
+        kernel = stream_k.int4_stream_k_kernel
+        constants = stream_k.constants(tile, dequant, 1001 if odd_rows else 1024, tails)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "x_desc": f"tensordesc<{element}[{tile.m}, {tile.tiles * 64}],{x_layout}>",
-        "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.tiles * 8}, 64],{words_layout}>",
-        "meta_desc": f"tensordesc<i32[{meta_rows}, {tile.n}],{meta_layout}>",
+        "x_desc": f"tensordesc<{element}[{tile.m}, {tile.k_tiles * 64}],{x_layout}>",
+        "words_desc": f"tensordesc<i32[{tile.n // 64}, {tile.k_tiles * 8}, 64],{words_layout}>",
+        "scale_desc": f"tensordesc<i32[{scale_rows}, {tile.n}],{scale_words_layout}>",
         "y": f"*{element}",
         "partials": "*fp32",
-        "arrivals": "*i32",
+        "semaphores": "*i32",
     }
-    signature |= {name: "fp32" for name in kernel.arg_names if name.startswith("of_")}
+    signature |= {name: "fp32" for name in kernel.arg_names if name.startswith("inv_")}
     if is_invariant:
-        columns = tile.n if bulk else tile.tiles * 64
+        columns = tile.n if bulk else tile.k_tiles * 64
         signature["y_desc"] = f"tensordesc<{element}[{tile.m}, {columns}],{x_layout}>"
     signature |= dict.fromkeys(constants, "constexpr")
     places = {name: (kernel.arg_names.index(name),) for name in signature}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in ("y", "partials", "arrivals")}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in ("y", "partials", "semaphores")}
     return GluonASTSource(kernel, signature, {places[n]: v for n, v in constants.items()}, aligned)
 
 
@@ -62,11 +64,11 @@ def compiled(
     fractional: bool = False,
     half: bool = False,
     odd_rows: bool = False,
-    ordered: bool = False,
+    sequential: bool = False,
     tails: bool = False,
 ):
     options = tile.options()
-    source = hopper_source(tile, group_size, fractional, half, odd_rows, ordered, tails)
+    source = hopper_source(tile, group_size, fractional, half, odd_rows, sequential, tails)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -85,19 +87,20 @@ def assembler_notes(kernel, tmp_path: Path) -> str:
 
 
 def name_of(tile) -> str:
-    return f"{type(tile).__module__[-6:]}{tile.m}x{tile.n}r{tile.resident}"
+    kernel = type(tile).__module__.rpartition(".")[2]
+    return f"{kernel}-{tile.m}x{tile.n}-{tile.ctas_per_sm}"
 
 
 def form_of(one) -> str:
-    return ("tails" if one else "shares") if isinstance(one, bool) else name_of(one)
+    return ("tails" if one else "stream-k") if isinstance(one, bool) else name_of(one)
 
 
 @pytest.mark.parametrize(
     ("tile", "form"),
     [
-        *((tile, {}) for tile in INVARIANT + SHARES),
-        *((tile, {"ordered": True}) for tile in ORDERED),
-        (hopper.FLAT, {"tails": True}),
+        *((tile, {}) for tile in INVARIANT + STREAM_K),
+        *((tile, {"sequential": True}) for tile in SEQUENTIAL),
+        (stream_k_config.TILE_256X64, {"tails": True}),
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
 )
@@ -112,20 +115,20 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
     notes = assembler_notes(kernel, tmp_path)
     assert "0 bytes spill stores" in notes
     assert "serialized" not in notes
-    # What a multiprocessor holds: 227 KB of shared memory less 1 KB for each CTA, 64 Ki registers.
-    assert tile.resident * (kernel.metadata.shared + 1024) <= 228 * 1024
-    assert tile.resident * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
+    # What an SM holds: 227 KB of shared memory less 1 KB for each CTA, 64 Ki registers.
+    assert tile.ctas_per_sm * (kernel.metadata.shared + 1024) <= 228 * 1024
+    assert tile.ctas_per_sm * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
 
 
-@pytest.mark.parametrize(("tile", "tails"), SHARES_AND_TAILS, ids=form_of)
-def test_warps_of_a_share_do_not_wait_for_each_other(tile, tails, tmp_path):
+@pytest.mark.parametrize(("tile", "tails"), STREAM_K_AND_TAILS, ids=form_of)
+def test_warps_do_not_wait_for_each_other_in_the_main_loop(tile, tails, tmp_path):
     instructions = disassembled(compiled(tile, tails=tails), tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
     between = instructions[products[0] : products[-1]]
     assert not [text for text in between if text.startswith(("BAR", "MEMBAR"))]
 
 
-@pytest.mark.parametrize(("tile", "tails"), SHARES_AND_TAILS, ids=form_of)
+@pytest.mark.parametrize(("tile", "tails"), STREAM_K_AND_TAILS, ids=form_of)
 def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
     kernel = compiled(tile, tails=tails)
     others = [int(offset) for offset in re.findall(r"global_smem\+(\d+)", kernel.asm["ptx"])]
@@ -136,7 +139,7 @@ def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
 
 @pytest.mark.parametrize(
     ("tile", "tails"),
-    [(INVARIANT[1], False), SHARES_AND_TAILS[0], *SHARES_AND_TAILS[-4:-2], SHARES_AND_TAILS[-1]],
+    [(INVARIANT[1], False), STREAM_K_AND_TAILS[0], *STREAM_K_AND_TAILS[-4:-2], STREAM_K_AND_TAILS[-1]],
     ids=form_of,
 )
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_p
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x": "*bf16",
         "words": "*i32",
-        "meta": "*i32",
+        "scale_words": "*i32",
         "y": "*bf16",
     }
     constants = {"BM": 16, "GROUP": 128, "FRACTIONAL": False}

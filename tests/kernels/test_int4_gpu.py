@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from scalegate.kernels.int4 import hopper, shares
-from scalegate.kernels.int4.tile import MULTIPROCESSORS
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.kernels.int4 import stream_k, stream_k_config
+from scalegate.kernels.int4.stream_k import Config
+from scalegate.kernels.int4.tile import NUM_SMS, Int4Operand
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
 
@@ -30,21 +31,23 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
     codes = pack_nibbles(torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda"))
     scale = (torch.rand(n, k // group_size, device="cuda") * 0.02 + 0.001).to(torch.bfloat16)
     zero = torch.rand(n, k // group_size, device="cuda") * 15
-    return Int4Weight(codes, scale, zero if fractional else zero.to(torch.uint8), group_size)
+    spec = Int4(group_size, zero_point="fractional" if fractional else "integer")
+    return Int4Weight(spec, codes, scale, zero if fractional else zero.to(torch.uint8))
 
 
-def operands_of(weight: Int4Weight, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What the shares are launched with; skips on a chip that they are not for."""
+def operand_of(weight: Int4Weight, dtype: torch.dtype) -> Int4Operand:
+    """What stream-K is launched with; skips on a chip that it is not for."""
     refusal = SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda")))
     if refusal is not None:
         pytest.skip(refusal)
     packed = SWAP_AB.pack(weight, dtype)
-    return [packed.tensors[name] for name in ("words", "meta", "arrivals")]
+    tensors = (packed.tensors[name] for name in ("words", "scale_words", "semaphores"))
+    return Int4Operand(*tensors, min(weight.spec.group_size, 128), not weight.spec.has_integer_zero)
 
 
 def exact(weight: Int4Weight) -> torch.Tensor:
     codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(weight.shape).double()
-    spread = weight.group_size
+    spread = weight.spec.group_size
     zero = weight.zero_point.double().repeat_interleave(spread, 1)
     return (codes - zero) * weight.scale.double().repeat_interleave(spread, 1)
 
@@ -70,44 +73,52 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
         assert all(torch.equal(answers[0], again) for again in answers[1:]), m
 
 
-@pytest.mark.parametrize("tile", hopper.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.tiles}")
+@pytest.mark.parametrize("tile", stream_k_config.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.k_tiles}")
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional", "dtype"), [PROBLEMS[0], PROBLEMS[4]])
-def test_every_tile_is_right_however_it_is_cut(tile, n, k, group_size, fractional, dtype):
-    """A CTA for a tile, some, parts of one, two of three; and shares that begin and end within tiles."""
+def test_every_tile_is_right_however_it_is_split(tile, n, k, group_size, fractional, dtype):
+    """A CTA for a tile, some, parts of one, two of three; and CTAs that start and end within tiles."""
     weight = random_weight(n, k, group_size, fractional)
-    operands = operands_of(weight, dtype)
+    operand = operand_of(weight, dtype)
     x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
-    tiles, units = 2 * -(-n // tile.n), -(-k // tile.unit)
-    slots = MULTIPROCESSORS * tile.resident
+    tiles, units = 2 * -(-n // tile.n), -(-k // tile.iter_columns)
+    slots = NUM_SMS * tile.ctas_per_sm
     counts = {tiles, tiles // 2, tiles * units // 2, tiles * units * 2 // 3, tiles * 3 // 4, tiles * 3 // 2}
     for count in sorted(counts):
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=dtype)
-        shares.launch(x, *operands, y, group_size, fractional, tile, min(count, slots))
+        stream_k.launch(x, operand, y, Config(tile, min(count, slots)))
         assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), count
-        assert not operands[2].any(), count
+        assert not operand.semaphores.any(), count
 
 
-@pytest.mark.parametrize("tile", [hopper.ALONE, hopper.WIDE, hopper.FLAT, hopper.TALL])
 @pytest.mark.parametrize(
-    ("turn", "cuts"), [(1, (0,)), (2, (0, 3)), (2, (0, -2)), (3, (0, 3, -1)), (4, (0, 2, 1, -1))]
+    "tile",
+    [
+        stream_k_config.TILE_128X64,
+        stream_k_config.TILE_128X128,
+        stream_k_config.TILE_256X64,
+        stream_k_config.TILE_256X128,
+    ],
 )
-def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cuts):
-    """Turns of CTAs for one, two or three tiles of sixteen units and more, as `balanced` may cut them."""
-    n, k = 6 * tile.n, 16 * tile.unit
+@pytest.mark.parametrize(
+    ("period", "offsets"), [(1, (0,)), (2, (0, 3)), (2, (0, -2)), (3, (0, 3, -1)), (4, (0, 2, 1, -1))]
+)
+def test_start_offsets_are_right(tile, period, offsets):
+    """CTAs for one, two or three tiles of sixteen iterations, as `balanced_start_offsets` may choose."""
+    n, k = 6 * tile.n, 16 * tile.iter_columns
     weight = random_weight(n, k, 128, False)
-    operands = operands_of(weight, torch.bfloat16)
+    operand = operand_of(weight, torch.bfloat16)
     x = torch.randn(tile.m, k, device="cuda", dtype=torch.bfloat16)
     expected = x.double() @ exact(weight).T
     for tiles in (1, 2, 3):
-        if turn % tiles == 0 and turn > 1:
+        if period % tiles == 0 and period > 1:
             continue
         y = torch.full((len(x), n), float("nan"), device="cuda", dtype=torch.bfloat16)
         again = torch.full_like(y, float("nan"))
         for answer in (y, again):
-            shares.launch(x, *operands, answer, 128, False, tile, 6 // tiles * turn, cuts)
+            stream_k.launch(x, operand, answer, Config(tile, 6 // tiles * period, offsets))
         assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), tiles
-        assert torch.equal(y, again) and not operands[2].any(), tiles
+        assert torch.equal(y, again) and not operand.semaphores.any(), tiles
 
 
 @pytest.mark.parametrize(
@@ -115,13 +126,13 @@ def test_shares_that_begin_elsewhere_than_at_equal_ones_are_right(tile, turn, cu
 )
 @pytest.mark.parametrize("each", [1, 2, 4, 8])
 def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fractional, dtype):
-    tile = hopper.FLAT
+    tile = stream_k_config.TILE_256X64
     weight = random_weight(n, k, group_size, fractional)
-    operands = operands_of(weight, dtype)
-    units = -(-k // tile.unit)
+    operand = operand_of(weight, dtype)
+    units = -(-k // tile.iter_columns)
     for m in (tile.m - 3, 2 * tile.m - 3):
-        tiles = tile.number(m, n)
-        if tiles % each or tiles + tiles // each > MULTIPROCESSORS:
+        tiles = tile.num_tiles(m, n)
+        if tiles % each or tiles + tiles // each > NUM_SMS:
             continue
         x = torch.randn(m, k, device="cuda").to(dtype)
         expected = x.double() @ exact(weight).T
@@ -129,20 +140,26 @@ def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fraction
             y = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
             again = torch.full_like(y, float("nan"))
             for answer in (y, again):
-                shares.launch(
-                    x, *operands, answer, group_size, fractional, tile, tiles + tiles // each, head=head
-                )
+                stream_k.launch(x, operand, answer, Config(tile, tiles + tiles // each, head_iters=head))
             assert (y.double() - expected).norm() <= MAX_ERROR * expected.norm(), (m, head)
-            assert torch.equal(y, again) and not operands[2].any(), (m, head)
+            assert torch.equal(y, again) and not operand.semaphores.any(), (m, head)
 
 
-@pytest.mark.parametrize("tile", [hopper.ALONE, hopper.WIDE, hopper.FLAT, hopper.TALL])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        stream_k_config.TILE_128X64,
+        stream_k_config.TILE_128X128,
+        stream_k_config.TILE_256X64,
+        stream_k_config.TILE_256X128,
+    ],
+)
 @pytest.mark.parametrize("infinite", [False, True])
-def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, infinite):
+def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_split(tile, infinite):
     """Sums travel in fp16 by scales that rows share: small ones beside large, or beside infinite ones."""
-    n, k = 6 * tile.n, 16 * tile.unit
+    n, k = 6 * tile.n, 16 * tile.iter_columns
     weight = random_weight(n, k, 128, False)
-    operands = operands_of(weight, torch.bfloat16)
+    operand = operand_of(weight, torch.bfloat16)
     decades = 0 if infinite else 8
     sizes = 10 ** (decades * (torch.rand(tile.m, 1, device="cuda") - 0.5))
     x = (torch.randn(tile.m, k, device="cuda") * sizes).to(torch.bfloat16)
@@ -150,10 +167,10 @@ def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_cut(tile, 
     finite = torch.arange(tile.m, device="cuda") != (5 if infinite else -1)
     if infinite:
         x[5, -1] = float("inf")  # infinite sums, not NaN, and of the part of K that is sent
-    cuts = [(4, 0), (9, 0), (16, 0), (33, 0)] + [(9, 11)] * (tile == hopper.FLAT)
-    for count, head in cuts:
+    splits = [(4, 0), (9, 0), (16, 0), (33, 0)] + [(9, 11)] * (tile == stream_k_config.TILE_256X64)
+    for count, head in splits:
         y = torch.full((tile.m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        shares.launch(x, *operands, y, 128, False, tile, count, head=head)
+        stream_k.launch(x, operand, y, Config(tile, count, head_iters=head))
         errors = (y.double() - expected)[finite].norm(dim=1) / expected[finite].norm(dim=1)
         assert errors.max() <= MAX_ERROR, (count, head)
         assert not y[~finite].isfinite().any()

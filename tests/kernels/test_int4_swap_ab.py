@@ -8,9 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels.int4 import hopper, invariant, invariant_plan, shares, sums, swap_ab
-from scalegate.kernels.int4.tile import ARRIVALS, MULTIPROCESSORS
-from scalegate.layouts.int4 import Int4Weight, pack_nibbles
+from scalegate.kernels.int4 import (
+    epilogue,
+    hopper,
+    invariant,
+    invariant_config,
+    stream_k,
+    stream_k_config,
+    swap_ab,
+)
+from scalegate.kernels.int4.tile import NUM_SMS, SEMAPHORES
+from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
 INTERPRETED = Path(__file__).with_name("interpreted_int4.py")
@@ -29,7 +37,8 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     scale = torch.rand((n, k // group_size), generator=generator) * 0.02 + 0.001
     zero = torch.rand((n, k // group_size), generator=generator) * 15
-    return Int4Weight(pack_nibbles(codes), scale, zero if fractional else zero.to(torch.uint8), group_size)
+    spec = Int4(group_size, zero_point="fractional" if fractional else "integer")
+    return Int4Weight(spec, pack_nibbles(codes), scale, zero if fractional else zero.to(torch.uint8))
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (128, 192), (65, 80)])
@@ -54,7 +63,11 @@ def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group
     weight = random_weight(n, k, group_size, fractional)
     packed = pack("swap_ab", weight, dtype)
     got = swap_ab.reference_weight(
-        packed.tensors["words"], packed.tensors["meta"], packed.meta["group_size"], fractional, dtype
+        packed.tensors["words"],
+        packed.tensors["scale_words"],
+        packed.attributes["group_size"],
+        fractional,
+        dtype,
     )[:n, :k]
     exact = weight.dequantize(torch.float32)
     error = (got.float() - exact).norm() / exact.norm()
@@ -64,8 +77,8 @@ def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group
 def test_padding_adds_nothing():
     weight = random_weight(65, 96, 32, False)
     tensors = pack("swap_ab", weight, torch.bfloat16).tensors
-    assert torch.all(tensors["meta"][:, 65:] == 0)
-    whole = swap_ab.reference_weight(tensors["words"], tensors["meta"], 32, False, torch.bfloat16)
+    assert torch.all(tensors["scale_words"][:, 65:] == 0)
+    whole = swap_ab.reference_weight(tensors["words"], tensors["scale_words"], 32, False, torch.bfloat16)
     assert torch.all(whole[65:] == 0)
 
 
@@ -81,16 +94,16 @@ def test_the_portable_kernel_agrees_with_the_reference_under_the_interpreter():
 def test_a_split_covers_every_tile_once_and_never_overfills_the_last_wave():
     for tiles in (1, 31, 64, 96, 131, 132, 133, 384, 1000):
         for units in (1, 7, 16, 48):
-            split = invariant_plan.split_of(tiles, units, slots=132)
+            split = invariant_config.split_of(tiles, units, slots=132)
             assert 0 <= split.whole <= tiles
-            assert 1 <= split.parts <= min(units, invariant_plan.MAX_PARTS)
-            assert split.parts > 1 or split.whole == tiles
-            assert tiles - split.whole < ARRIVALS
+            assert 1 <= split.splits <= min(units, invariant_config.MAX_SPLITS)
+            assert split.splits > 1 or split.whole == tiles
+            assert tiles - split.whole < SEMAPHORES
 
 
 def test_few_tiles_are_split_and_a_full_wave_is_not():
-    assert invariant_plan.split_of(64, 16, slots=396).parts > 1
-    assert invariant_plan.split_of(396, 16, slots=396).parts == 1
+    assert invariant_config.split_of(64, 16, slots=396).splits > 1
+    assert invariant_config.split_of(396, 16, slots=396).splits == 1
 
 
 SHAPES_SERVED = [
@@ -104,22 +117,22 @@ SHAPES_SERVED = [
 ]
 
 
-def test_the_cut_depends_on_the_bucket_of_m_alone_within_it():
+def test_the_split_depends_on_the_bucket_of_m_alone_within_it():
     for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256)):
         for n, k in SHAPES_SERVED:
-            assert hopper.plan(low, n, k) == hopper.plan(high, n, k)
-    assert hopper.plan(8, 4096, 4096) != hopper.plan(9, 4096, 4096)
+            assert stream_k_config.config_for(low, n, k) == stream_k_config.config_for(high, n, k)
+    assert stream_k_config.config_for(8, 4096, 4096) != stream_k_config.config_for(9, 4096, 4096)
 
 
-def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
+def test_no_cta_is_idle_and_split_tiles_have_semaphores():
     for m in (1, 9, 16, 32, 64, 100, 128, 200, 256, 300, 512, 640, 1000, 4096):
         for n, k in SHAPES_SERVED:
-            chosen = hopper.plan(m, n, k)
+            chosen = stream_k_config.config_for(m, n, k)
             tiles = -(-m // chosen.tile.m) * -(-n // chosen.tile.n)
-            assert chosen.tile in hopper.TILES
-            assert 1 <= chosen.count <= tiles * -(-k // chosen.tile.unit)
-            slots = MULTIPROCESSORS * chosen.tile.resident
-            assert chosen.count == tiles or chosen.count <= min(slots, ARRIVALS)
+            assert chosen.tile in stream_k_config.TILES
+            assert 1 <= chosen.num_ctas <= tiles * -(-k // chosen.tile.iter_columns)
+            slots = NUM_SMS * chosen.tile.ctas_per_sm
+            assert chosen.num_ctas == tiles or chosen.num_ctas <= min(slots, SEMAPHORES)
 
 
 @pytest.mark.parametrize(
@@ -135,34 +148,55 @@ def test_shares_are_none_empty_and_either_whole_tiles_or_counted():
     ],
 )
 def test_ctas_keep_in_step_where_that_keeps_the_chip_busy(tiles, slots, places, count):
-    assert hopper.in_step(tiles, slots, places) == count
+    assert stream_k_config.l2_aligned_ctas(tiles, slots, places) == count
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "tile", "count", "cuts"),
+    ("m", "n", "k", "tile", "num_ctas", "start_offsets"),
     [
-        (512, 6144, 4096, hopper.FLAT, 128, (0, 0)),
-        (512, 24576, 4096, hopper.TALL, 128, (0,)),
-        (512, 4096, 12288, hopper.FLAT, 128, (0,)),
-        (256, 6144, 2048, hopper.FLAT, 96, (0,)),  # whole tiles: too little K to cut
-        (256, 2560, 4096, hopper.ALONE, 120, (0, 2, 1)),
-        (128, 24576, 4096, hopper.WIDE, 128, (0, 0)),
-        (128, 4096, 4096, hopper.ALONE, 128, (0, 1)),
-        (8, 2560, 4096, hopper.BUCKETS[8].shared, 320, (0,)),  # 8 parts of 2 units, not 9 unlike ones
-        (8, 4096, 4096, hopper.BUCKETS[8].shared, 384, (0,)),
-        (8, 8192, 8192, hopper.BUCKETS[8].shared, 396, (0,)),
-        (640, 4096, 4096, hopper.WIDE, 128, (0, 0, -1, -1)),  # five of 128 rows, not three of 256
-        (1024, 4096, 4096, hopper.TALL, 128, (0,)),
-        (768, 2560, 4096, hopper.FLAT, 120, (0,)),
-        (1024, 19456, 2560, hopper.TALL, 128, (0,)),  # nearly five tiles each: not worth a search
+        (512, 6144, 4096, stream_k_config.TILE_256X64, 128, (0, 0)),
+        (512, 24576, 4096, stream_k_config.TILE_256X128, 128, (0,)),
+        (512, 4096, 12288, stream_k_config.TILE_256X64, 128, (0,)),
+        (256, 6144, 2048, stream_k_config.TILE_256X64, 96, (0,)),  # whole tiles: too little K to split
+        (256, 2560, 4096, stream_k_config.TILE_128X64, 120, (0, 2, 1)),
+        (128, 24576, 4096, stream_k_config.TILE_128X128, 128, (0, 0)),
+        (128, 4096, 4096, stream_k_config.TILE_128X64, 128, (0, 1)),
+        (
+            8,
+            2560,
+            4096,
+            stream_k_config.BUCKETS[8].stream_k,
+            320,
+            (0,),
+        ),  # 8 parts of 2 iterations, not 9 unlike ones
+        (8, 4096, 4096, stream_k_config.BUCKETS[8].stream_k, 384, (0,)),
+        (8, 8192, 8192, stream_k_config.BUCKETS[8].stream_k, 396, (0,)),
+        (
+            640,
+            4096,
+            4096,
+            stream_k_config.TILE_128X128,
+            128,
+            (0, 0, -1, -1),
+        ),  # five of 128 rows, not three of 256
+        (1024, 4096, 4096, stream_k_config.TILE_256X128, 128, (0,)),
+        (768, 2560, 4096, stream_k_config.TILE_256X64, 120, (0,)),
+        (
+            1024,
+            19456,
+            2560,
+            stream_k_config.TILE_256X128,
+            128,
+            (0,),
+        ),  # nearly five tiles each: not worth a search
     ],
 )
-def test_tiles_and_cuts_are_those_that_were_fastest(m, n, k, tile, count, cuts):
-    assert hopper.plan(m, n, k) == hopper.Shares(tile, count, cuts)
+def test_tiles_and_splits_are_those_that_were_fastest(m, n, k, tile, num_ctas, start_offsets):
+    assert stream_k_config.config_for(m, n, k) == stream_k.Config(tile, num_ctas, start_offsets)
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "count", "head"),
+    ("m", "n", "k", "num_ctas", "head_iters"),
     [
         (512, 2560, 4096, 120, 23),  # of 32 units; two tails each
         (256, 6144, 2560, 128, 17),  # of 20; three tails
@@ -171,12 +205,14 @@ def test_tiles_and_cuts_are_those_that_were_fastest(m, n, k, tile, count, cuts):
         (256, 6656, 4096, 130, 28),  # four tails; not timed
     ],
 )
-def test_heads_are_as_long_as_was_fastest(m, n, k, count, head):
-    assert hopper.plan(m, n, k) == hopper.Shares(hopper.FLAT, count, head=head)
+def test_heads_are_as_long_as_was_fastest(m, n, k, num_ctas, head_iters):
+    assert stream_k_config.config_for(m, n, k) == stream_k.Config(
+        stream_k_config.TILE_256X64, num_ctas, head_iters=head_iters
+    )
 
 
 @pytest.mark.parametrize(
-    ("tiles", "units_k"),
+    ("tiles", "iters_per_tile"),
     [
         (64, 96),  # one tail each would come too late
         (72, 32),  # 36 CTAs with two: too little of the chip
@@ -187,93 +223,101 @@ def test_heads_are_as_long_as_was_fastest(m, n, k, count, head):
         (200, 32),
     ],
 )
-def test_tiles_have_no_tails_where_these_do_not_come_out_even_or_gain_nothing(tiles, units_k):
-    assert hopper.heads_and_tails(tiles, units_k) is None
+def test_tiles_have_no_tails_where_these_do_not_come_out_even_or_gain_nothing(tiles, iters_per_tile):
+    assert stream_k_config.head_tail_config(tiles, iters_per_tile) is None
 
 
-def begins_of(cuts: tuple[int, ...], tiles: int, units_k: int) -> list[int]:
-    equal = [i * tiles * units_k // len(cuts) for i in range(len(cuts) + 1)]
-    return [begin + cut for begin, cut in zip(equal, (*cuts, 0), strict=True)]
+def starts_of(offsets: tuple[int, ...], tiles: int, iters_per_tile: int) -> list[int]:
+    equal = [i * tiles * iters_per_tile // len(offsets) for i in range(len(offsets) + 1)]
+    return [start + offset for start, offset in zip(equal, (*offsets, 0), strict=True)]
 
 
-@pytest.mark.parametrize(("turn", "tiles"), [(2, 1), (3, 1), (3, 2), (4, 3), (2, 3), (4, 5)])
-@pytest.mark.parametrize("units_k", [4, 5, 20, 32, 76])
-def test_cuts_stay_within_their_tiles_and_never_make_the_last_end_later(turn, tiles, units_k):
-    unit = hopper.FLAT.unit
-    cuts = hopper.balanced(turn, tiles, units_k, unit)
-    level, moved = begins_of((0,) * turn, tiles, units_k), begins_of(cuts, tiles, units_k)
-    assert cuts[0] == 0 and all(-128 <= cut <= 127 for cut in cuts)
+@pytest.mark.parametrize(("period", "tiles"), [(2, 1), (3, 1), (3, 2), (4, 3), (2, 3), (4, 5)])
+@pytest.mark.parametrize("iters_per_tile", [4, 5, 20, 32, 76])
+def test_start_offsets_stay_within_their_tiles_and_never_make_the_last_cta_later(
+    period, tiles, iters_per_tile
+):
+    columns = stream_k_config.TILE_256X64.iter_columns
+    offsets = stream_k_config.balanced_start_offsets(period, tiles, iters_per_tile, columns)
+    level = starts_of((0,) * period, tiles, iters_per_tile)
+    moved = starts_of(offsets, tiles, iters_per_tile)
+    assert offsets[0] == 0 and all(-128 <= offset <= 127 for offset in offsets)
     for before, after in zip(level, moved, strict=True):
-        assert before // units_k == after // units_k and (before % units_k == 0) == (after % units_k == 0)
+        assert before // iters_per_tile == after // iters_per_tile
+        assert (before % iters_per_tile == 0) == (after % iters_per_tile == 0)
     assert moved == sorted(set(moved))
-    ends, level_ends = (hopper.ends_of(begins, units_k, unit) for begins in (moved, level))
-    assert max(ends) <= max(level_ends)
+    times, level_times = (
+        stream_k_config.finish_times(starts, iters_per_tile, columns) for starts in (moved, level)
+    )
+    assert max(times) <= max(level_times)
 
 
 def quotients(a: np.ndarray, b: int) -> np.ndarray:
-    """As `shares.quotient` divides."""
+    """As `stream_k.fast_divide` divides."""
     guess = (a.astype(np.float32) * np.float32(1 / b)).astype(np.int64)
     rest = a - guess * b
     return guess + (rest >= b) - (rest < 0)
 
 
 @pytest.mark.parametrize(("n", "k"), [*SHAPES_SERVED, (1024, 1152), (128256, 16384)])
-def test_shares_are_divided_right_up_to_the_most_rows(n, k):
-    """By fp32 reciprocals; and the CTAs that sums are sent to and awaited from are those with the units."""
-    for m in (8, 65, 256, 512, 640, 3000, hopper.MOST_ROWS):
-        chosen = hopper.plan(m, n, k)
-        tile, count, turn = chosen.tile, chosen.count, len(chosen.cuts)
-        units_k = -(-k // tile.unit)
-        total = tile.number(m, n) * units_k
+def test_iterations_are_divided_right_up_to_the_most_rows(n, k):
+    """By fp32 reciprocals; and partial sums go to and come from the CTAs that have the tile's iterations."""
+    for m in (8, 65, 256, 512, 640, 3000, hopper.MAX_ROWS):
+        chosen = stream_k_config.config_for(m, n, k)
+        tile, count, period = chosen.tile, chosen.num_ctas, len(chosen.start_offsets)
+        iters_per_tile = -(-k // tile.iter_columns)
+        total = tile.num_tiles(m, n) * iters_per_tile
         index = np.arange(count + 1)
         equal = quotients(index * total, count)
         assert np.array_equal(equal, index * total // count) and count * total < 2**31
-        begins = equal + np.array(chosen.cuts)[index - quotients(index, turn) * turn]
+        begins = equal + np.array(chosen.start_offsets)[index - quotients(index, period) * period]
         assert begins[0] == 0 and begins[-1] == total and np.all(np.diff(begins) > 0)
-        first = quotients(begins[:-1], units_k)
-        assert np.array_equal(first, begins[:-1] // units_k)
-        owners = quotients((first * units_k + 1) * count - 1, total)
-        assert np.array_equal(owners, np.searchsorted(begins, first * units_k, "right") - 1)
-        end = quotients(begins[1:] - 1, units_k) + 1
-        lasts = quotients(end * units_k * count - 1, total)
-        assert np.array_equal(lasts, np.searchsorted(begins, end * units_k - 1, "right") - 1)
+        first = quotients(begins[:-1], iters_per_tile)
+        assert np.array_equal(first, begins[:-1] // iters_per_tile)
+        owners = quotients((first * iters_per_tile + 1) * count - 1, total)
+        assert np.array_equal(owners, np.searchsorted(begins, first * iters_per_tile, "right") - 1)
+        end = quotients(begins[1:] - 1, iters_per_tile) + 1
+        lasts = quotients(end * iters_per_tile * count - 1, total)
+        assert np.array_equal(lasts, np.searchsorted(begins, end * iters_per_tile - 1, "right") - 1)
 
 
-def test_what_a_cut_costs_is_counted_where_it_arises():
+def test_what_a_split_costs_is_counted_where_it_arises():
     """Two CTAs, three tiles: a whole one and the first half of the next; its second half and a whole one."""
-    unit, half = 128, 15 * 128
-    send, add, write = hopper.SEND, hopper.ADD, hopper.WRITE
-    assert hopper.ends_of([0, 15, 30], 10, unit) == [half + send, half + write + add]
+    columns, half = 128, 15 * 128
+    send, reduce = stream_k_config.SEND_COST, stream_k_config.REDUCE_COST
+    store = stream_k_config.STORE_COST
+    assert stream_k_config.finish_times([0, 15, 30], 10, columns) == [half + send, half + store + reduce]
     # One tile for two: who owns it waits for the other's sums.
-    assert hopper.ends_of([0, 5, 10], 10, unit) == [5 * unit + send, 5 * unit + send + add]
+    sent = 5 * columns + send
+    assert stream_k_config.finish_times([0, 5, 10], 10, columns) == [sent, sent + reduce]
 
 
 def test_the_invariant_split_knows_only_the_shape_of_the_weight():
-    assert invariant_plan.parts_of(4096, 12288) > 1
-    assert invariant_plan.parts_of(24576, 4096) == 1
+    assert invariant_config.splits_of(4096, 12288) > 1
+    assert invariant_config.splits_of(24576, 4096) == 1
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("m", [0, 1, 40, 700, hopper.MOST_ROWS + 300])
+@pytest.mark.parametrize("m", [0, 1, 40, 700, hopper.MAX_ROWS + 300])
 def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatch):
-    """With as many counters as parts that are awaited."""
+    """With as many semaphores as tiles or CTAs that are awaited."""
     launches = []
 
-    def launch(x, words, meta, arrivals, y, group_size, fractional, tile, count, cuts, head):
-        assert count <= len(arrivals) and len(cuts) <= 4
+    def launch(x, weight, y, config):
+        assert config.num_ctas <= len(weight.semaphores) and len(config.start_offsets) <= 4
         launches.append((x, y))
 
-    def launch_invariant(x, words, meta, arrivals, y, group_size, fractional, tile, parts, ordered):
+    def launch_invariant(x, weight, y, tile, num_splits, sequential):
         tiles = -(-len(x) // tile.m) * -(-y.shape[1] // tile.n)
-        assert parts == 1 or ordered or tiles <= len(arrivals)
+        assert num_splits == 1 or sequential or tiles <= len(weight.semaphores)
         launches.append((x, y))
 
-    monkeypatch.setattr(shares, "launch", launch)
+    monkeypatch.setattr(stream_k, "launch", launch)
     monkeypatch.setattr(invariant, "launch", launch_invariant)
     n, k = 4096, 12288
-    arrivals = torch.zeros(ARRIVALS, dtype=torch.int32)
+    semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32)
     x = torch.empty(m, 1).expand(m, k)
-    y = hopper.matmul(x, x, x, arrivals, n, 128, False, batch_invariant)
+    y = hopper.matmul(x, x, x, semaphores, n, 128, False, batch_invariant)
     assert y.shape == (m, n)
     rows = [(part.storage_offset() // n, len(part)) for _, part in launches]
     assert all(len(part_x) == len(part_y) for part_x, part_y in launches)
@@ -300,35 +344,37 @@ class Recorder:
 @pytest.mark.parametrize(("n", "k", "group_size"), [(2560, 4096, 128), (1001, 416, 32)])
 def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monkeypatch):
     packed = pack("swap_ab", random_weight(n, k, group_size, False), torch.bfloat16).tensors
-    arrivals = torch.zeros(ARRIVALS, dtype=torch.int32)
-    module = invariant if batch_invariant else shares
-    name = "int4_invariant_kernel" if batch_invariant else "int4_shares_kernel"
+    semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32)
+    module = invariant if batch_invariant else stream_k
+    name = "int4_invariant_kernel" if batch_invariant else "int4_stream_k_kernel"
     recorder = Recorder(getattr(module, name))
     monkeypatch.setattr(module, name, recorder)
     for m in (1, 40, 128, 512):
         x = torch.randn(m, k).bfloat16()
-        hopper.matmul(x, packed["words"], packed["meta"], arrivals, n, group_size, False, batch_invariant)
+        hopper.matmul(
+            x, packed["words"], packed["scale_words"], semaphores, n, group_size, False, batch_invariant
+        )
         grid, given, options = recorder.launches.pop()
         assert not recorder.launches
-        assert (given["M"], given["N"], given["GROUP"]) == (m, n, group_size)
-        rows, columns = given["BM"], 64 * given["TILES"]
+        tile = given["TILE"]
+        assert (given["M"], given["N"], given["DEQUANT"].group_size) == (m, n, group_size)
+        rows, columns = tile.m, 64 * tile.k_tiles
         assert tuple(given["x_desc"].shape) == (m, k) and given["x_desc"].block_shape == [rows, columns]
-        assert given["words_desc"].block_shape == [given["BN"] // 64, given["TILES"] * 8, 64]
-        assert given["meta_desc"].block_shape == [max(1, columns // group_size), given["BN"]]
-        assert given["y"].shape == (m, n) and given["arrivals"] is arrivals
-        assert options["num_warps"] == given["BN"] // 16 and options["launch_pdl"]
-        tiles = -(-m // rows) * -(-n // given["BN"])
+        assert given["words_desc"].block_shape == [tile.n // 64, tile.k_tiles * 8, 64]
+        assert given["scale_desc"].block_shape == [max(1, columns // group_size), tile.n]
+        assert given["y"].shape == (m, n) and given["semaphores"] is semaphores
+        assert options["num_warps"] == tile.n // 16 and options["launch_pdl"]
+        tiles = -(-m // rows) * -(-n // tile.n)
         if batch_invariant:
             whole = given["whole_tiles"]
-            assert grid == (whole + (tiles - whole) * given["split"],)
-            assert given["partials"].numel() >= (tiles - whole) * given["split"] * rows * given["BN"]
+            assert grid == (whole + (tiles - whole) * given["num_splits"],)
+            assert given["partials"].numel() >= (tiles - whole) * given["num_splits"] * rows * tile.n
         else:
-            assert grid == (given["count"],) and given["total"] == tiles * given["units_k"]
-            assert given["TAILS"] == (given["head"] > 0) == (m == 512 and n == 2560)
-            assert not given["TAILS"] or grid[0] == tiles + tiles // given["each"]
-            cuts = hopper.plan(m, n, k).cuts
-            assert [(given["cuts"] << 24 - 8 * i & 0xFFFFFFFF) >> 24 for i in range(given["turn"])] == [
-                cut & 255 for cut in cuts
-            ]
-            numbers = sums.numbers_of(given["BN"], rows)
-            assert grid[0] == tiles or given["partials"].numel() >= grid[0] * numbers
+            assert grid == (given["num_ctas"],) and given["total_iters"] == tiles * given["iters_per_tile"]
+            assert given["TAILS"] == (given["head_iters"] > 0) == (m == 512 and n == 2560)
+            assert not given["TAILS"] or grid[0] == tiles + tiles // given["tails_per_cta"]
+            offsets = stream_k_config.config_for(m, n, k).start_offsets
+            packed_offsets = given["start_offsets"].to_bytes(4, "little", signed=True)
+            assert [*packed_offsets[: given["period"]]] == [offset & 255 for offset in offsets]
+            floats = epilogue.partial_floats(tile.n, rows)
+            assert grid[0] == tiles or given["partials"].numel() >= grid[0] * floats

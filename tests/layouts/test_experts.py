@@ -10,8 +10,9 @@ from scalegate.layouts.errors import UserError
 from scalegate.layouts.experts import (
     ExpertsPart,
     PackedExperts,
-    experts_shapes,
     is_experts,
+    pack_unquantized_experts,
+    parameters_of,
     stack_inputs,
 )
 from scalegate.layouts.formats.int4 import Int4
@@ -159,6 +160,11 @@ def rows_of(experts: nn.Module, name: str) -> list[Tensor]:
     return list(weight.transpose(1, 2) if experts.is_transposed else weight)
 
 
+def shapes_of(experts: nn.Module) -> dict[str, tuple[int, ...]]:
+    """[E, N, K] of each parameter."""
+    return {name: tuple(weight.shape) for name, weight in parameters_of(experts).items()}
+
+
 def packed_as(experts: nn.Module, layout: str, weights: dict[str, list[Weight]]) -> PackedExperts:
     pack = LAYOUTS[layout].pack_experts
     return PackedExperts(
@@ -179,7 +185,7 @@ def unquantized(rows: list[Tensor]) -> list[Weight]:
 def test_unquantized_experts_compute_what_transformers_module_does(make: Make, named: tuple[str, ...]):
     """Parameters that are not named are taken from the module as they lie there."""
     theirs, experts = module(make), module(make)
-    shapes = experts_shapes(experts)
+    shapes = shapes_of(experts)
     ours = packed_as(experts, "torch_linear_per_expert", {n: unquantized(rows_of(experts, n)) for n in named})
     assert is_experts(theirs) and ours.shapes() == shapes
     assert shapes == {"gate_up_proj": (6, 2 * WIDTH, HIDDEN), "down_proj": (6, HIDDEN, WIDTH)}
@@ -195,7 +201,7 @@ def test_unquantized_experts_compute_what_transformers_module_does(make: Make, n
 def test_int4_experts_compute_what_the_dequantized_module_does(make: Make, layout: str):
     theirs, experts = module(make), module(make)
     weights: dict[str, list[Weight]] = {}
-    for name, (count, n, k) in experts_shapes(experts).items():
+    for name, (count, n, k) in shapes_of(experts).items():
         weights[name] = [Int4(32).random(n, k, CPU) for _ in range(count)]
         dense = torch.stack([weight.dequantize(torch.float32) for weight in weights[name]])
         original = theirs.get_parameter(name)
@@ -222,7 +228,7 @@ def test_gate_and_up_that_do_not_merge_are_two_products_side_by_side(make: Make)
     parts = [ExpertsPart(pack(unquantized(half), torch.float32)) for half in halves]
     ours = PackedExperts(experts, {"gate_up_proj": parts})
     assert list(ours.packed) == ["gate_up_proj_0", "gate_up_proj_1", "down_proj_0"]
-    assert ours.shapes() == experts_shapes(theirs)
+    assert ours.shapes() == shapes_of(theirs)
     given = step(9)
     torch.testing.assert_close(ours(*given), theirs(*given), rtol=1e-5, atol=1e-5)
 
@@ -238,6 +244,17 @@ def test_the_modules_own_weights_are_let_go_of_and_ours_move_with_it(make: Make)
     moved = ours.to("meta")
     tensors = [tensor for packed in moved.packed.values() for tensor in packed.tensors.values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@EVERY
+def test_a_models_unquantized_experts_are_all_packed(make: Make):
+    theirs, model = module(make), nn.Sequential(nn.Linear(4, 4), module(make), nn.ModuleList([module(make)]))
+    assert pack_unquantized_experts(model) == 2
+    assert isinstance(model[1], PackedExperts) and isinstance(model[2][0], PackedExperts)
+    assert pack_unquantized_experts(model) == 0, "what is packed stays as it is"
+    given = step(9)
+    for ours in (model[1], model[2][0]):
+        torch.testing.assert_close(ours(*given), theirs(*given), rtol=1e-5, atol=1e-5)
 
 
 def test_what_else_is_in_the_batch_does_not_change_a_token():
@@ -271,7 +288,7 @@ def test_a_traced_graph_computes_what_the_module_does():
     experts = module(qwen3_moe)
     weights = {
         name: [Int4(32).random(n, k, CPU) for _ in range(count)]
-        for name, (count, n, k) in experts_shapes(experts).items()
+        for name, (count, n, k) in shapes_of(experts).items()
     }
     ours = packed_as(experts, "dequantize_per_expert", weights)
     given = step(9)

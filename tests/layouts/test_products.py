@@ -145,6 +145,18 @@ def test_packed_tensors_are_buffers_that_move_with_the_module():
     assert module.state_dict() == {}
 
 
+@pytest.mark.parametrize("spec", [Int4(64), Int4(64, zero_point="fractional"), NVFP4()], ids=str)
+def test_a_traced_graph_holds_the_product_of_every_layout(spec):
+    problem = Problem(spec, 40, 128, torch.bfloat16, torch.device("cpu"))
+    weight, x = random_weight(problem), torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    for name in serving(problem):
+        module = QuantizedLinear(LAYOUTS[name].pack(weight, torch.bfloat16), None)
+        torch._dynamo.reset()
+        traced = torch.compile(module, backend="eager", fullgraph=True)
+        with torch.inference_mode():
+            assert torch.equal(traced(x), module(x)), name
+
+
 def test_a_quantized_layer_takes_a_quarter_of_the_memory():
     problem = Problem(Int4(128), 1024, 1024, torch.bfloat16, torch.device("cpu"))
     packed = LAYOUTS["cpu_int4"].pack(random_weight(problem), torch.bfloat16)

@@ -6,7 +6,7 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validation.in_process import LoadOptions, read_held_out, take_figures
-from scalegate.pipeline.validation.servers import check_reached, server_of, sized_options
+from scalegate.pipeline.validation.servers import refuse_unreached, server_of, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import WorkloadSettings
 
@@ -42,8 +42,8 @@ def test_the_artifacts_server_is_started_with_the_format(
 
 def test_a_running_server_cannot_be_given_a_format():
     with pytest.raises(UserError, match="is running already; --kv-cache-dtype"):
-        check_reached({"kv_cache_dtype": "fp8"}, "http://127.0.0.1:1", "embedded")
-    check_reached({"kv_cache_dtype": "auto"}, "http://127.0.0.1:1", "embedded")
+        refuse_unreached({"kv_cache_dtype": "fp8"}, "http://127.0.0.1:1", "embedded")
+    refuse_unreached({"kv_cache_dtype": "auto"}, "http://127.0.0.1:1", "embedded")
 
 
 def test_vllm_is_started_with_the_format(
@@ -57,5 +57,5 @@ def test_vllm_is_started_with_the_format(
 
 def test_what_reaches_no_server_is_refused():
     with pytest.raises(UserError, match="--page-size does not reach an engine 'vllm'"):
-        check_reached({"page_size": 16}, "vllm", "vllm")
-    check_reached({"page_size": 16, "layout": "dequantize"}, "vllm", "embedded")
+        refuse_unreached({"page_size": 16}, "vllm", "vllm")
+    refuse_unreached({"page_size": 16, "layout": "dequantize"}, "vllm", "embedded")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.int4 import hopper, invariant_plan
+from scalegate.kernels.int4 import invariant_config, stream_k_config
 from scalegate.serving_check.engine.buckets import (
     LARGEST_GRAPH,
     decode_buckets,
@@ -25,9 +25,9 @@ SIZES = [(128, 8192), (8, 256)]
 def compiled_for(m: int, n: int, k: int, batch_invariant: bool) -> tuple[object, ...]:
     """What a launch for m rows of a weight is compiled for, as far as that depends on m."""
     if batch_invariant:
-        return "invariant", *invariant_plan.tile_for(m, n, k)
-    chosen = hopper.plan(m, n, k)
-    return "tuned", chosen.tile, chosen.head > 0
+        return "invariant", *invariant_config.tile_for(m, n, k)
+    chosen = stream_k_config.config_for(m, n, k)
+    return "tuned", chosen.tile, chosen.head_iters > 0
 
 
 def launched(ms: list[int], shapes: list[tuple[int, int]], batch_invariant: bool) -> set[tuple[object, ...]]:

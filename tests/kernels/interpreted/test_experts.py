@@ -135,8 +135,8 @@ def dequantized(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, gr
 def test_a_packed_weight_is_the_dequantized_one(group_size, k, fractional, dtype):
     torch.manual_seed(3)
     parts = random_int4(70, k, group_size, fractional)
-    words, meta = int4.pack(*parts, group_size, dtype)
-    weight = int4.reference_weight(words, meta, 70, group_size, fractional, dtype)[..., :k]
+    words, scale_words = int4.pack(*parts, group_size, dtype)
+    weight = int4.reference_weight(words, scale_words, 70, group_size, fractional, dtype)[..., :k]
     expected = dequantized(*parts, group_size)
     assert relative(weight, expected) < (3e-3 if dtype == torch.bfloat16 else 4e-4)
     if not fractional:
@@ -151,13 +151,13 @@ def test_the_int4_product_is_that_of_the_dequantized_weight(group_size, k, fract
     torch.manual_seed(4)
     expert = chosen(TOKENS, TOP_K, EXPERTS)
     parts = random_int4(N, k, group_size, fractional)
-    words, meta = int4.pack(*parts, group_size, torch.float16)
+    words, scale_words = int4.pack(*parts, group_size, torch.float16)
     bias = torch.randn(EXPERTS, N).half().to(DEVICE) if biased else None
     routing = route(expert, EXPERTS)
     for rows in (TOKENS, TOKENS * TOP_K):
         x = torch.randn(rows, k).half().to(DEVICE)
         expected = unquantized.grouped_matmul_reference(x, dequantized(*parts, group_size), expert, bias)
-        answer = int4.grouped_matmul(x, words, meta, routing, N, group_size, fractional, bias)
+        answer = int4.grouped_matmul(x, words, scale_words, routing, N, group_size, fractional, bias)
         assert relative(answer, expected) < 1e-3
 
 

@@ -1,9 +1,10 @@
-"""Times every cut of the INT4 products that `kernels/int4/hopper.py` could choose beside the one it chooses.
+"""Times every tile and split that `kernels/int4/stream_k_config.py` could choose beside the one it chooses.
 
-    python -P tests/bench/int4_cuts.py --model qwen3-8b --m 16,64,512 --out cuts.json
+    python -P tests/bench/int4_tuning.py --model qwen3-8b --m 16,64,512 --out tuning.json
 
-For whoever changes its rules: all tiles of a bucket of M, each as one CTA a tile, one a multiprocessor, as
-many as fit, whole parts of every tile, and those in step; of flat tiles also heads a unit longer or shorter.
+For whoever changes its heuristics: all tiles of a bucket of M, each with one CTA a tile, one an SM, as many
+as fit, as many as split every tile into equal parts, and as many as share x in L2; of 256x64 tiles also
+with prefetched tails and heads an iteration longer or shorter.
 Every answer is compared with fp32 before it is timed and again afterwards. Not for comparing layouts: that is
 `linear.py`.
 """
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 import triton
-from scalegate.kernels.int4 import hopper, shares
-from scalegate.kernels.int4.tile import MULTIPROCESSORS
+from scalegate.kernels.int4 import stream_k, stream_k_config
+from scalegate.kernels.int4.stream_k import Config
+from scalegate.kernels.int4.tile import NUM_SMS, Int4Operand
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import SWAP_AB
@@ -32,39 +34,39 @@ MAX_ERROR = 4e-3
 GROUP_SIZE = 128
 
 
-def tiles_for(m: int) -> list[shares.Tile]:
+def tiles_for(m: int) -> list[stream_k.Tile]:
     """The tiles that the kernel is compiled for, as far as so many rows can use them."""
-    rows = next((tile.m for tile in hopper.TILES if m <= tile.m), 128)
-    return [tile for tile in hopper.TILES if tile.m == rows or m > 128 <= tile.m]
+    rows = next((tile.m for tile in stream_k_config.TILES if m <= tile.m), 128)
+    return [tile for tile in stream_k_config.TILES if tile.m == rows or m > 128 <= tile.m]
 
 
-def counts_for(tile: shares.Tile, m: int, n: int, k: int) -> list[int]:
+def counts_for(tile: stream_k.Tile, m: int, n: int, k: int) -> list[int]:
     """Numbers of CTAs that keep most of the chip busy."""
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    units_k = triton.cdiv(k, tile.unit)
-    slots = MULTIPROCESSORS * tile.resident
-    parts = {tiles * p for p in range(2, units_k + 1) if 0.6 * slots <= tiles * p <= slots}
+    iters_per_tile = triton.cdiv(k, tile.iter_columns)
+    slots = NUM_SMS * tile.ctas_per_sm
+    parts = {tiles * p for p in range(2, iters_per_tile + 1) if 0.6 * slots <= tiles * p <= slots}
     each = triton.cdiv(tiles, slots)
     whole = {tiles // each} if tiles % each == 0 else set()
-    alike = hopper.in_step(tiles, slots, 4 * tile.resident)
-    counts = {tiles, MULTIPROCESSORS, slots, alike, *parts, *whole}
-    return sorted(count for count in counts if 80 <= count <= tiles * units_k)
+    alike = stream_k_config.l2_aligned_ctas(tiles, slots, 4 * tile.ctas_per_sm)
+    counts = {tiles, NUM_SMS, slots, alike, *parts, *whole}
+    return sorted(count for count in counts if 80 <= count <= tiles * iters_per_tile)
 
 
 def heads_for(m: int, n: int, k: int) -> list[tuple[int, int]]:
-    """Numbers of CTAs and units of a head, of flat tiles with tails."""
-    tile = hopper.FLAT
-    chosen = hopper.heads_and_tails(tile.number(m, n), triton.cdiv(k, tile.unit))
+    """Numbers of CTAs and iterations of a head, of 256x64 tiles with prefetched tails."""
+    tile = stream_k_config.TILE_256X64
+    chosen = stream_k_config.head_tail_config(tile.num_tiles(m, n), triton.cdiv(k, tile.iter_columns))
     if m <= 128 or chosen is None:
         return []
-    return [(chosen.count, chosen.head + longer) for longer in (-1, 0, 1)]
+    return [(chosen.num_ctas, chosen.head_iters + longer) for longer in (-1, 0, 1)]
 
 
-def product(packed: PackedWeight, x: Tensor, tile: shares.Tile, count: int, head: int = 0) -> Tensor:
+def product(packed: PackedWeight, x: Tensor, config: Config) -> Tensor:
     y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
     tensors = packed.tensors
-    operands = tensors["words"], tensors["meta"], tensors["arrivals"]
-    shares.launch(x, *operands, y, GROUP_SIZE, False, tile, count, head=head)
+    operands = tensors["words"], tensors["scale_words"], tensors["semaphores"]
+    stream_k.launch(x, Int4Operand(*operands, GROUP_SIZE, fractional=False), y, config)
     return y
 
 
@@ -74,13 +76,13 @@ def contestants(
     yield CHOSEN, lambda i: SWAP_AB.matmul(x, copies[i % len(copies)])
     for tile in tiles_for(m):
         for count in counts_for(tile, m, n, k):
-            name = f"{tile.m}x{tile.n}, {tile.tiles * 64} columns x {tile.stages}, {count} CTAs"
-            yield name, lambda i, tile=tile, count=count: product(copies[i % len(copies)], x, tile, count)
+            name = f"{tile.m}x{tile.n}, {tile.k_tiles * 64} columns x {tile.stages}, {count} CTAs"
+            config = Config(tile, count)
+            yield name, lambda i, config=config: product(copies[i % len(copies)], x, config)
     for count, head in heads_for(m, n, k):
-        yield (
-            f"flat, {count} CTAs, heads of {head}",
-            lambda i, count=count, head=head: product(copies[i % len(copies)], x, hopper.FLAT, count, head),
-        )
+        config = Config(stream_k_config.TILE_256X64, count, head_iters=head)
+        name = f"256x64, {count} CTAs, heads of {head}"
+        yield name, lambda i, config=config: product(copies[i % len(copies)], x, config)
 
 
 def wrong(call: Callable[[int], Tensor], expected: Tensor) -> bool:

@@ -1,0 +1,104 @@
+"""Bucket table and split-K heuristics of the batch-invariant kernel: which tile, how many splits of K.
+
+The tile depends on the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. How
+many splits depends on the shape of the weight alone, so that a row's bits do not depend on what comes with
+it. Costs were measured on one H200 (`tests/bench/results/int4_kernel_log.md`).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import triton
+from torch import Tensor
+
+from . import invariant
+from .invariant import SPLIT_UNIT, Tile
+from .tile import NUM_SMS, SEMAPHORES, Int4Operand
+
+# Tile: m, n, k_tiles, stages, slices, registers, ctas_per_sm, unit_us
+BUCKETS = {
+    8: (Tile(8, 64, 2, 8, 8, 80, 3, 1.1),),
+    16: (Tile(16, 64, 2, 8, 8, 80, 3, 1.2),),
+    32: (Tile(32, 64, 2, 8, 8, 128, 2, 1.0), Tile(32, 64, 2, 6, 8, 80, 3, 1.5)),
+    64: (Tile(64, 64, 2, 5, 8, 128, 2, 1.27), Tile(64, 64, 2, 3, 8, 80, 3, 1.9)),
+    128: (Tile(128, 64, 2, 5, 8, 168, 1, 0.92, reduce_cost=5.0),),
+    256: (
+        Tile(256, 64, 1, 6, 4, 168, 1, 1.4, reduce_cost=5.0),
+        Tile(256, 128, 1, 6, 2, 168, 1, 2.4, reduce_cost=9.0),
+    ),
+}
+LONG_K = 8192
+TWO_PER_SM = Tile(128, 64, 1, 5, 4, 128, 2, 1.1)
+SEQUENTIAL_TILES = (BUCKETS[64][0], BUCKETS[128][0], TWO_PER_SM)
+"""Where one CTA sums all splits of K: up to 64 rows; few tiles; many."""
+MAX_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class Split:
+    """The first `whole` tiles of y are computed by one CTA each, the others split along K in `splits`."""
+
+    whole: int
+    splits: int
+    cost: float
+    """In units of `SPLIT_UNIT` columns of K, one after the other."""
+
+
+def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Split:
+    """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
+
+    A split costs one and a half units to start and two fifths to be reduced.
+    """
+    waves = tiles // slots
+    rest = tiles - waves * slots
+    if rest == 0:
+        return Split(tiles, 1, waves * (units + 1.5))
+
+    def cost(splits: int) -> float:
+        reducing = splits * 0.4 + reduce_cost if splits > 1 else 0.0
+        return -(-rest * splits // slots) * (-(-units // splits) + 1.5) + reducing
+
+    splits = min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
+    return Split(tiles if splits == 1 else tiles - rest, splits, waves * (units + 1.5) + cost(splits))
+
+
+@lru_cache(maxsize=4096)
+def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
+    """For y [m, n] over k: of the bucket's tiles the one expected to finish first."""
+    bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
+    units = triton.cdiv(k, SPLIT_UNIT)
+
+    def split(tile: Tile) -> Split:
+        return split_of(tile.num_tiles(m, n), units, NUM_SMS * tile.ctas_per_sm, tile.reduce_cost)
+
+    tile = min(BUCKETS[bucket], key=lambda tile: tile.unit_us * split(tile).cost)
+    return tile, split(tile)
+
+
+def splits_of(n: int, k: int) -> int:
+    """Splits of K, by the shape of the weight alone."""
+    split = tile_and_split(1, n, k)[1]
+    return 1 if split.whole else split.splits
+
+
+def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
+    """A tile, and whether one CTA sums all splits of K, one after the other; elsewhere each has its own."""
+    if m <= 32 or (m <= 64 and k > LONG_K) or splits_of(n, k) == 1:
+        return tile_and_split(m, n, k)[0], False
+    small, few, many = SEQUENTIAL_TILES
+    if m <= small.m:
+        return small, True
+    return (few if few.num_tiles(m, n) <= NUM_SMS else many), True
+
+
+def matmul(x: Tensor, weight: Int4Operand, y: Tensor) -> None:
+    """x [M, K] @ w.T into y [M, N]; as `hopper.matmul` but for the order of summation."""
+    m, n = y.shape
+    if m == 0:
+        return
+    tile, sequential = tile_for(m, n, x.shape[1])
+    splits = splits_of(n, x.shape[1])
+    rows = m if sequential else max(1, SEMAPHORES // triton.cdiv(n, tile.n)) * tile.m
+    for first in range(0, m, rows):
+        some = slice(first, first + rows)
+        invariant.launch(x[some], weight, y[some], tile, splits, sequential)

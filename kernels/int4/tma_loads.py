@@ -1,0 +1,63 @@
+"""TMA loads of one stage of the INT4 kernels' shared-memory ring, for their producer warps.
+
+A stage is K_TILES tiles of 64 columns of K:
+
+    words   int32 [STAGES, BN / 64, K_TILES * 8, 64]
+    scales  int32 [STAGES, groups, BN]                 scale words
+    x       bf16 or fp16 [STAGES, BM, K_TILES * 64]    128-byte swizzle
+
+TMA fills in zeros past the end of K, M and N. Arming the full mbarrier is left to the two kernels, which do
+it in ways of their own.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Ring:
+    """TMA descriptors, the ring that they fill, and an mbarrier a stage that counts the bytes."""
+
+    x_desc: tensor_descriptor
+    words_desc: tensor_descriptor
+    scale_desc: tensor_descriptor
+    words: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, x_desc, words_desc, scale_desc, words, scales, x, full):
+        self.x_desc = x_desc
+        self.words_desc = words_desc
+        self.scale_desc = scale_desc
+        self.words = words
+        self.scales = scales
+        self.x = x
+        self.full = full
+
+    @gluon.jit
+    def load_weights(self, slot, k_stage, tile_n, pred, t):
+        """Start loading the words and scale words of stage `k_stage` of K into a slot."""
+        words_from = [tile_n * self.words.shape[1], k_stage * (t.K_TILES * 8), 0]
+        bar = self.full.index(slot)
+        tma.async_copy_global_to_shared(self.words_desc, words_from, bar, self.words.index(slot), pred=pred)
+        scales_from = [(k_stage * (t.K_TILES * 64)) // t.GROUP, tile_n * self.scales.shape[2]]
+        tma.async_copy_global_to_shared(self.scale_desc, scales_from, bar, self.scales.index(slot), pred=pred)
+
+    @gluon.jit
+    def load_activations(self, slot, k_stage, tile_m, pred, t):
+        """Start loading the activations of stage `k_stage` of K into a slot."""
+        x_from = [tile_m * self.x.shape[1], k_stage * (t.K_TILES * 64)]
+        tma.async_copy_global_to_shared(
+            self.x_desc, x_from, self.full.index(slot), self.x.index(slot), pred=pred
+        )
+
+
+@gluon.constexpr_function
+def stage_bytes(words_ring, scale_ring, x_ring, k_tiles):
+    """All bytes that arrive in a slot, by the shapes of the three rings."""
+    return words_ring[1] * k_tiles * 2048 + scale_ring[1] * scale_ring[2] * 4 + x_ring[1] * k_tiles * 128

@@ -1,0 +1,132 @@
+"""Mixtures of experts on a GPU: from graphs, with nothing compiled in traffic, and exact."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.experts import ExpertsPart, PackedExperts, is_experts, parameters_of
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.layout import Experts, Problem
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.options import EngineOptions
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, Qwen2MoeConfig
+
+pytestmark = pytest.mark.gpu
+
+_spec = importlib.util.spec_from_file_location(
+    "exactness", Path(__file__).with_name("test_engine_exactness.py")
+)
+exactness = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(exactness)
+
+SIZES, GREEDY, NEW_TOKENS = exactness.SIZES, exactness.GREEDY, exactness.NEW_TOKENS
+ARCHITECTURES = {name: exactness.ARCHITECTURES[name] for name in ("qwen3_moe", "mixtral", "gpt_oss")} | {
+    "deepseek_v3": DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 3}),
+        first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        n_group=4, topk_group=2, kv_lora_rank=32, q_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+}  # fmt: skip
+MAX_ERROR = 4e-3
+ENGINE = {"max_num_seqs": 32, "prefill_chunk": 64, "decode_buckets": (1, 4, 32)}
+
+
+def packed(model: PreTrainedModel, spec, layout: str) -> list[tuple[nn.Module, PackedExperts]]:
+    """Each experts module with the values of random weights of a format, and those weights packed."""
+    found = []
+    for name, module in list(model.named_modules()):
+        if not is_experts(module):
+            continue
+        products = {}
+        for parameter, weight in parameters_of(module).items():
+            experts, n, k = weight.shape
+            problem = Problem(spec, n, k, weight.dtype, weight.device, Experts(experts, 2))
+            assert LAYOUTS[layout].refuses(problem) is None
+            weights = [spec.random(n, k, weight.device) for _ in range(experts)]
+            weight.copy_(torch.stack([one.dequantize(weight.dtype) for one in weights]))
+            products[parameter] = [ExpertsPart(LAYOUTS[layout].pack_experts(weights, weight.dtype))]
+        dequantized = copy.deepcopy(module).float()
+        replacement = PackedExperts(module, products)
+        model.set_submodule(name, replacement)
+        found.append((dequantized, replacement))
+    return found
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_token_is_that_of_generate_in_float32(architecture: str, compiled: bool):
+    model = exactness.lively_model(ARCHITECTURES[architecture]).cuda()
+    prompts = exactness.ragged_prompts()
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        output = model.generate(
+            ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+        expected.append(tuple(output[0, len(prompt) :].tolist()))
+    assert len(set(expected)) == len(prompts), "too dull to prove it"
+
+    engine = Engine(copy.deepcopy(model), EngineOptions(**ENGINE, compiled=compiled), frozenset())
+    assert any(isinstance(module, PackedExperts) for module in engine.runner.model.modules())
+    engine.warm_up(progress=False)
+    assert [answer.token_ids for answer in engine.generate(prompts, GREEDY)] == expected
+    assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[:3]] == expected[:3]
+    assert engine.stats().compilations == ()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 700])
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        (Int4(32), "grouped_int4"),
+        (Int4(32, zero_point="fractional"), "grouped_int4"),
+        (Int4(32), "grouped_dequantize"),
+        (NVFP4(), "grouped_dequantize"),
+    ],
+    ids=["int4", "int4 fractional", "int4 dequantized", "nvfp4 dequantized"],
+)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@torch.inference_mode()
+def test_packed_experts_are_the_dequantized_ones(architecture: str, spec, layout: str, tokens: int):
+    config = copy.deepcopy(ARCHITECTURES[architecture])
+    config.hidden_size, config.moe_intermediate_size, config.intermediate_size = 128, 96, 96
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_bias"):
+            parameter.data.normal_(0, 0.02)
+    for dequantized, module in packed(model, spec, layout):
+        count = module.num_experts
+        x = torch.randn(tokens, 128, device="cuda").bfloat16()
+        expert = torch.rand(tokens, count, device="cuda").topk(2).indices
+        weights = torch.rand(tokens, 2, device="cuda").bfloat16()
+        y = module(x, expert, weights).float()
+        expected = dequantized(x.float(), expert, weights.float())
+        assert (y - expected).norm() / expected.norm() <= MAX_ERROR
+
+
+@pytest.mark.parametrize(("spec", "layout"), [(Int4(32), "grouped_int4"), (NVFP4(), "grouped_dequantize")])
+def test_quantized_experts_are_served_from_graphs_and_nothing_compiles(spec, layout: str):
+    config = copy.deepcopy(ARCHITECTURES["qwen3_moe"])
+    config.hidden_size, config.moe_intermediate_size = 128, 96
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    packed(model, spec, layout)
+    engine = Engine(model, EngineOptions(**ENGINE), frozenset())
+    engine.warm_up(progress=False)
+    prompts = exactness.ragged_prompts()
+    together = [answer.token_ids for answer in engine.generate(prompts, GREEDY)]
+    assert [len(one) for one in together] == [NEW_TOKENS] * len(prompts) and len(set(together)) > 1
+    assert engine.stats().compilations == ()
+    assert engine.runner.graphs.captured
