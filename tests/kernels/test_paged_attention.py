@@ -85,7 +85,7 @@ def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int):
     options, with_sinks = VARIANTS[variant]
     key_pages, value_pages, table, keys, values = stored
     sinks = torch.randn(KV_HEADS * GROUP) if with_sinks else None
-    pieces = [(5, start, 9), (4, 3, 14)]
+    chunks = [(5, start, 9), (4, 3, 14)]
     query = torch.randn(23, KV_HEADS * GROUP, KEY_DIM)
     groups = [
         prefill_group(0, start, 9, table[5], PAGE, options.sliding_window, query),
@@ -93,7 +93,7 @@ def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int):
     ]
     found = attend(query, key_pages, value_pages, groups, options, sinks)
     token = 0
-    for row, first, count in pieces:
+    for row, first, count in chunks:
         for position in range(first, first + count):
             expected = by_hand(query[token], keys[row], values[row], position, options, sinks)
             torch.testing.assert_close(found[token], expected, atol=1e-5, rtol=1e-4)
