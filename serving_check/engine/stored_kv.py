@@ -40,7 +40,7 @@ class OverStoredKV(nn.Module):
             max_tokens,
             device,
         )
-        self.buffers = StepBuffers(
+        self.step_buffers = StepBuffers(
             self.pool.block_table, page_size, max_tokens, device, static=device.type == "cuda"
         )
 
@@ -50,10 +50,10 @@ class OverStoredKV(nn.Module):
         text = Sequence("text", tokens, len(tokens), SamplingParams(), 0, len(tokens) + 1)
         self.pool.admit(text)
         try:
-            shape = self.buffers.shape(len(tokens), 1, 1)
-            host = self.buffers.stage([], [PrefillChunk(text, 0, len(tokens))], shape)
-            self.buffers.send(shape, 1)
-            metadata = self.buffers.input(shape, host).attention
+            shape = self.step_buffers.shape(len(tokens), 1, 1)
+            host = self.step_buffers.stage([], [PrefillChunk(text, 0, len(tokens))], shape)
+            self.step_buffers.send(shape, 1)
+            metadata = self.step_buffers.input(shape, host).attention
             return self.model(
                 input_ids=input_ids,
                 position_ids=metadata.positions[None],
