@@ -137,7 +137,7 @@ class _CompiledForward:
 
 
 class _ByTokens:
-    """Stands for a layer's forward that is compiled for few tokens and for many."""
+    """Stands for a layer's forward that is compiled twice: for few tokens and for many."""
 
     def __init__(self, few: Callable[..., Any], many: Callable[..., Any], many_from: int):
         self.few = few
@@ -265,10 +265,6 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, int | float | str | torch.dtype | type(None)):
         return value
     return hash(type(value))
-
-
-_FORWARDS = _TracedLayer | _CompiledForward | _ByTokens
-"""What may stand for a layer's own forward."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

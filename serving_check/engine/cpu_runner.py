@@ -33,18 +33,17 @@ class CpuRunner:
         self.buckets = buckets
         self._max_requests = len(pool.block_table)
         self._forward = Forward(model, layers, pool.layers, as_op=False)
-        self._buffers = StepBuffers(
-            pool.block_table, pool.page_size, largest_chunk, model.device, static=False
-        )
+        largest = largest_chunk + self._max_requests
+        self._buffers = StepBuffers(pool.block_table, pool.page_size, largest, model.device, static=False)
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """Decoding apart from prefill."""
+        """Decoding apart from prefill, though `run` would take both at once."""
         apart = (Schedule(schedule.decode, []), Schedule([], schedule.prefill))
         return [batch for batch in apart if batch.num_tokens]
 
     def run(self, batch: Schedule) -> StepResult:
-        """One of the two."""
+        """The model's whole work: the tokens are drawn when this returns."""
         sequences, shape = batch.sampled, self._shape(batch)
         step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
         logits = self._forward(step.token_ids, step.attention, step.logits_indices)[: len(sequences)]
@@ -68,7 +67,8 @@ class CpuRunner:
     def _shape(self, batch: Schedule) -> StepShape:
         if batch.prefill:
             # A chunk in which no prompt ends still computes one row of logits: no product has zero rows.
-            return self._buffers.shape(batch.num_tokens, len(batch.prefill), max(1, len(batch.sampled)))
+            requests = len(batch.decode) + len(batch.prefill)
+            return self._buffers.shape(batch.num_tokens, requests, max(1, len(batch.sampled)))
         count = len(batch.decode)
         buckets = (count,) if self.buckets is None else self.buckets
         return self._buffers.decode_shape(next(bucket for bucket in buckets if bucket >= count))

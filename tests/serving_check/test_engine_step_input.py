@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.serving_check.engine.scheduler import PrefillChunk
+from scalegate.serving_check.engine.scheduler import PrefillChunk, Schedule
 from scalegate.serving_check.engine.sequence import UNKNOWN, Sequence
 from scalegate.serving_check.engine.step_input import ALIGNMENT, StepBuffers, StepInput, StepShape
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 CPU = torch.device("cpu")
 PAGE, ROWS, WIDTH = 4, 5, 6
@@ -156,3 +160,33 @@ def test_a_step_is_one_copy_from_memory_not_reused_before_it_has_run(monkeypatch
     assert sources[0] == sources[2] != sources[1] == sources[3]
     for event in buffers._copied:
         assert event.log == ["waited for", "recorded"] * 2
+
+
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
+def test_one_pass_over_a_mixed_batch_gives_the_tokens_of_two_passes(kv_format: str):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    prompts = [[7 * position % 256 for position in range(length)] for length in (3, 31, 9, 44, 1)]
+    sizes = EngineOptions(max_num_seqs=3, max_model_len=64, prefill_chunk=8, kv_cache_dtype=kv_format)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    engine = Engine(model, sizes, frozenset())
+    wanted = [answer.token_ids for answer in engine.generate(prompts, greedy)]
+    mixed: list[Schedule] = []
+
+    def in_one_pass(schedule: Schedule) -> list[Schedule]:
+        mixed.extend([schedule] if schedule.decode and schedule.prefill else [])
+        return [schedule] if schedule.num_tokens else []
+
+    engine.runner.batches = in_one_pass
+    assert [answer.token_ids for answer in engine.generate(prompts, greedy)] == wanted
+    assert len(mixed) > 3 and len(set(wanted)) == len(wanted)

@@ -64,3 +64,10 @@ def test_steps_of_many_rows_have_kernels_that_those_of_few_have_not():
     small = [size for size in met(128, 8192) if size <= 128]
     wanted = launched(served(128, 8192), SHAPES["qwen3-8b"], False)
     assert not wanted <= launched(small, SHAPES["qwen3-8b"], False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "buckets"), [((1, 8), (1, 8, 48)), ((16, 64), (16, 48)), (None, (1, 2, 4, *range(8, 49, 8)))]
+)
+def test_the_largest_bucket_holds_all_requests_and_no_more(asked, buckets):
+    assert decode_buckets(48, CUDA, asked) == buckets
