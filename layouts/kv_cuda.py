@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels.append_kv import append_kv
 from ..kernels.decode_attention import DecodeWorkspace, compute_capability, decode_attention
@@ -54,6 +55,11 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def _widened(x: Tensor, head_dim: int) -> Tensor:
+    """x [T, H, D] with zeros for what `head_dim` has more: they add nothing to a product."""
+    return x if x.shape[2] == head_dim else functional.pad(x, (0, head_dim - x.shape[2]))
+
+
 class CudaLayerKV:
     """One layer's pages, [P, H_kv, page, D] as the kernels take them."""
 
@@ -78,6 +84,9 @@ class CudaLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
+        value_dim = value.shape[2]
+        # Narrower than the pages where queries and values differ in size, or are no power of two.
+        query, key, value = (_widened(x, self.key_pages.shape[3]) for x in (query, key, value))
         self._append(key, value, metadata.slot_mapping)
         query, kernel_options = query.contiguous(), self._options(options, sinks)
         output = torch.empty_like(query)
@@ -95,7 +104,7 @@ class CudaLayerKV:
         )
         if metadata.prefill_tiles is not None:
             self._prefill(query, metadata, metadata.prefill_tiles, output, kernel_options)
-        return output
+        return output[..., :value_dim]
 
     def _append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))

@@ -4,7 +4,7 @@ Not for any one format; those are in `kv_format.py`.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from ..kernels.paged_attention import AttentionOptions
 from .attention_metadata import AttentionMetadata
 
 T = TypeVar("T")
+LEAST_GPU_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     query_heads: int
+
+    def on(self, device: torch.device) -> "KVShape":
+        """As it lies on a device: a GPU's kernels want one power of two for keys and values alike, so
+        DeepSeek's 192 and 128 take 256 each."""
+        if device.type != "cuda":
+            return self
+        dim = 1 << (max(self.key_dim, self.value_dim, LEAST_GPU_DIM) - 1).bit_length()
+        return replace(self, key_dim=dim, value_dim=dim)
 
 
 @dataclass(frozen=True)

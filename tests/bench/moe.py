@@ -26,7 +26,7 @@ from scalegate.serving_check.engine.options import EngineOptions
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from int4_engine import merged, quantized
+from int4_engine import decode_split, merged, quantized, show_split
 from random_qwen3 import random_model
 from serving import greedy, prompts, wave
 
@@ -46,6 +46,9 @@ def main() -> None:
     for engine in engines.values():
         engine.jit_monitor.arm()
     rows = [row(engines, n) for n in options.n]
+    splits = [
+        {"engine": name, **decode_split(engine, n)} for n in options.split for name, engine in engines.items()
+    ]
     compiled = {
         name: [str(event) for event in engine.stats().compilations] for name, engine in engines.items()
     }
@@ -58,10 +61,13 @@ def main() -> None:
         "torch": torch.__version__,
         "model": MODEL,
         "rows": rows,
+        "decode_steps": splits,
         "compiled_after_warm_up": compiled,
     }
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for split in splits:
+        show_split(split)
     show(rows)
     if any(compiled.values()):
         sys.exit(f"COMPILED AFTER WARM-UP: {compiled}")
@@ -72,6 +78,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--n", type=int, nargs="+", default=list(BARS))
+    parser.add_argument("--split", type=int, nargs="*", default=[1, 32], help="N of the profiled steps")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -3,11 +3,15 @@
 import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.formats.nvfp4 import E2M1_VALUES, NVFP4, NVFP4Input
+from scalegate.layouts.formats.int4 import pack_nibbles
+from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input, NVFP4Weight
 from scalegate.layouts.linear import QuantizedLinear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOTH = pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""By the code's low three bits."""
 
 
 def calibrated(x: torch.Tensor, divides: bool) -> NVFP4Input:
@@ -98,3 +102,12 @@ def test_the_scale_of_the_inputs_moves_with_the_module():
     assert moved.input_format is not None and moved.input_format.divides
     assert moved.input_format.global_scale.device.type == "meta"
     assert moved.state_dict() == {}
+
+
+def test_codes_stand_for_the_values_of_e2m1():
+    codes = torch.arange(16, dtype=torch.uint8)
+    weight = NVFP4Weight(
+        NVFP4(), pack_nibbles(codes[None]), torch.ones(1, 1).to(torch.float8_e4m3fn), torch.tensor(1.0)
+    )
+    expected = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+    assert torch.equal(weight.dequantize(torch.float32)[0], expected)

@@ -13,7 +13,6 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.layout import Experts, Problem
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
-from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, Qwen2MoeConfig
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +40,8 @@ MAX_ERROR = 4e-3
 ENGINE = {"max_num_seqs": 32, "prefill_chunk": 64, "decode_buckets": (1, 4, 32)}
 
 
-def packed(model: PreTrainedModel, spec, layout: str) -> list[tuple[nn.Module, PackedExperts]]:
-    """Each experts module with the values of random weights of a format, and those weights packed."""
+def packed(model: PreTrainedModel, spec, layout: str) -> list[tuple[PackedExperts, PackedExperts]]:
+    """Each experts module with random weights of a format dequantized, and with the same ones packed."""
     found = []
     for name, module in list(model.named_modules()):
         if not is_experts(module):
@@ -55,7 +54,7 @@ def packed(model: PreTrainedModel, spec, layout: str) -> list[tuple[nn.Module, P
             weights = [spec.random(n, k, weight.device) for _ in range(experts)]
             weight.copy_(torch.stack([one.dequantize(weight.dtype) for one in weights]))
             products[parameter] = [ExpertsPart(LAYOUTS[layout].pack_experts(weights, weight.dtype))]
-        dequantized = copy.deepcopy(module).float()
+        dequantized = PackedExperts(copy.deepcopy(module), {})
         replacement = PackedExperts(module, products)
         model.set_submodule(name, replacement)
         found.append((dequantized, replacement))
@@ -112,7 +111,7 @@ def test_packed_experts_are_the_dequantized_ones(architecture: str, spec, layout
         expert = torch.rand(tokens, count, device="cuda").topk(2).indices
         weights = torch.rand(tokens, 2, device="cuda").bfloat16()
         y = module(x, expert, weights).float()
-        expected = dequantized(x.float(), expert, weights.float())
+        expected = dequantized(x, expert, weights).float()
         assert (y - expected).norm() / expected.norm() <= MAX_ERROR
 
 

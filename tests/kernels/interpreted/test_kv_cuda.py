@@ -25,6 +25,27 @@ def size_of(page: int) -> PoolSize:
     return PoolSize(8, page, *TABLE.shape)
 
 
+def test_keys_and_values_of_different_sizes_share_one_power_of_two():
+    """DeepSeek's: padded with zeros in the pages, and gone again from what comes out."""
+    generator = torch.Generator().manual_seed(1)
+    narrow = KVShape(KV_HEADS, 24, 16, torch.float32, HEADS)
+    wide = narrow.on(torch.device("cuda"))
+    assert (wide.key_dim, wide.value_dim) == (32, 32) and narrow.on(CPU) == narrow
+    options = AttentionOptions(24**-0.5)
+    cpu = KV_FORMATS["unquantized"].allocate(narrow, size_of(PAGE), CPU, None, Workspaces())
+    pages = [torch.zeros(8, KV_HEADS, PAGE, 32, device=DEVICE) for _ in range(2)]
+    gpu = CudaLayerKV(StoredPages(*pages, None, None), wide, size_of(PAGE), Workspaces())
+    request = Request()
+    for count in (PROMPT, 1, 1):
+        query, key, value = tokens(count, generator)
+        sides = query[..., :24], key[..., :24], value[..., :16]
+        on_cpu, on_gpu = request.grow(count)
+        want = cpu.forward(*sides, on_cpu, options, None)
+        got = gpu.forward(*(x.to(DEVICE) for x in sides), on_gpu, options, None).cpu()
+        assert got.shape == want.shape == (count, HEADS, 16)
+        assert float((got - want).norm() / want.norm()) < 1e-5
+
+
 def on_device(layer, page: int = PAGE) -> CudaLayerKV:
     """The CPU layer's pages as CUDA lays them: heads before tokens."""
     stored = layer.stored
