@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from . import pdl
+from . import pdl, top_k_pass
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 
 
@@ -91,7 +91,13 @@ class CompiledLayers:
                 _own_code(cast(types.FunctionType, _run)),
                 fullgraph=True,
                 dynamic=False,
-                options={"guard_filter_fn": _no_guards, **FUSION, **pdl_options, **self.tuning.options},
+                options={
+                    "guard_filter_fn": _no_guards,
+                    **FUSION,
+                    **top_k_pass.options(),
+                    **pdl_options,
+                    **self.tuning.options,
+                },
             )
         norm = self.chain.input_norms.get(layer)
         return _CompiledForward(kind, self._compiled[kind], layer, norm, following, self.carry)

@@ -17,7 +17,7 @@ import argparse
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -204,7 +204,7 @@ def candidates(kind: str, bucket: int) -> Iterator[tuple[int, Tile]]:
             shapes = [(32, 128, 2), (64, 128, 2), (128, 128, 2), (64, 128, 4), (128, 128, 4)]
             if rows >= 64:
                 shapes = [(64, 128, 4), (128, 128, 4), (128, 128, 8)]
-            stages = (3, 5)
+            stages = (3, 5) if rows > 16 else (3, 5, 8)
         else:
             shapes = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4)]
             if rows >= 64:
@@ -263,19 +263,19 @@ def compile_all(forms: set[Form]) -> None:
     print(f"compiled {len(forms)} forms, of which {failed} failed", flush=True)
 
 
-def tune(weights: dict[str, dict], budget: TimingBudget) -> list[dict]:
+def tune(weights: dict[str, dict], budget: TimingBudget, tokens: Sequence[int]) -> list[dict]:
     kinds_and_names = list(itertools.product(MULTIPLY, SHAPES))
     compile_all(
         {
             form
-            for bucket in range(len(BLOCK_ROWS))
+            for bucket in {bucket_of(count * TOP_K, EXPERTS) for count in tokens}
             for one in kinds_and_names
             for form in forms_of(*one, bucket)
         }
     )
     return [
-        tune_product(kind, name, tokens, weights[kind], budget)
-        for tokens in TUNED_TOKENS
+        tune_product(kind, name, count, weights[kind], budget)
+        for count in tokens
         for kind, name in kinds_and_names
     ]
 
@@ -307,7 +307,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=TOKENS)
+    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--tune", action="store_true", help="try other tiles instead")
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -1,0 +1,55 @@
+"""A pass over the graphs of compiled layers: routers of experts take their top k with our kernel.
+
+Inductor leaves `topk` to torch, whose two launches and a sort take a seventh of a layer's time where one
+request decodes. Not for anything but rows that the kernel serves; the rest stays as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, library
+
+from ...kernels.top_k import serves, top_k
+
+aten = torch.ops.aten
+
+
+@library.custom_op("scalegate::top_k", mutates_args=())
+def _top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return top_k(x, k)
+
+
+@_top_k.register_fake
+def _(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], k)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+def options() -> dict[str, Any]:
+    """The compiler's."""
+    # Imported here: a compiler takes seconds to load.
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class TopKPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            replace_top_k(graph)
+
+        def uuid(self) -> Any:
+            """Code compiled with another form of this file is not taken from the cache."""
+            return get_hash_for_files((__file__,))
+
+    return {"post_grad_custom_pre_pass": TopKPass()}
+
+
+def replace_top_k(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=aten.topk.default):
+        x, k, *rest = node.args
+        settings = dict(zip(("dim", "largest", "sorted"), rest, strict=False)) | dict(node.kwargs)
+        value = x.meta.get("val")
+        if not isinstance(value, Tensor) or value.device.type != "cuda" or not isinstance(k, int):
+            continue
+        columns = value.shape[-1]
+        wanted = settings.get("dim", -1) in (-1, value.ndim - 1) and settings.get("largest", True)
+        if wanted and isinstance(columns, int) and serves(columns, k, value.dtype):
+            node.target = torch.ops.scalegate.top_k.default
+            node.args, node.kwargs = (x, k), {}
