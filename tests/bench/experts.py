@@ -314,10 +314,10 @@ def main() -> None:
     weights = {"bf16": dense_weights(), "int4": int4_weights()}
     results: list[dict] = []
     if arguments.tune:
-        results = tune(weights, TimingBudget(samples=8, seconds=0.4))
+        results = tune(weights, TimingBudget(samples=8, seconds=0.4), arguments.tokens or TUNED_TOKENS)
     else:
         print(HEADINGS, flush=True)
-        for tokens in arguments.tokens:
+        for tokens in arguments.tokens or TOKENS:
             results.append(measure(tokens, weights, TimingBudget()))
             print(line_of(results[-1]), flush=True)
     if arguments.out is not None:
