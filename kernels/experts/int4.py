@@ -45,6 +45,8 @@ MAX_GROUP = TILE_K
 GROUPS = (32, 64, 128)
 """Group sizes as the kernel knows them; a multiple of 128 becomes groups of 128 that are alike."""
 
+TWO_CHAINS_TO = 8
+"""Rows of a block up to which a turn of the loop takes two tiles of words."""
 TILES = (
     Tile(n=64, k=TILE_K, stages=3, warps=4),
     Tile(n=128, k=TILE_K, stages=3, warps=4),
@@ -236,11 +238,13 @@ def load_scales(at, rows, GROUP: tl.constexpr, BN: tl.constexpr):
 def int4_grouped_kernel(
     x, words, scale_words, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
     SHARED_BY: tl.constexpr, EVEN_K: tl.constexpr, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr,
-    EVICT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    EVICT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHAINS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM] += weight tile [BN, 128] . x tile [BM, 128]^T over K; grid (blocks * row tiles).
 
     rows: N padded to whole tiles of 64, where BN may reach beyond; k_tiles: tiles of words along K
+    CHAINS: tiles of words a turn, each added up by itself: two chains of products hide each other's latency
     """
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     if PDL:
@@ -260,23 +264,30 @@ def int4_grouped_kernel(
     words_at = words + expert * rows * k_tiles * 16 + word
     scales_at = scale_words + expert * rows * k_tiles * (128 // GROUP) + row_tile * 64 + row % 64
     accumulator = tl.zeros([BN, BM], tl.float32)
+    second = tl.zeros([BN, BM], tl.float32)
     # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
     tl.assume(k_tiles > 0)
-    for k_tile in range(k_tiles):
-        inside = taken[None, :]
-        if not EVEN_K:
-            inside = inside & (k_tile * 128 + column < K)[:, None]
-        word = tl.load(words_at, eviction_policy=EVICT)
-        scales = load_scales(scales_at, rows, GROUP, BN)
-        x_tile = tl.load(x_at, mask=inside, other=0.0)
-        if ASM:
-            weight = unpack_in_registers(word, scales, GROUP, FRACTIONAL, HALF, BN)
-        else:
-            weight = unpack_plainly(word, scales, GROUP, FRACTIONAL, HALF, BN)
-        accumulator = tl.dot(weight, x_tile, accumulator)
-        words_at += 1024
-        scales_at += rows * (128 // GROUP)
-        x_at += 128
+    for k_tile in range(0, k_tiles, CHAINS):
+        for chain in tl.static_range(CHAINS):
+            inside = taken[None, :]
+            if not EVEN_K:
+                inside = inside & ((k_tile + chain) * 128 + column < K)[:, None]
+            word = tl.load(words_at + chain * 1024, eviction_policy=EVICT)
+            scales = load_scales(scales_at + chain * rows * (128 // GROUP), rows, GROUP, BN)
+            x_tile = tl.load(x_at + chain * 128, mask=inside, other=0.0)
+            if ASM:
+                weight = unpack_in_registers(word, scales, GROUP, FRACTIONAL, HALF, BN)
+            else:
+                weight = unpack_plainly(word, scales, GROUP, FRACTIONAL, HALF, BN)
+            if chain == 0:
+                accumulator = tl.dot(weight, x_tile, accumulator)
+            else:
+                second = tl.dot(weight, x_tile, second)
+        words_at += CHAINS * 1024
+        scales_at += CHAINS * rows * (128 // GROUP)
+        x_at += CHAINS * 128
+    if CHAINS == 2:
+        accumulator += second
     if bias is not None:
         of_row = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
         accumulator += of_row.to(tl.float32)[:, None]
@@ -302,6 +313,7 @@ def grouped_matmul(
         raise ValueError(f"x has {k} columns, the packed experts {k_tiles} tiles of {TILE_K}")
     tile = tile or TILES[routing.bucket]
     y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
+    chains = 2 if routing.block_rows <= TWO_CHAINS_TO and k_tiles % 2 == 0 else 1
     capability = compute_capability(x.device)
     pdl = capability >= (9, 0)
     int4_grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
@@ -310,7 +322,7 @@ def grouped_matmul(
         SHARED_BY=routing.rows_per_input(len(x)), EVEN_K=k % TILE_K == 0,
         GROUP=kernel_group(group_size), FRACTIONAL=fractional,
         EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
-        BM=routing.block_rows, BN=tile.n, ASM=x.device.type == "cuda", PDL=pdl,
+        BM=routing.block_rows, BN=tile.n, CHAINS=chains, ASM=x.device.type == "cuda", PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
     )  # fmt: skip
     return y

@@ -54,6 +54,7 @@ def int4_kernel(
     types = dict.fromkeys(("x", "y", "bias"), element)
     types |= dict.fromkeys(("words", "scale_words", "assignments", "block_expert"), "*i32")
     constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "GROUP": group, "FRACTIONAL": fractional, "ASM": True}
+    constants |= {"CHAINS": 2 if block_rows <= int4.TWO_CHAINS_TO else 1}
     constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
     return compiled(int4.int4_grouped_kernel, types, constants, tile, capability)
 
@@ -129,7 +130,8 @@ def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight
     assert any(product in line for line in loop)
     assert "serialized" not in assembler_notes(kernel, tmp_path)
     assert not [line for line in loop if CONVERSION.search(line)]
-    weights_a_thread = tile.n * int4.TILE_K / (32 * tile.warps)
+    chains = 2 if block_rows <= int4.TWO_CHAINS_TO else 1
+    weights_a_thread = chains * tile.n * int4.TILE_K / (32 * tile.warps)
     assert len(loop) <= MOST_INSTRUCTIONS[block_rows] * weights_a_thread
 
 
