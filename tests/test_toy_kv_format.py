@@ -14,7 +14,8 @@ import httpx
 import pytest
 import torch
 from scalegate import LLM, SamplingParams
-from scalegate.layouts.kv_format import KV_FORMATS, KVScales, TokenByToken
+from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken
+from scalegate.layouts.kv_layer import KVScales
 from scalegate.serving_check.engines import SubprocessEndpoint
 
 NAME = "toy_clipped"
@@ -24,8 +25,8 @@ SCALE = torch.tensor([1 / 256])
 class Clipped(TokenByToken):
     """e4m3, which ends at 448, with one scale for all heads whatever the checkpoint says."""
 
-    def allocate(self, *where):
-        return super().allocate(*where[:-1], KVScales(SCALE, SCALE))
+    def allocate(self, shape, size, device, scales, workspaces):
+        return super().allocate(shape, size, device, KVScales(SCALE, SCALE), workspaces)
 
 
 if __name__ == "scalegate_plugin_test_toy_kv_format":
