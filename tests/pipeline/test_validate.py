@@ -97,7 +97,7 @@ def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_pas
     verdict = Verdict.read(report / "serving_check.json")
     reason = next(check.reason for check in verdict.checks if check.name == "throughput")
     assert "at M=8" in reason
-    assert "Int4Weight g128" in reason
+    assert "int4 g128 zp" in reason
     assert "_weight_int4pack_mm_for_cpu" in reason
     assert SLOW_LAYOUT in reason
     assert "cpu_int4 would have passed" in reason
