@@ -84,6 +84,8 @@ PARTS = [
     bench("linear-4b", 60, "linear.py", "--model", "qwen3-4b", "--layouts", "swap_ab"),
     bench("linear-70b", 90, "linear.py", "--model", "llama3-70b", "--layouts", "swap_ab"),
     bench("linear-peers", 300, "linear.py", "--m", "1,8,16,32,64,128,256,512", "--tuning-ms", "20"),
+    bench("experts", 120, "experts.py"),
+    bench("moe", 180, "moe.py"),
     bench("chooser", 170, "chooser.py"),
     bench("load", 70, "load.py", *IN_MEMORY),
     bench("replay", 240, "replay.py", "--layers", "4"),
