@@ -183,5 +183,7 @@ def test_eight_bits_hold_about_twice_the_tokens(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_unknown_format_is_refused_by_name():
-    with pytest.raises(UserError, match=r"unknown kv_cache_dtype 'int3'; choose one of: auto, unquantized, fp8, "):
+    with pytest.raises(
+        UserError, match=r"unknown kv_cache_dtype 'int3'; choose one of: auto, unquantized, fp8, "
+    ):
         make_engine(lively_model(CONFIGS["qwen3"]), "int3")
