@@ -30,7 +30,7 @@ from ..serving_check.verdict import Verdict, overall_status
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .checkpoints.kv_cache import kv_cache_of
+from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import problems
 from .report.write import write_report
