@@ -124,7 +124,7 @@ def validate(
     progress: bool = True,
     **engine_options: Any,
 ) -> Verdict:
-    """Serve `artifact` and `baseline` side by side under load at every M, run every check, and decide.
+    """Serve `artifact` and `baseline` side by side at every M, run every check, and decide.
 
     artifact:        folder or Hub id, of any convention we read
     baseline:        what to compare with; None takes the checkpoint that the artifact was made from
@@ -232,7 +232,7 @@ def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -
 
 
 def _serve(run: _Run, text: HeldOutText) -> Served:
-    """Both servers up at once, loaded in turn, and down again whatever happens."""
+    """Both servers up at once, measured in turn, and down again whatever happens."""
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
     asked = baseline_options(run.options)
     ours = server_of(run.engine, "artifact", run.artifact.folder, run.options, logs, run.progress)
