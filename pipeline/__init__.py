@@ -6,8 +6,8 @@ import os
 from .cores import model_threads
 
 # Threads that wait for one another by spinning starve whatever shares their cores, such as the baseline's
-# server and the client that loads both: with two cores and three such processes a decode step took six times
-# as long. Both have to be said before torch loads OpenMP; what the user has set stands.
+# server and the clients of both: with two cores and three such processes a decode step took six times as
+# long. Both have to be set before torch loads OpenMP; what the user has set stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", str(model_threads()))
 

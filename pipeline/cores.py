@@ -14,7 +14,7 @@ def available_cores() -> int:
 
 
 def model_threads() -> int:
-    """Threads for a model: a core is left to the HTTP side of a server and to whoever loads it.
+    """Threads for a model: a core is left to the HTTP side of a server and to its clients.
 
     Never more than physical cores. On two cores one thread decodes as fast as two (263 against 282 tok/s with
     the bundled model at M=1, 1901 against 2446 at M=16) and twice as fast where something else runs (1864

@@ -11,7 +11,7 @@ from ..serving_check.verdict import Verdict
 from .artifact import VERDICT_NAME, Artifact, sha256_of
 from .publishing.bundle import collect_bundle
 from .publishing.card import write_card
-from .publishing.folder_target import plan_folder, publish_to_folder
+from .publishing.folder_target import preview_folder, publish_to_folder
 from .publishing.push_result import PushResult
 
 FOLDER_PREFIX = "folder:"
@@ -39,14 +39,14 @@ def push(
         if directory.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{directory} lies in the artifact itself; give a folder elsewhere")
         files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, directory.name, to))
-        return plan_folder(files, directory) if dry_run else publish_to_folder(files, directory, progress)
+        return preview_folder(files, directory) if dry_run else publish_to_folder(files, directory, progress)
 
-    from .publishing.hub.publish import HubTarget, plan_hub, publish_to_hub
+    from .publishing.hub.publish import HubTarget, preview_hub, publish_to_hub
 
     target = HubTarget(to, private, create_pr, revision)
     files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, to, to))
     if dry_run:
-        return plan_hub(files, target, folder)
+        return preview_hub(files, target, folder)
     return publish_to_hub(files, target, folder, f"Release of {manifest.source}, quantized", progress)
 
 
@@ -57,11 +57,11 @@ def check_target(
     directory = _directory(to)
     _refuse_hub_options(directory, private, create_pr, revision)
     if directory is not None:
-        plan_folder([], directory)
+        preview_folder([], directory)
         return
-    from .publishing.hub.publish import HubTarget, plan_hub
+    from .publishing.hub.publish import HubTarget, preview_hub
 
-    plan_hub([], HubTarget(to, private, create_pr, revision), artifact)
+    preview_hub([], HubTarget(to, private, create_pr, revision), artifact)
 
 
 def _refuse_hub_options(directory: Path | None, private: bool, create_pr: bool, revision: str | None) -> None:

@@ -1,7 +1,7 @@
-"""The whole way in one call: quantize, layout, validate, push; resumed at the step where it stopped.
+"""The whole way in one call: quantize, layout, validate, push; resumed at the stage where it stopped.
 
-What is done is read off the artifact itself, not off a log of steps: a step counts as done when its result is
-there and belongs to the same model, recipe, device, workload and bytes. The steps are files of their own.
+What is done is read off the artifact itself, not off a log: a stage counts as done when its result is there
+and belongs to the same model, recipe, device, workload and bytes. Each stage has a command and a file.
 """
 
 import sys
@@ -30,7 +30,7 @@ DEFAULT_WORK = "scalegate-work"
 
 @dataclass(frozen=True)
 class ReleaseOptions:
-    """What the steps are run with beside the engine's options; the names are those of the steps' own."""
+    """What the stages are run with beside the engine's options, under the names that the stages use."""
 
     revision: str | None = None
     """Of the model, where it is a Hub id."""
@@ -81,7 +81,7 @@ class ReleaseResult:
 class _Asked:
     """One call of `release`, its options sorted."""
 
-    steps: ReleaseOptions
+    options: ReleaseOptions
     engine: EngineOptions
     given: Mapping[str, Any]
     """Those of the engine's options that were given, as `validate` takes them; without the layout, which the
@@ -89,7 +89,8 @@ class _Asked:
 
     @property
     def workload(self) -> WorkloadSettings:
-        return WorkloadSettings(tuple(sorted(self.steps.m)), self.steps.input_len, self.steps.output_len)
+        own = self.options
+        return WorkloadSettings(tuple(sorted(own.m)), own.input_len, own.output_len)
 
 
 @takes(ReleaseOptions, EngineOptions, sized=SIZED)
@@ -114,8 +115,8 @@ def release(
     chosen = load_recipe(recipe)
     folder = Path(work).expanduser() / f"{Path(model).name}-{chosen.name}"
     # Asked first: a push that cannot succeed should not be found out after hours of work.
-    steps = asked.steps
-    check_target(folder, to, steps.private, steps.create_pr, steps.to_revision)
+    own = asked.options
+    check_target(folder, to, own.private, own.create_pr, own.to_revision)
     result = ReleaseResult(folder)
     _quantize(result, model, chosen, asked, progress)
     _lay_out(result, asked, progress)
@@ -125,9 +126,9 @@ def release(
     result.push = push(
         folder,
         to,
-        private=steps.private,
-        create_pr=steps.create_pr,
-        revision=steps.to_revision,
+        private=own.private,
+        create_pr=own.create_pr,
+        revision=own.to_revision,
         progress=progress,
     )
     unchanged = result.push.status == "unchanged"
@@ -139,9 +140,9 @@ def release(
 
 def _asked(options: Mapping[str, Any]) -> _Asked:
     """UserError where the options ask for what cannot be released."""
-    own = {one.name for one in fields(ReleaseOptions)}
-    for_engine = {name: value for name, value in options.items() if name not in own}
-    steps = from_given(ReleaseOptions, {name: value for name, value in options.items() if name in own})
+    names = {one.name for one in fields(ReleaseOptions)}
+    for_engine = {name: value for name, value in options.items() if name not in names}
+    own = from_given(ReleaseOptions, {name: value for name, value in options.items() if name in names})
     engine = from_given(EngineOptions, for_engine)
     if engine.kv_cache_dtype != AUTO:
         raise UserError(
@@ -149,12 +150,12 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
             "checkpoint declares; leave it out, or try it with `pipeline validate`"
         )
     given = {name: value for name, value in for_engine.items() if name != "layout"}
-    refuse_unreached(given, steps.engine, steps.engine)
-    return _Asked(steps, engine, given)
+    refuse_unreached(given, own.engine, own.engine)
+    return _Asked(own, engine, given)
 
 
 def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool) -> None:
-    options = asked.steps
+    options = asked.options
     # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
     finished = not options.overwrite and (result.artifact / MANIFEST_NAME).is_file()
     artifact = quantize(
@@ -172,19 +173,19 @@ def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, 
 
 
 def _lay_out(result: ReleaseResult, asked: _Asked, progress: bool) -> None:
-    plan = lay_out(
+    laid_out = lay_out(
         result.artifact,
-        ms=asked.steps.m,
+        ms=asked.options.m,
         force=asked.engine.layout,
         device=asked.engine.device,
         dtype=asked.engine.dtype,
         progress=progress,
     )
-    _note(result, "layout", not plan.measured, plan.note)
+    _note(result, "layout", not laid_out.measured, laid_out.note)
 
 
 def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
-    options = asked.steps
+    options = asked.options
     verdict, why_not = _standing_pass(result.artifact, asked)
     if verdict is not None:
         _note(result, "validate", True, f"a pass of {verdict.created} stands for these bytes and workload")
@@ -228,9 +229,9 @@ def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
         wanted.output_len,
     ):
         return None, "the verdict there was given under another workload"
-    if verdict.bounds.throughput_floor != _asked_floor(manifest, asked.steps):
+    if verdict.bounds.throughput_floor != _asked_floor(manifest, asked.options):
         return None, "the verdict there was given with another floor"
-    if verdict.environment.engine != asked.steps.engine:
+    if verdict.environment.engine != asked.options.engine:
         return None, "the verdict there was given on another engine"
     if changed := _changed_options(verdict, asked):
         return None, f"the verdict there was given with another {', '.join(map(flag, changed))}"
@@ -261,6 +262,6 @@ def _asked_floor(manifest: Artifact, options: ReleaseOptions) -> float:
 
 
 def _note(result: ReleaseResult, name: str, skipped: bool, reason: str) -> None:
-    """record a stage, and say it at once: the next one may take hours."""
+    """Record a stage, and say it at once: the next one may take hours."""
     result.stages.append(Stage(name, skipped, reason))
     print(f"{name}: {'done before, skipped; ' if skipped else ''}{reason}", file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ def build_engine(folder: Path, options: EngineOptions) -> "Engine":
     """Load the model in `folder` and put the engine around it; runs in the engine's process."""
     from ..serving_check.engine.engine import Engine
     from .checkpoints.checkpoint import open_checkpoint
-    from .checkpoints.kv_cache import FP8, kv_cache_of
+    from .conventions.kv_cache import FP8, kv_cache_of
     from .device import resolve_device, resolve_dtype
     from .model_loader.load_model import load_model
 

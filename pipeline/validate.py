@@ -30,7 +30,7 @@ from ..serving_check.verdict import Verdict, overall_status
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .checkpoints.kv_cache import kv_cache_of
+from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import problems
 from .report.write import write_report
@@ -124,7 +124,7 @@ def validate(
     progress: bool = True,
     **engine_options: Any,
 ) -> Verdict:
-    """Serve `artifact` and `baseline` side by side under load at every M, run every check, and decide.
+    """Serve `artifact` and `baseline` side by side at every M, run every check, and decide.
 
     artifact:        folder or Hub id, of any convention we read
     baseline:        what to compare with; None takes the checkpoint that the artifact was made from
@@ -232,7 +232,7 @@ def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -
 
 
 def _serve(run: _Run, text: HeldOutText) -> Served:
-    """Both servers up at once, loaded in turn, and down again whatever happens."""
+    """Both servers up at once, measured in turn, and down again whatever happens."""
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
     asked = baseline_options(run.options)
     ours = server_of(run.engine, "artifact", run.artifact.folder, run.options, logs, run.progress)

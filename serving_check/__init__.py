@@ -1,1 +1,1 @@
-"""The embedded engine, its server, the load generator, the checks and the gate that decides."""
+"""The embedded engine, its server, the workload generator, the checks and the gate that decides."""

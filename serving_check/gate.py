@@ -1,4 +1,4 @@
-"""The gate: loads two servers side by side at every M, then lets every check judge what was seen.
+"""The gate: runs the workload on two servers side by side at every M, then lets every check judge.
 
 It is given servers that are up and figures that were taken in process; it knows nothing of checkpoints.
 """
@@ -71,7 +71,7 @@ def serve_and_measure(
     run: Runner = run_workload,
     progress: bool = True,
 ) -> Served:
-    """Canary texts, then the interleaved loads until every M is decided or out of blocks.
+    """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
     text: token ids that prompts are cut from
     """
@@ -105,9 +105,9 @@ def measure(
     Ends early where every M is decided, where one M has failed and all have their first look, and at the
     first failed request, which decides by itself.
     """
-    plan = SequentialTest(floor=floor, number_of_ms=len(workload.ms), max_blocks=workload.max_blocks)
+    test = SequentialTest(floor=floor, number_of_ms=len(workload.ms), max_blocks=workload.max_blocks)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
-    decisions = [decide([], plan) for _ in measured]
+    decisions = [decide([], test) for _ in measured]
     bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
     with bar:
         for index in range(workload.max_blocks):
@@ -116,7 +116,7 @@ def measure(
                     continue
                 bar.set_postfix_str(f"M={one.m} block {index + 1}")
                 failed = _run_block(artifact, baseline, workload, text, run, one, index)
-                decisions[position] = decide(one.log_ratios(output_throughput), plan)
+                decisions[position] = decide(one.log_ratios(output_throughput), test)
                 if decisions[position].final:
                     bar.update()
                     if progress:

@@ -1,6 +1,6 @@
-"""What the interleaved loads gave at one M, on both sides, and the figures that checks and report read.
+"""What the interleaved repeats gave at one M, on both sides, and the figures that checks and report read.
 
-Arithmetic on load results only; running the loads is `gate.py`, judging them is `checks/`.
+Arithmetic on their results only; running them is `gate.py`, judging them is `checks/`.
 """
 
 import math

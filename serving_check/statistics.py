@@ -1,6 +1,6 @@
 """Decides from interleaved repeats whether a throughput ratio is above a floor, below it, or not yet known.
 
-Pure arithmetic on numbers already measured: not for running loads, and not for any other check.
+Pure arithmetic on numbers already measured: not for running workloads, and not for any other check.
 
 One *block* is four repeats close together in time, artifact-baseline-baseline-artifact (or its mirror image),
 and gives one log ratio, from which a linear drift of the machine cancels. Student's t on the blocks gives an
@@ -90,33 +90,33 @@ def block_order(index: int) -> str:
     return "ABBA" if index % 2 == 0 else "BAAB"
 
 
-def decide(log_ratios: Sequence[float], plan: SequentialTest) -> Decision:
+def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
     """The decision after these blocks of one M, oldest first.
 
     It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
     """
-    for blocks in plan.looks:
+    for blocks in test.looks:
         if blocks > len(log_ratios):
             break
-        decision = _look(log_ratios[:blocks], plan)
+        decision = _look(log_ratios[:blocks], test)
         if decision.final:
             return decision
-    return _estimate(log_ratios, plan, "inconclusive", final=False)
+    return _estimate(log_ratios, test, "inconclusive", final=False)
 
 
-def _look(log_ratios: Sequence[float], plan: SequentialTest) -> Decision:
-    low, high = interval(log_ratios, plan.pass_error, plan.fail_error)
+def _look(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
+    low, high = interval(log_ratios, test.pass_error, test.fail_error)
     status: Status = "inconclusive"
-    if low >= math.log(plan.floor):
+    if low >= math.log(test.floor):
         status = "pass"
-    elif high < math.log(plan.floor) and len(log_ratios) >= plan.first_fail:
+    elif high < math.log(test.floor) and len(log_ratios) >= test.first_fail:
         status = "fail"
-    final = status != "inconclusive" or len(log_ratios) >= plan.max_blocks
-    return _estimate(log_ratios, plan, status, final)
+    final = status != "inconclusive" or len(log_ratios) >= test.max_blocks
+    return _estimate(log_ratios, test, status, final)
 
 
-def _estimate(log_ratios: Sequence[float], plan: SequentialTest, status: Status, final: bool) -> Decision:
-    low, high = interval(log_ratios, plan.pass_error, plan.fail_error)
+def _estimate(log_ratios: Sequence[float], test: SequentialTest, status: Status, final: bool) -> Decision:
+    low, high = interval(log_ratios, test.pass_error, test.fail_error)
     centre, _, _ = _trimmed(log_ratios) if log_ratios else (math.nan, math.nan, 0)
     return Decision(status, math.exp(centre), math.exp(low), math.exp(high), len(log_ratios), final)
 

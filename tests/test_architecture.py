@@ -1,43 +1,205 @@
-"""The rooms stand in one order: pipeline over serving_check over layouts over kernels."""
+"""Imports lead one way: from floor to floor, from room to room within a floor, and nowhere in a circle.
+
+Read from the source with `ast`, so imports inside functions and for type checkers count like all others.
+"""
 
 import ast
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = "scalegate"
+FACE = "__init__"
+REST = "the rest"
+
 FLOORS = ["kernels", "layouts", "serving_check", "pipeline"]
+"""Lowest first: code imports from its own floor and from those before it."""
+
+ROOMS = {
+    "layouts": [FACE, "errors", "plugins", "registry", "formats", REST],
+    "serving_check": [
+        FACE,
+        "options",
+        "statistics",
+        "quality",
+        "settings",
+        "verdict",
+        "environment",
+        "engine",
+        "engines",
+        "workload",
+        "server",
+        "measurement",
+        "checks",
+        "gate",
+    ],
+    "pipeline": [
+        "cores",
+        FACE,
+        "device",
+        "artifact",
+        "recipe",
+        "report",
+        "checkpoints",
+        "conventions",
+        "model_loader",
+        "quantization",
+        "validation",
+        "publishing",
+        "doctor",
+        "inspect",
+        "layout",
+        "quantize",
+        "serve",
+        "llm",
+        "validate",
+        "push",
+        "release",
+        "cli",
+        "__main__",
+    ],
+}
+"""A floor's sub-packages and files of its own, lowest first. A new one gets its place here.
+
+A floor's `__init__` is run before all else in it, so it stands under what may not be imported there.
+"""
+
+Sources = Mapping[str, str]
+"""Source by module name; a package's own is filed under `<package>.__init__`."""
+Graph = Mapping[str, set[str]]
+"""The modules that each module imports."""
 
 
-def rooms_imported(source: str, package: tuple[str, ...]) -> set[str]:
-    """The rooms that the import statements of `source`, a module of `package`, lead to."""
-    rooms = set()
+@functools.cache
+def project_sources() -> Sources:
+    found = {f"{PROJECT}.{FACE}": (ROOT / f"{FACE}.py").read_text(encoding="utf-8")}
+    for floor in FLOORS:
+        for path in sorted((ROOT / floor).rglob("*.py")):
+            name = ".".join((PROJECT, *path.relative_to(ROOT).with_suffix("").parts))
+            found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+@functools.cache
+def named_targets(module: str, source: str) -> list[list[str]]:
+    """The dotted names, split, that the import statements of `module` spell out."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            targets = [alias.name.split(".") for alias in node.names]
+            found += [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = ["scalegate", *package][: len(package) + 2 - node.level] if node.level else []
-            module = base + (node.module.split(".") if node.module else [])
-            targets = [[*module, alias.name] for alias in node.names]
-        else:
-            continue
-        rooms |= {target[1] for target in targets if target[0] == "scalegate" and len(target) > 1}
-    return rooms & set(FLOORS)
+            base = module.split(".")[: -node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            found += [[*base, alias.name] for alias in node.names]
+    return found
 
 
-def upward_imports(source: str, package: tuple[str, ...]) -> list[str]:
-    floor = FLOORS.index(package[0])
-    return sorted(room for room in rooms_imported(source, package) if FLOORS.index(room) > floor)
+def import_graph(sources: Sources) -> Graph:
+    """Who imports whom, counting what runs on the way: the `__init__` of each package entered anew."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        edges = graph[module] = set()
+        for target in named_targets(module, source):
+            names = [".".join(target[: depth + 1]) for depth in range(len(target))]
+            packages = [name for name in names if f"{name}.{FACE}" in sources]
+            outer = [name for name in packages if not module.startswith(f"{name}.")]
+            # A last name that is no module is an object of the module, or else of the package, before it.
+            reached = [name for name in names if name in sources] or packages[-1:]
+            edges |= {f"{name}.{FACE}" if name in packages else name for name in (*outer, *reached)}
+        edges.discard(module)
+    return graph
 
 
-def test_imports_go_only_downward():
-    sources = [path for room in FLOORS for path in (ROOT / room).rglob("*.py")]
-    assert len(sources) > 20
-    found = {}
-    for path in sources:
-        package = path.relative_to(ROOT).parent.parts
-        found[str(path.relative_to(ROOT))] = upward_imports(path.read_text(encoding="utf-8"), package)
-    assert {path: rooms for path, rooms in found.items() if rooms} == {}
+def circles(graph: Graph) -> list[list[str]]:
+    """The sets of nodes that reach one another: the strongly connected components of more than one node."""
+    reached = {node: reachable(graph, node) for node in graph}
+    found = {tuple(sorted(other for other in reached[node] if node in reached[other])) for node in graph}
+    return sorted(list(circle) for circle in found if circle)
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = graph.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
+
+
+def packages_of(graph: Graph) -> Iterable[str]:
+    return [module.removesuffix(f".{FACE}") for module in graph if module.endswith(f".{FACE}")]
+
+
+def within(graph: Graph, package: str) -> Graph:
+    """The imports among the files and sub-packages of `package`, each sub-package taken as one."""
+
+    def child(module: str) -> str | None:
+        inside = module.startswith(f"{package}.")
+        return module.removeprefix(f"{package}.").split(".")[0] if inside else None
+
+    found: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        if (here := child(module)) is not None:
+            others = {other for target in targets if (other := child(target)) is not None}
+            found.setdefault(here, set()).update(others - {here})
+    return found
+
+
+def upward_imports(graph: Graph) -> list[str]:
+    """Each import of a higher floor, or of a higher room of the same floor, as `module -> module`."""
+    return sorted(
+        f"{module} -> {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if height(target) > height(module)
+    )
+
+
+def height(module: str) -> tuple[int, int]:
+    """Floor and room, as numbers that grow upward."""
+    _, floor, *inside = module.split(".")
+    if floor == FACE:
+        return len(FLOORS), 0
+    rooms = ROOMS.get(floor, [REST])
+    return FLOORS.index(floor), rooms.index(inside[0] if inside[0] in rooms else REST)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return import_graph(project_sources())
+
+
+def planted(module: str, line: str) -> Graph:
+    """The project's imports and those of `line`, written into `module`."""
+    sources = dict(project_sources())
+    sources[f"{PROJECT}.{module}"] += f"\n{line}\n"
+    return import_graph(sources)
+
+
+def test_every_room_has_its_place(graph):
+    assert len(graph) > 200
+    for floor, rooms in ROOMS.items():
+        there = set(within(graph, f"{PROJECT}.{floor}"))
+        assert set(rooms) - {REST} <= there, f"{floor} has no such room"
+        assert REST in rooms or there <= set(rooms), f"give {there - set(rooms)} its place in ROOMS"
+
+
+def test_imports_lead_down(graph):
+    assert upward_imports(graph) == []
+
+
+def test_no_module_imports_itself_by_way_of_others(graph):
+    assert circles(graph) == []
+
+
+def test_no_folder_has_files_or_packages_that_import_each_other(graph):
+    found = {package: circles(within(graph, package)) for package in packages_of(graph)}
+    assert len(found) > 20
+    assert {package: circle for package, circle in found.items() if circle} == {}
 
 
 @pytest.mark.parametrize(
@@ -49,15 +211,61 @@ def test_imports_go_only_downward():
         "import scalegate.pipeline.push",
         "from scalegate.pipeline import push",
         "def late():\n    from ..pipeline.push import push",
+        "if TYPE_CHECKING:\n    from ..pipeline.push import push",
     ],
 )
-def test_an_upward_import_is_seen(line):
-    assert upward_imports(line, ("layouts",)) == ["pipeline"]
+def test_an_import_of_a_higher_floor_is_seen(line):
+    found = upward_imports(planted("layouts.choose", line))
+    assert found
+    assert all(edge.startswith("scalegate.layouts.choose -> scalegate.pipeline.") for edge in found)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "target"),
+    [
+        ("layouts.formats.int4", "from ..layout import Problem", "layouts.layout"),
+        ("layouts.registry", "from .formats.int4 import Int4", "layouts.formats.int4"),
+        ("serving_check.engine.engine", "from ..gate import gate", "serving_check.gate"),
+        ("serving_check.verdict", "from .checks import loads", "serving_check.checks.loads"),
+        ("pipeline.checkpoints.checkpoint", "from ..push import push", "pipeline.push"),
+        ("pipeline.publishing.hub.publish", "from ...release import release", "pipeline.release"),
+        ("pipeline.quantize", "def late():\n    from . import validate", "pipeline.validate"),
+    ],
+)
+def test_an_import_of_a_higher_room_is_seen(module, line, target):
+    found = upward_imports(planted(module, line))
+    assert f"{PROJECT}.{module} -> {PROJECT}.{target}" in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from .planted import x", "def late():\n    from . import planted", "import scalegate.kernels.planted"],
+)
+def test_a_circle_of_modules_is_seen(line):
+    sources = {**project_sources(), "scalegate.kernels.planted": "from .top_k import y"}
+    assert circles(import_graph(sources)) == []
+    sources["scalegate.kernels.top_k"] += f"\n{line}\n"
+    assert circles(import_graph(sources)) == [["scalegate.kernels.planted", "scalegate.kernels.top_k"]]
+
+
+def test_a_circle_through_a_package_that_an_import_runs_is_seen():
+    """`engine_work` imports no `endpoint`, but the package of a file that it does import, does."""
+    (circle,) = circles(planted("serving_check.engines.endpoint", "from ..workload import engine_work"))
+    assert {"scalegate.serving_check.engines.__init__", "scalegate.serving_check.engines.endpoint"} < set(
+        circle
+    )
+
+
+def test_two_packages_that_import_each_other_are_seen():
+    """No module is in a circle, and yet neither package can be understood before the other."""
+    graph = planted("pipeline.checkpoints.baseline", "from ..conventions.targets import listed")
+    assert circles(graph) == []
+    assert circles(within(graph, f"{PROJECT}.pipeline")) == [["checkpoints", "conventions"]]
 
 
 def test_every_package_is_installed():
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for room in FLOORS:
-        for init in (ROOT / room).rglob("__init__.py"):
+    for floor in FLOORS:
+        for init in (ROOT / floor).rglob("__init__.py"):
             name = ".".join(("scalegate", *init.parent.relative_to(ROOT).parts))
             assert f'"{name}"' in declared, f"{name} is missing from pyproject.toml's packages"

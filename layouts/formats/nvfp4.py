@@ -96,12 +96,12 @@ class NVFP4Input:
     def round(self, x: Tensor) -> Tensor:
         """x [..., K] as NVFP4 can say it, in x's dtype."""
         groups = x.unflatten(-1, (-1, GROUP_SIZE))
-        step = self._steps(groups.abs().amax(-1, keepdim=True))
+        scales = self._scales(groups.abs().amax(-1, keepdim=True))
         # A group too small for any scale is a group of zeros.
-        codes = torch.where(step > 0, groups / step, 0.0)
-        return (_round_to_e2m1(codes) * step).flatten(-2).to(x.dtype)
+        codes = torch.where(scales > 0, groups / scales, 0.0)
+        return (_round_to_e2m1(codes) * scales).flatten(-2).to(x.dtype)
 
-    def _steps(self, largest: Tensor) -> Tensor:
+    def _scales(self, largest: Tensor) -> Tensor:
         """What a code of 1 is worth in each group, fp32, from its largest magnitude."""
         if self.divides:
             wanted = self.global_scale * (largest / E2M1_MAX).float()
@@ -130,8 +130,8 @@ def _as_e4m3(x: Tensor) -> Tensor:
 def _round_to_e2m1(x: Tensor) -> Tensor:
     """The nearest value, ties to the even code. Below 2 they are 0.5 apart, below 4 they are 1, then 2."""
     magnitude = x.abs().clamp(max=E2M1_MAX)
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return (magnitude / step).round() * step * x.sign()
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (magnitude / spacing).round() * spacing * x.sign()
 
 
 WEIGHT_FORMATS.add(NVFP4.name, NVFP4)

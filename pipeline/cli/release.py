@@ -60,7 +60,7 @@ def _exports() -> Iterable[str]:
 @click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option("--to-revision", metavar="BRANCH", help="Push to this branch of the repository.")
-@click.option("--json", "as_json", is_flag=True, help="Print steps, verdict and push as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print stages, verdict and push as JSON.")
 @click.pass_context
 def command(
     context: click.Context, model: str, recipe: str, to: str, work: str, as_json: bool, **options: Any

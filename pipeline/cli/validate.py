@@ -71,7 +71,7 @@ class WholeNumbers(click.ParamType):
 def command(
     context: click.Context, artifact: str, baseline: str | None, as_json: bool, **options: Any
 ) -> None:
-    """Serve ARTIFACT beside its baseline under load at every M, check it, and give a verdict.
+    """Serve ARTIFACT beside its baseline at every M, check it, and give a verdict.
 
     ARTIFACT is a folder or a Hub id: one of Scalegate's, or any compressed-tensors, ModelOpt, torchao or
     plain checkpoint. The verdict goes into ARTIFACT (serving_check.json and serving_check/), where that is

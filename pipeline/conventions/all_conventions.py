@@ -1,19 +1,15 @@
 """Imports every convention for its registration, and finds the one a checkpoint follows."""
 
-from typing import TYPE_CHECKING
-
 from ...layouts.errors import UserError
+from ..checkpoints.checkpoint import Checkpoint
 from . import fp8_blocks, modelopt, plain, torchao  # noqa: F401 - registers them
 from .compressed_tensors import convention as compressed_tensors  # noqa: F401 - registers it
 from .convention import CONVENTIONS, EXPORTS, Convention
 
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
-
 __all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
 
 
-def convention_of(checkpoint: "Checkpoint") -> Convention:
+def convention_of(checkpoint: Checkpoint) -> Convention:
     """The convention the checkpoint declares; UserError naming what was found where it is not one we read."""
     for _, convention in CONVENTIONS.items():
         if convention.recognizes(checkpoint):

@@ -6,7 +6,7 @@ kernel, and this file holds no logic beyond describing a weight that lies in a c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.layout import Problem
 from ...layouts.registry import Registry
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,18 @@ class Convention(Protocol):
         """What it reads, in a few words for an error."""
         ...
 
-    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
         """Whether the checkpoint declares this convention; nothing is validated yet."""
         ...
 
-    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         """Every quantized linear weight by its module's name in the checkpoint.
 
         Raises UserError where the scheme is not one we read, or the config and the tensors disagree.
         """
         ...
 
-    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         """Whether the config says that this linear module is quantized, by its name in the checkpoint."""
         ...
 

@@ -4,18 +4,16 @@ They are read as ordinary tensors, dequantized one at a time; nothing serves the
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
 from ...layouts.formats.unquantized import Unquantized
+from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, StoredWeight
 from .stored import require_tensor
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "fp8"
 SCALE = ".weight_scale_inv"
@@ -25,10 +23,10 @@ class FP8Blocks:
     name = "fp8-blocks"
     reads = "block-scaled FP8 sources (weight_scale_inv)"
 
-    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
         return (checkpoint.quantization_config or {}).get("quant_method") == METHOD
 
-    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         config = checkpoint.quantization_config or {}
         block = _block(checkpoint.source, config)
         stored = {}
@@ -43,7 +41,7 @@ class FP8Blocks:
             stored[module] = _stored(checkpoint, module, block)
         return stored
 
-    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         return False
 
 
@@ -56,7 +54,7 @@ def _block(source: str, config: Mapping[str, Any]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _stored(checkpoint: "Checkpoint", module: str, block: tuple[int, int]) -> StoredWeight:
+def _stored(checkpoint: Checkpoint, module: str, block: tuple[int, int]) -> StoredWeight:
     n, k = checkpoint.tensors[f"{module}.weight"].shape
     blocks = (-(-n // block[0]), -(-k // block[1]))
     scale_name = module + SCALE

@@ -5,18 +5,16 @@ Read only. `W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4` quantizes 
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...layouts.errors import UserError
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
+from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, StoredWeight
 from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
 from .targets import matches_wildcard
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"
@@ -30,13 +28,13 @@ class ModelOpt:
     name = METHOD
     reads = "ModelOpt NVFP4"
 
-    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
         config = checkpoint.quantization_config
         if config is not None:
             return str(config.get("quant_method", "")).startswith(METHOD)
         return (checkpoint.folder / SIDECAR).is_file()
 
-    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         config = _declaration(checkpoint)
         algorithm = config.get("quant_algo")
         if algorithm not in ALGORITHMS:
@@ -57,13 +55,13 @@ class ModelOpt:
             )
         return stored
 
-    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         config = _declaration(checkpoint)
         excluded = config.get("ignore") or config.get("exclude_modules") or []
         return not any(matches_wildcard(pattern, module) for pattern in excluded)
 
 
-def _declaration(checkpoint: "Checkpoint") -> Mapping[str, Any]:
+def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The quantization section, from config.json or from the sidecar that older exports write alone."""
     config = checkpoint.quantization_config
     if config is not None:
@@ -75,7 +73,7 @@ def _declaration(checkpoint: "Checkpoint") -> Mapping[str, Any]:
         raise UserError(f"{path} is not a ModelOpt quantization config ({error!r})") from error
 
 
-def _stored(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> StoredWeight:
+def _stored(checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:
     packed, scale, global_scale = f"{module}.weight", module + SCALE, module + GLOBAL_SCALE
     n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
     k = half * 2

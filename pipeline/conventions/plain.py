@@ -3,25 +3,21 @@
 It quantizes and writes nothing; the loader reads such tensors directly.
 """
 
-from typing import TYPE_CHECKING
-
+from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, StoredWeight
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
 
 
 class Plain:
     name = "plain"
     reads = "unquantized bf16, fp16 and fp32"
 
-    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.quantization_config is None
 
-    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         return {}
 
-    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         return False
 
 

@@ -4,7 +4,7 @@ The errors name the tensor, what the config promises and what the file holds. No
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +12,18 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.formats.int4 import Int4
 from ...layouts.formats.weight_format import WeightFormat
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint, TensorInfo
+from ..checkpoints.checkpoint import Checkpoint, TensorInfo
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def require_tensor(
-    checkpoint: "Checkpoint",
+    checkpoint: Checkpoint,
     name: str,
     dtypes: Sequence[torch.dtype],
     shape: tuple[int, ...] | None = None,
     because: str = "the quantization config calls for it",
-) -> "TensorInfo":
+) -> TensorInfo:
     """The checkpoint's entry for `name`; UserError where it is absent or not what it has to be."""
     info = checkpoint.tensors.get(name)
     if info is None:
@@ -45,7 +43,7 @@ def require_tensor(
     return info
 
 
-def scalar_shape(checkpoint: "Checkpoint", name: str) -> None:
+def scalar_shape(checkpoint: Checkpoint, name: str) -> None:
     """Refuse `name` unless it holds exactly one number, as [] or [1]."""
     shape = tuple(checkpoint.tensors[name].shape)
     if shape not in ((), (1,)):
@@ -54,7 +52,7 @@ def scalar_shape(checkpoint: "Checkpoint", name: str) -> None:
         )
 
 
-def positive_scalar(checkpoint: "Checkpoint", name: str) -> Tensor:
+def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
     """The one number in `name`, fp32 []; UserError where no scale can be that."""
     value = checkpoint.read(name).float().reshape(())
     if not bool(torch.isfinite(value)) or float(value) <= 0:
@@ -62,14 +60,14 @@ def positive_scalar(checkpoint: "Checkpoint", name: str) -> Tensor:
     return value
 
 
-def refuse_shape(checkpoint: "Checkpoint", name: str, spec: WeightFormat, n: int, k: int) -> None:
+def refuse_shape(checkpoint: Checkpoint, name: str, spec: WeightFormat, n: int, k: int) -> None:
     """UserError where `name` holds a weight [n, k] that its format does not fit."""
     reason = spec.refuses(n, k)
     if reason is not None:
         raise UserError(f"{checkpoint.source}: {name} cannot be {spec.label}: {reason}")
 
 
-def int4_spec(checkpoint: "Checkpoint", module: str, **parameters: Any) -> Int4:
+def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
     """INT4 as the checkpoint declares it; UserError where there is no such INT4."""
     try:
         return Int4(**parameters)

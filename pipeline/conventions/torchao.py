@@ -6,7 +6,7 @@ stock torchao both stores and multiplies; its product needs CUDA, compute capabi
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.int4_affine import scale_and_zero
 from ...layouts.registry import Registry
+from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, EXPORTS, StoredWeight
 from .stored import FLOAT_DTYPES, int4_spec, refuse_shape, require_tensor, scalar_shape
 from .targets import as_patterns
@@ -31,9 +32,6 @@ from .torchao_bytes import (
     unpack_tiles,
     unswizzle,
 )
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
 
 METHOD = "torchao"
 TILE_PACKED = "Int4TilePackedTo4dTensor"
@@ -50,10 +48,10 @@ class TorchAO:
     def reads(self) -> str:
         return f"torchao {', '.join(READERS)}"
 
-    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
         return (checkpoint.quantization_config or {}).get("quant_method") == METHOD
 
-    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         stored = {}
         for name, described in _subclasses(checkpoint).items():
             module, _, leaf = name.rpartition(".")
@@ -70,7 +68,7 @@ class TorchAO:
             )
         return stored
 
-    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         # The header describes each tensor by name, so there is no rule that could disagree with the files.
         return False
 
@@ -155,7 +153,7 @@ def _int4(spec: WeightFormat) -> Int4:
     return spec
 
 
-def _subclasses(checkpoint: "Checkpoint") -> dict[str, dict[str, Any]]:
+def _subclasses(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """What the headers of all files say of each tensor that is not a plain one."""
     described: dict[str, dict[str, Any]] = {}
     for file in checkpoint.shards:
@@ -171,14 +169,14 @@ def _subclasses(checkpoint: "Checkpoint") -> dict[str, dict[str, Any]]:
     return described
 
 
-def _block(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> int:
+def _block(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) -> int:
     block = data.get("block_size")
     if not (isinstance(block, list) and len(block) == 2 and block[0] == 1 and isinstance(block[1], int)):
         raise UserError(f"{checkpoint.source}: {module} has block_size {block!r}; Scalegate reads [1, g]")
     return block[1]
 
 
-def _tile_packed(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> StoredWeight:
+def _tile_packed(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) -> StoredWeight:
     group_size = _block(checkpoint, module, data)
     n, k = _shape(checkpoint, module, data, group_size)
     spec = int4_spec(checkpoint, module, group_size=group_size, zero_point="fractional")
@@ -195,7 +193,7 @@ def _tile_packed(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any])
     return StoredWeight(module, (n, k), spec, (codes, affine), read)
 
 
-def _plain_int4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> StoredWeight:
+def _plain_int4(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) -> StoredWeight:
     group_size = _block(checkpoint, module, data)
     n, k = _shape(checkpoint, module, data, group_size)
     spec = int4_spec(checkpoint, module, group_size=group_size, zero_point="fractional")
@@ -213,9 +211,7 @@ def _plain_int4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) 
     return StoredWeight(module, (n, k), spec, (codes, scale, zero), read)
 
 
-def _shape(
-    checkpoint: "Checkpoint", module: str, data: Mapping[str, Any], group_size: int
-) -> tuple[int, int]:
+def _shape(checkpoint: Checkpoint, module: str, data: Mapping[str, Any], group_size: int) -> tuple[int, int]:
     shape = data.get("shape")
     if not (isinstance(shape, list) and len(shape) == 2 and group_size > 0 and shape[1] % group_size == 0):
         raise UserError(
@@ -224,7 +220,7 @@ def _shape(
     return shape[0], shape[1]
 
 
-def _nvfp4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> StoredWeight:
+def _nvfp4(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) -> StoredWeight:
     codes, scale = f"{module}._weight_qdata", f"{module}._weight_scale"
     global_scale = f"{module}._weight_per_tensor_scale"
     n, half = require_tensor(checkpoint, codes, (torch.uint8,)).shape
@@ -259,7 +255,7 @@ def _nvfp4(checkpoint: "Checkpoint", module: str, data: Mapping[str, Any]) -> St
     return StoredWeight(module, (n, k), spec, names, read, shared=shared)
 
 
-Reader = Callable[["Checkpoint", str, Mapping[str, Any]], StoredWeight]
+Reader = Callable[[Checkpoint, str, Mapping[str, Any]], StoredWeight]
 READERS: Registry[Reader] = Registry("torchao tensor class")
 """By the name of the tensor class, what reads one of its weights from the header's entry."""
 READERS.add("NVFP4Tensor", _nvfp4)

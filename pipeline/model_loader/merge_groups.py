@@ -4,7 +4,6 @@ Found by running the model's skeleton on torch's meta device, where nothing is c
 """
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +12,13 @@ from transformers import AutoModelForCausalLM
 from ...layouts.experts import is_experts
 from ...layouts.merged_linear import layers_with_one_input
 from ...serving_check.engine.attention import attention_layers
+from ..checkpoints.checkpoint import Checkpoint
 from .skeleton import model_config
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 
-def merge_groups(checkpoint: "Checkpoint", dtype: torch.dtype) -> list[list[str]]:
+def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
     """Module names of each group, in the order in which they are called; none where the model cannot tell.
 
     A model that the embedded engine does not serve, or that cannot run on the meta device, is left as it is:

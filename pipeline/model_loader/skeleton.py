@@ -4,21 +4,19 @@ Not for loading weights (`load_model.py`) nor for naming them (`weight_map.py`).
 """
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...layouts.errors import UserError
-
-if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
 
 MESSAGE_CHARACTERS = 300
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def model_config(checkpoint: "Checkpoint") -> PretrainedConfig:
+def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """The checkpoint's transformers config, without its quantization section: that one is ours to read."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
@@ -34,7 +32,7 @@ def model_config(checkpoint: "Checkpoint") -> PretrainedConfig:
     return config
 
 
-def default_dtype(checkpoint: "Checkpoint") -> torch.dtype:
+def default_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype the config names; without one, that of the first unquantized tensor; otherwise bf16."""
     text = checkpoint.config.get("text_config") or {}
     for section in (checkpoint.config, text):
@@ -47,7 +45,7 @@ def default_dtype(checkpoint: "Checkpoint") -> torch.dtype:
 
 
 def build_skeleton(
-    checkpoint: "Checkpoint", dtype: torch.dtype, device: torch.device | str = "cpu"
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
     """The model in eval mode: parameters on meta in their dtypes, computed buffers ready on `device`."""
     config = model_config(checkpoint)

@@ -54,7 +54,7 @@ class LayoutPicker:
 
 @dataclass
 class WeightLoader:
-    """The state of one load: where weights come from, where they go, and what is there already."""
+    """The state of loading one model: where weights come from, where they go, and what is there already."""
 
     checkpoint: Checkpoint
     modules: dict[str, StoredWeight]

@@ -20,7 +20,7 @@ from .bundle import CARD_NAME, CHUNK, REPORT_FOLDER, BundleFile, bundle_digest
 from .push_result import Operation, PushResult, file_action
 
 
-def plan_folder(files: list[BundleFile], directory: Path) -> PushResult:
+def preview_folder(files: list[BundleFile], directory: Path) -> PushResult:
     """What publishing to `directory` would do. Raises UserError where it may not be replaced."""
     before = _release_in(directory)
     operations = []
@@ -41,10 +41,10 @@ def plan_folder(files: list[BundleFile], directory: Path) -> PushResult:
 
 def publish_to_folder(files: list[BundleFile], directory: Path, progress: bool = True) -> PushResult:
     """Copy the release beside `directory`, check every byte of the copy, then rename it into place."""
-    plan = plan_folder(files, directory)
-    if plan.status == "unchanged":
+    result = preview_folder(files, directory)
+    if result.status == "unchanged":
         _remove_leftovers(directory)
-        return plan
+        return result
     staging = directory.with_name(f".{directory.name}.{bundle_digest(files)[:12]}.partial")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,8 @@ def publish_to_folder(files: list[BundleFile], directory: Path, progress: bool =
             f"cannot publish to {directory}: {error.strerror or error}. Nothing there has changed; "
             "run the same command again to resume"
         ) from error
-    plan.status = "pushed"
-    return plan
+    result.status = "pushed"
+    return result
 
 
 def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
@@ -143,7 +143,7 @@ AT_FDCWD = -100
 
 
 def _exchange(left: Path, right: Path) -> None:
-    """Let two folders trade names in one step; where the system cannot, `right` is absent for a moment."""
+    """Let two folders trade names at once; where the system cannot, `right` is absent for a moment."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         names = os.fsencode(left), os.fsencode(right)

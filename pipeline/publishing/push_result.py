@@ -1,4 +1,4 @@
-"""What a push did, or would do: plain data for the terminal, for `--json` and for the next step."""
+"""What a push did, or would do: plain data for the terminal, for `--json` and for `release`."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal

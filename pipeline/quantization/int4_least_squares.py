@@ -23,8 +23,8 @@ from ...layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbl
 from ..cores import available_cores
 from .quantizer import Quantized
 
-CLIPPING_RATIOS = tuple(1.08 - 0.04 * step for step in range(10))
-ZERO_STEPS = (0, -1, 1)
+CLIPPING_RATIOS = tuple(1.08 - 0.04 * i for i in range(10))
+ZERO_OFFSETS = (0, -1, 1)
 REFINEMENTS = 4
 MAX_CODE = 15
 CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
@@ -93,7 +93,7 @@ def _search(x: Tensor, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tenso
     else:
         widest = (high - low) * (1 / MAX_CODE)
         nearest = torch.round(-low / widest.clamp(min=smallest))
-        zeros = [(nearest + step).clamp_(0, MAX_CODE) for step in ZERO_STEPS]
+        zeros = [(nearest + offset).clamp_(0, MAX_CODE) for offset in ZERO_OFFSETS]
     widest.clamp_(min=smallest)
     scratch = torch.empty_like(x), torch.empty_like(x)
 

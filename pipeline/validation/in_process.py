@@ -23,7 +23,7 @@ from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
 from ...serving_check.engine.stored_kv import OverStoredKV
 from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.kv_cache import kv_cache_of
+from ..conventions.kv_cache import kv_cache_of
 from ..device import resolve_dtype
 from ..model_loader.load_model import LoadedModel, load_model, load_tokenizer
 

@@ -17,7 +17,7 @@ from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.options import OptionValue, flag, from_given
 from ...serving_check.settings import WorkloadSettings
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.kv_cache import kv_cache_of
+from ..conventions.kv_cache import kv_cache_of
 
 PAGE = 64
 """A multiple of any page size: each request's last page is partly empty."""

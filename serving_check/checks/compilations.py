@@ -29,7 +29,7 @@ def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -
 def check_compilations(before: Compilations | None, after: Compilations | None) -> CheckResult:
     """Nothing between two looks, one before the first request and one after the last.
 
-    A load of a compiled kernel from disk counts as well: on the next machine it is a compilation.
+    A compiled kernel that is read from disk counts as well: on the next machine it is a compilation.
     """
     bound = "none"
     if before is None or after is None:

@@ -1,4 +1,4 @@
-"""Whether every request of the load was answered in full."""
+"""Whether every request of the workload was answered in full."""
 
 from collections import Counter
 from collections.abc import Sequence

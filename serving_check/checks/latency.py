@@ -1,4 +1,4 @@
-"""Whether each request's own latency stays bounded while M grows, beside the baseline under the same load."""
+"""Whether each request's latency stays bounded while M grows, against the baseline's in the same workload."""
 
 import math
 from collections.abc import Sequence

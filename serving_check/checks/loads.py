@@ -1,4 +1,4 @@
-"""Whether what was loaded is what the config declares and what the baseline is a baseline of, and is served.
+"""Whether the artifact loads as the baseline's model, layer by layer, and is served in the same layouts.
 
 A checkpoint whose tensors contradict its config is refused before any check, with the loader's own message.
 """

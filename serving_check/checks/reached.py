@@ -47,7 +47,7 @@ def _share(point: CurvePoint) -> float:
 def _glance(m: int, side: ServingFigures) -> str:
     """`M=82: 22 running, 60 waiting, KV 3% used`."""
     running = f"{side.running_mean or 0.0:.3g} running"
-    # A short load may have ended before anybody looked; the server's own mean over steps has seen it all.
+    # A short repeat may end between two looks at the queue; the server's own mean is over every step.
     queued = [value for value in (side.waiting_max, side.waiting_mean) if value is not None]
     waiting = f"{max(queued):.0f} waiting" if queued else "waiting not reported"
     used = "KV use not reported" if side.kv_usage_max is None else f"KV {side.kv_usage_max:.0%} used"

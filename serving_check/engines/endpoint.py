@@ -1,6 +1,6 @@
 """Where an OpenAI-compatible server answers, and what it says about itself; plain data and two small reads.
 
-Not for starting servers (`subprocess_endpoint.py`) nor for loading them (`..workload`).
+Not for starting servers (`subprocess_endpoint.py`) nor for sending them a workload (`..workload`).
 """
 
 import json

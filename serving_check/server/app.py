@@ -161,7 +161,7 @@ async def stream(
     options: StreamOptions,
     echo: list[str] | None,
 ) -> AsyncIterator[bytes]:
-    """Server-sent events, one for each arrival of a sequence; all that is ready goes out in one write."""
+    """Server-sent events, one for each sequence with new tokens; all that is ready goes in one write."""
     head = {**api.head, "object": api.chunk_object}
     encoded_head = ENCODE(head)
 

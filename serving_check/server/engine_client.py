@@ -17,8 +17,8 @@ JOIN_SECONDS = 10.0
 
 
 @dataclass
-class Arrival:
-    """Tokens of one sequence that came since its reader last looked; several steps' when it was slow."""
+class NewTokens:
+    """One sequence's tokens since its reader last took them: of one step, or of several where it was slow."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -26,13 +26,13 @@ class Arrival:
 
 
 class Mailbox:
-    """Where the sequences of one HTTP request arrive; one reader, which takes all there is at once.
+    """New tokens of all sequences of one HTTP request; one reader, which takes all there are at once.
 
     Taking all at once is what lets a slow reader catch up: it then writes fewer, longer chunks.
     """
 
     def __init__(self) -> None:
-        self._arrivals: dict[int, Arrival] = {}
+        self._unread: dict[int, NewTokens] = {}
         self._error: ApiError | None = None
         self._changed = asyncio.Event()
 
@@ -43,26 +43,26 @@ class Mailbox:
         logprobs: Sequence[TokenLogprobs],
         finish_reason: FinishReason | None,
     ) -> None:
-        arrival = self._arrivals.get(index)
-        if arrival is None:
-            arrival = self._arrivals[index] = Arrival()
-        arrival.token_ids.extend(token_ids)
-        arrival.logprobs.extend(logprobs)
-        arrival.finish_reason = finish_reason
+        new = self._unread.get(index)
+        if new is None:
+            new = self._unread[index] = NewTokens()
+        new.token_ids.extend(token_ids)
+        new.logprobs.extend(logprobs)
+        new.finish_reason = finish_reason
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:
         self._error = error
         self._changed.set()
 
-    async def take(self) -> dict[int, Arrival]:
-        """Wait for something and take everything, by sequence. Raises what went wrong, if something did."""
+    async def take(self) -> dict[int, NewTokens]:
+        """Wait for new tokens and take them all, by sequence. Raises ApiError where the request failed."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
             raise self._error
-        arrivals, self._arrivals = self._arrivals, {}
-        return arrivals
+        unread, self._unread = self._unread, {}
+        return unread
 
 
 @dataclass

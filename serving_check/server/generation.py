@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
-from .engine_client import Arrival, EngineClient, Mailbox
+from .engine_client import EngineClient, Mailbox, NewTokens
 from .text import IncrementalDecoder, StopStrings
 
 
@@ -60,10 +60,10 @@ class Generation:
             unfinished = set(range(len(self._ids)))
             while unfinished:
                 deltas = []
-                for index, arrival in (await self._mailbox.take()).items():
+                for index, new in (await self._mailbox.take()).items():
                     if index not in unfinished:
                         continue
-                    delta = self._texts[index].add(index, arrival)
+                    delta = self._texts[index].add(index, new)
                     deltas.append(delta)
                     if delta.finish_reason is not None:
                         unfinished.discard(index)
@@ -84,34 +84,34 @@ class SequenceText:
         self._stops = StopStrings(stop)
         self._one_by_one = bool(stop)
 
-    def add(self, index: int, arrival: Arrival) -> Delta:
+    def add(self, index: int, new: NewTokens) -> Delta:
         if not self._one_by_one:
-            return self._add_all(index, arrival)
+            return self._add_all(index, new)
         text = ""
-        last = len(arrival.token_ids) - 1
-        for position, token in enumerate(arrival.token_ids):
+        last = len(new.token_ids) - 1
+        for position, token in enumerate(new.token_ids):
             # One token at a time: usage counts up to the token that completed the stop string.
-            reason = arrival.finish_reason if position == last else None
-            one = Arrival([token], arrival.logprobs[position : position + 1], reason)
+            reason = new.finish_reason if position == last else None
+            one = NewTokens([token], new.logprobs[position : position + 1], reason)
             text += self._stops.feed(self._decode(one))
             self.tokens += 1
             if self._stops.found:
-                logprobs = arrival.logprobs[: position + 1]
-                return Delta(index, text, arrival.token_ids[: position + 1], logprobs, "stop")
-        if arrival.finish_reason is not None:
+                logprobs = new.logprobs[: position + 1]
+                return Delta(index, text, new.token_ids[: position + 1], logprobs, "stop")
+        if new.finish_reason is not None:
             text += self._stops.flush()
-        return Delta(index, text, arrival.token_ids, arrival.logprobs, arrival.finish_reason)
+        return Delta(index, text, new.token_ids, new.logprobs, new.finish_reason)
 
-    def _add_all(self, index: int, arrival: Arrival) -> Delta:
-        self.tokens += len(arrival.token_ids)
-        text = self._decode(arrival)
-        return Delta(index, text, arrival.token_ids, arrival.logprobs, arrival.finish_reason)
+    def _add_all(self, index: int, new: NewTokens) -> Delta:
+        self.tokens += len(new.token_ids)
+        text = self._decode(new)
+        return Delta(index, text, new.token_ids, new.logprobs, new.finish_reason)
 
-    def _decode(self, arrival: Arrival) -> str:
+    def _decode(self, new: NewTokens) -> str:
         """The text of these tokens; the token that ended the sequence is counted but not shown."""
-        shown = arrival.token_ids[:-1] if arrival.finish_reason == "stop" else arrival.token_ids
+        shown = new.token_ids[:-1] if new.finish_reason == "stop" else new.token_ids
         text = self._decoder.add(shown)
-        return text if arrival.finish_reason is None else text + self._decoder.flush()
+        return text if new.finish_reason is None else text + self._decoder.flush()
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The load generator: a closed loop at concurrency M, and what its clients saw."""
+"""The workload generator: a closed loop at concurrency M, and what its clients saw."""
 
 from .generator import run_workload
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec, percentile

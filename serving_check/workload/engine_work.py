@@ -1,4 +1,4 @@
-"""What a server counted of its own work during one load, from `/metrics` before and after it.
+"""What a server counted of its own work during one run of a workload, from `/metrics` before and after it.
 
 Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
 """
@@ -12,7 +12,7 @@ from ..engines.series import SCALEGATE_SERIES, Series
 
 @dataclass(frozen=True)
 class EngineWork:
-    """Counts and sums over one load, or several added up; None where the server does not say."""
+    """Counts and sums over one run, or several added up; None where the server does not say."""
 
     steps: float | None = None
     waiting_request_steps: float | None = None
@@ -38,7 +38,7 @@ class EngineWork:
 
     @classmethod
     def sum(cls, works: Iterable["EngineWork"]) -> "EngineWork":
-        """None in any makes None of all: a share of some loads would look like one of all."""
+        """None in any makes None of all: a share of some runs would look like one of all."""
         listed = list(works)
         return cls(
             **{field.name: _sum(getattr(work, field.name) for work in listed) for field in fields(cls)}

@@ -1,4 +1,4 @@
-"""The load generator: M clients in one process stream completions from a server and note when chunks came.
+"""The workload generator: M clients in one process stream completions from a server and time the chunks.
 
 It shares the machine with the server it measures, so it looks at bytes and parses almost no JSON.
 """
@@ -29,7 +29,7 @@ _DONE = b"data: [DONE]"
 
 
 def run_workload(endpoint: Endpoint, spec: WorkloadSpec, progress: bool = False) -> WorkloadResult:
-    """Put `spec`'s load on `endpoint` and wait for all of it. A failed request is recorded, not raised."""
+    """Send `spec`'s requests to `endpoint` and wait for all answers; a failed one is recorded, not raised."""
     return asyncio.run(run_workload_async(endpoint, spec, progress))
 
 
@@ -45,8 +45,8 @@ async def run_workload_async(
         await _closed_loop(session, endpoint, spec, source, spec.num_warmups, time.perf_counter(), None)
         before = await _metrics(session, endpoint)
         samples: list[MetricsSample] = []
-        # What is there already is not looked at again during the load. Collecting it first would cost 0.3 s
-        # with a model library imported, more than a short repeat itself.
+        # What is there already is not looked at again while the workload runs. Collecting it first would cost
+        # 0.3 s with a model library imported, more than a short repeat itself.
         gc.freeze()
         start = time.perf_counter()
         sampler = asyncio.create_task(
@@ -192,7 +192,7 @@ async def _sample_metrics(
 
 
 async def _metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, float]:
-    """`/metrics`, or nothing where the server has none: an engine need not have it to be loaded."""
+    """`/metrics`, or nothing where the server has none: an engine can be measured without."""
     try:
         async with session.get(endpoint.base_url + "/metrics") as response:
             return parse_metrics(await response.text()) if response.status == 200 else {}

@@ -1,4 +1,4 @@
-"""What load to put on a server, and what came of it; plain data with the arithmetic of the field's metrics.
+"""What requests to send to a server, and what came of them: plain data, with the field's usual metrics.
 
 Not for sending anything: that is `generator.py`.
 """
@@ -65,7 +65,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class MetricsSample:
-    """One look at `/metrics` while the load ran; None where the server has no such series."""
+    """One look at `/metrics` while the workload ran; None where the server has no such series."""
 
     time: float
     """Seconds since the first measured request was sent."""
@@ -76,7 +76,7 @@ class MetricsSample:
 
 @dataclass(frozen=True)
 class WorkloadResult:
-    """Everything that one load gave."""
+    """What one run of a workload gave."""
 
     spec: WorkloadSpec
     duration: float

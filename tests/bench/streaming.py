@@ -1,4 +1,4 @@
-"""Bar 2: what is left of the offline API's throughput over HTTP, streamed to our own load generator.
+"""Bar 2: what is left of the offline API's throughput over HTTP, streamed to our own workload generator.
 
 One engine, random weights: it is timed offline in the server's own process before the server opens. Prompts
 and outputs are as long, each request asks for a full answer, and one token at a time is turned into text.

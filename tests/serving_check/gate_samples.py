@@ -71,11 +71,11 @@ def measured_m(m: int, ratio: float, blocks: int = 6, **options: float) -> Measu
 def sample_verdict(ratios: dict[int, float], checks: tuple[CheckResult, ...] = ()) -> Verdict:
     """A whole verdict with these throughput ratios by M."""
     bounds = Bounds()
-    plan = SequentialTest(bounds.throughput_floor, len(ratios))
+    test = SequentialTest(bounds.throughput_floor, len(ratios))
     curve = []
     for m, ratio in ratios.items():
         one = measured_m(m, ratio)
-        curve.append(one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), plan)))
+        curve.append(one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), test)))
     checks = checks or (CheckResult("throughput", "pass", "lowest 1.0", "at least 0.93", "measured"),)
     subject = Subject(
         "base-int4", None, "a" * 64, "b" * 64, "compressed-tensors, INT4 g128, zero points", {"tiles": 28}

@@ -105,8 +105,8 @@ def test_one_slow_m_fails_all_and_is_the_one_shown():
 
 def test_an_undecided_m_is_never_a_pass():
     one = measured_m(8, 0.93, blocks=3)
-    plan = SequentialTest(0.93, 1, max_blocks=3)
-    point = one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), plan))
+    test = SequentialTest(0.93, 1, max_blocks=3)
+    point = one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), test))
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
     assert "--max-repeats" in result.reason

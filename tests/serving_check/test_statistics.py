@@ -64,11 +64,11 @@ class Machine:
 
 def verdict_of(ratios: dict[int, float], noise: str, scale: float, generator: random.Random) -> str:
     """The throughput verdict of one whole simulated run over these true ratios."""
-    plan = SequentialTest(floor=FLOOR, number_of_ms=len(ratios))
+    test = SequentialTest(floor=FLOOR, number_of_ms=len(ratios))
     statuses = []
     for ratio in ratios.values():
         machine, logs = Machine(noise, scale, generator), []
-        while not (decision := decide(logs, plan)).final:
+        while not (decision := decide(logs, test)).final:
             speeds = {"A": [], "B": []}
             for side in block_order(len(logs)):
                 speeds[side].append(machine.throughput(ratio if side == "A" else 1.0))
@@ -128,26 +128,26 @@ def test_looking_after_every_block_without_correction_would_err_far_more_often()
 
 
 def test_a_decision_once_reached_stands_whatever_comes_after():
-    plan = SequentialTest(floor=FLOOR, number_of_ms=1)
+    test = SequentialTest(floor=FLOOR, number_of_ms=1)
     good = [0.001, -0.001, 0.0]
-    assert decide(good, plan).status == "pass"
-    assert decide([*good, *[-1.0] * 10], plan).status == "pass"
+    assert decide(good, test).status == "pass"
+    assert decide([*good, *[-1.0] * 10], test).status == "pass"
 
 
 def test_a_clear_ratio_is_decided_at_the_first_look_and_a_borderline_one_never():
-    plan = SequentialTest(floor=FLOOR, number_of_ms=MS, max_blocks=6)
-    fast = decide([0.5, 0.51, 0.49], plan)
+    test = SequentialTest(floor=FLOOR, number_of_ms=MS, max_blocks=6)
+    fast = decide([0.5, 0.51, 0.49], test)
     assert (fast.status, fast.blocks, fast.final) == ("pass", 3, True)
     border = [math.log(FLOOR) + 0.03 * (-1) ** index for index in range(6)]
-    assert not decide(border[:5], plan).final
-    last = decide(border, plan)
+    assert not decide(border[:5], test).final
+    last = decide(border, test)
     assert (last.status, last.final) == ("inconclusive", True)
 
 
 def test_nothing_is_claimed_of_no_blocks_and_of_one():
-    plan = SequentialTest(floor=FLOOR, number_of_ms=MS)
-    assert decide([], plan).status == "inconclusive"
-    one = decide([0.5], plan)
+    test = SequentialTest(floor=FLOOR, number_of_ms=MS)
+    assert decide([], test).status == "inconclusive"
+    one = decide([0.5], test)
     assert (one.status, one.low, one.high) == ("inconclusive", 0.0, math.inf)
 
 

@@ -1,4 +1,4 @@
-"""The load generator against real servers: what it counts, what it calls an error, and what M really was."""
+"""The workload generator against real servers: what it counts, what is an error, and what M really was."""
 
 import asyncio
 import itertools

@@ -5,20 +5,18 @@ of its own is read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ....layouts.errors import UserError
 from ....layouts.formats.weight_format import Weight, WeightFormat
+from ...checkpoints.checkpoint import Checkpoint
 from ..convention import CONVENTIONS, EXPORTS, StoredWeight
 from ..stored import FLOAT_DTYPES
 from ..targets import LINEAR, as_patterns, first_match, matches
 from .all_schemes import SCHEMES
 from .scheme import METHOD, WritableScheme
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
 
 WEIGHT = ".weight"
 MIXED = "mixed-precision"
@@ -32,11 +30,11 @@ class CompressedTensors:
     def reads(self) -> str:
         return f"{METHOD} {' and '.join(scheme.reads for _, scheme in SCHEMES.items())}"
 
-    def recognizes(self, checkpoint: "Checkpoint") -> bool:
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
         config = checkpoint.quantization_config or {}
         return config.get("quant_method") == METHOD
 
-    def modules(self, checkpoint: "Checkpoint") -> dict[str, StoredWeight]:
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         config = checkpoint.quantization_config or {}
         _refuse_sparsity(checkpoint.source, config)
         groups = config.get("config_groups") or {}
@@ -61,7 +59,7 @@ class CompressedTensors:
             )
         return stored
 
-    def claims(self, checkpoint: "Checkpoint", module: str) -> bool:
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         config = checkpoint.quantization_config or {}
         groups = config.get("config_groups") or {}
         targets = [target for group in groups.values() for target in group.get("targets", [])]
@@ -111,7 +109,7 @@ class CompressedTensors:
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
         return spec.bits_per_weight(n, k)
 
-    def _stored(self, checkpoint: "Checkpoint", module: str, group: Mapping[str, Any]) -> StoredWeight:
+    def _stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         for _, scheme in SCHEMES.items():
             if scheme.recognizes(group):
                 return scheme.stored(checkpoint, module, group)
@@ -126,7 +124,7 @@ class CompressedTensors:
         )
 
 
-def _compressed(checkpoint: "Checkpoint") -> Iterator[tuple[str, str]]:
+def _compressed(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """The tensors that tell a stored module, and the module; also those of schemes that are not read."""
     for name, info in checkpoint.tensors.items():
         for _, scheme in SCHEMES.items():

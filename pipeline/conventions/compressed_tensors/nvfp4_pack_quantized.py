@@ -1,17 +1,15 @@
 """NVFP4 in compressed-tensors, `nvfp4-pack-quantized`: read, with its activations in NVFP4 or left alone."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
+from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 from ..stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
 from .scheme import SCHEMES
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
 
 PACKED = ".weight_packed"
 
@@ -27,7 +25,7 @@ class NVFP4PackQuantized:
         kind = weights.get("num_bits"), weights.get("type"), group["format"]
         return kind == (4, "float", self.format) and (activations is None or _is_nvfp4(activations))
 
-    def stored(self, checkpoint: "Checkpoint", module: str, group: Mapping[str, Any]) -> StoredWeight:
+    def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         return _stored(checkpoint, module, group.get("input_activations") is not None)
 
 
@@ -37,7 +35,7 @@ def _is_nvfp4(activations: Mapping[str, Any]) -> bool:
     return activations.get("group_size") == GROUP_SIZE and wanted.items() <= activations.items()
 
 
-def _stored(checkpoint: "Checkpoint", module: str, quantizes_input: bool) -> StoredWeight:
+def _stored(checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:
     packed, scale = module + PACKED, f"{module}.weight_scale"
     global_scale = f"{module}.weight_global_scale"
     n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape

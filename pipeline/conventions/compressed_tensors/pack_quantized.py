@@ -6,7 +6,7 @@ symmetric, `weight_zero_point` int32 [N/8, K/g], packed along N. Weight-only: gr
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from torch import Tensor
 from ....layouts.errors import UserError
 from ....layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbles, unpack_nibbles
 from ....layouts.formats.weight_format import Weight, WeightFormat
+from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 from ..stored import FLOAT_DTYPES, int4_spec, require_tensor
 from .scheme import METHOD, SCHEMES
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
 
 PACKED = ".weight_packed"
 CODES_PER_WORD = 8
@@ -36,7 +34,7 @@ class PackQuantized:
         kind = weights.get("num_bits"), weights.get("type"), group["format"]
         return kind == (4, "int", self.format) and group.get("input_activations") is None
 
-    def stored(self, checkpoint: "Checkpoint", module: str, group: Mapping[str, Any]) -> StoredWeight:
+    def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         return _stored(checkpoint, module, group["weights"])
 
     def refuses(self, spec: WeightFormat) -> str | None:
@@ -81,7 +79,7 @@ class PackQuantized:
         }
 
 
-def _stored(checkpoint: "Checkpoint", module: str, weights: Mapping[str, Any]) -> StoredWeight:
+def _stored(checkpoint: Checkpoint, module: str, weights: Mapping[str, Any]) -> StoredWeight:
     name = module + PACKED
     n, words = require_tensor(checkpoint, name, (torch.int32,)).shape
     if f"{module}.weight_g_idx" in checkpoint.tensors:

@@ -6,17 +6,15 @@ it in an environment of its own.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ....layouts.registry import Registry
+from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
 
 METHOD = "compressed-tensors"
 
@@ -48,7 +46,7 @@ class Scheme(Protocol):
         """Whether a config group is of this scheme; it has a `format`, its own or the config's."""
         ...
 
-    def stored(self, checkpoint: "Checkpoint", module: str, group: Mapping[str, Any]) -> StoredWeight:
+    def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         """The weight of `module`, which `group` targets. UserError where the tensors are not as it says."""
         ...
 

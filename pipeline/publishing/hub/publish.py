@@ -1,6 +1,6 @@
 """Publishing a release to a Hub repository: uploads first, then one commit, read back, made public last.
 
-Until the commit nothing of the release is visible; before it is read back nothing new is public. Every step
+Until the commit nothing of the release is visible; before it is read back nothing new is public. Every action
 looks at what the Hub holds already, so that an interrupted push resumes by running it again.
 """
 
@@ -33,10 +33,10 @@ class HubTarget:
     revision: str | None = None
 
 
-def plan_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
+def preview_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
     """What publishing would do, from what the Hub holds now. Sends nothing that writes."""
     with explained(target.repo_id):
-        return _Push(files, target, artifact_folder, progress=False).plan()
+        return _Push(files, target, artifact_folder, progress=False).preview()
 
 
 def publish_to_hub(
@@ -81,7 +81,7 @@ class _Push:
     def goes_public(self) -> bool:
         return self.ours_to_publish and not self.target.private and not self.target.create_pr
 
-    def plan(self) -> PushResult:
+    def preview(self) -> PushResult:
         target, repository = self.target, self.repository
         operations = []
         if not repository.exists:
@@ -112,7 +112,7 @@ class _Push:
         )
 
     def run(self, title: str) -> PushResult:
-        result = self.plan()
+        result = self.preview()
         already_there = self.is_unchanged
         result.status = "unchanged" if already_there and not self.goes_public else "pushed"
         title = f"{title} ({bundle_digest(self.files)[:12]})"

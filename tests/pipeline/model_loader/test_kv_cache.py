@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.checkpoints.kv_cache import kv_cache_of
+from scalegate.pipeline.conventions.kv_cache import kv_cache_of
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.serve import build_engine
 from scalegate.serving_check.engine.options import EngineOptions

@@ -130,13 +130,13 @@ def test_killed_half_way_and_run_again(artifact, tmp_path, after_files):
 
 
 def test_a_source_that_changes_under_the_copy_is_not_published(artifact, tmp_path, monkeypatch):
-    plan = folder_target.plan_folder
+    preview = folder_target.preview_folder
 
-    def plan_then_change(files, directory):
+    def preview_then_change(files, directory):
         (artifact / SHARDS[0]).write_bytes(b"\1" * 300_000)
-        return plan(files, directory)
+        return preview(files, directory)
 
-    monkeypatch.setattr(folder_target, "plan_folder", plan_then_change)
+    monkeypatch.setattr(folder_target, "preview_folder", preview_then_change)
     with pytest.raises(UserError, match="changed while it was being published"):
         push(artifact, f"folder:{tmp_path / 'release'}")
     assert not (tmp_path / "release").exists()

@@ -99,7 +99,7 @@ def skipped(result):
     return [stage.name for stage in result.stages if stage.skipped]
 
 
-def test_all_steps_run_once_and_are_skipped_when_run_again(run, gate, tmp_path):
+def test_all_stages_run_once_and_are_skipped_when_run_again(run, gate, tmp_path):
     first = run()
     assert [stage.name for stage in first.stages] == ["quantize", "layout", "validate", "push"]
     assert skipped(first) == []

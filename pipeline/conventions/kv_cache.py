@@ -15,8 +15,8 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
-from ..conventions.modelopt import SIDECAR
-from .checkpoint import Checkpoint, read_json_object
+from ..checkpoints.checkpoint import Checkpoint, read_json_object
+from .modelopt import SIDECAR
 
 FP8 = "fp8"
 
