@@ -24,8 +24,6 @@ EMBEDDED = Engine(
     availability=lambda: Availability(True, "Scalegate's own, on every device above"),
     series=SCALEGATE_SERIES,
     options=frozenset(one.name for one in fields(EngineOptions)),
-    card_command=lambda model, method: CardCommand(
-        "Scalegate's own server (`pip install scalegate`)", "sh", f"pipeline serve {model}"
-    ),
+    card_command=lambda model, method: CardCommand("Scalegate's own server", "sh", f"pipeline serve {model}"),
     packs_with_layouts=True,
 )
