@@ -28,7 +28,7 @@ class RequestTokens:
 
 @dataclass(frozen=True, eq=False)
 class HostMetadata:
-    """The metadata in host memory, for whoever plans a step there; good until the next but one is staged."""
+    """The metadata in host memory. Its arrays are written over when the step after the next one is staged."""
 
     num_decodes: int
     """Requests with one query token, which stand first."""

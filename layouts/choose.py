@@ -49,14 +49,14 @@ def default_layout(problem: Problem) -> str:
 
 
 def forced_for(force: str | None, problem: Problem) -> str | None:
-    """`force`, where it is for such problems: a layout of dense layers says nothing of experts."""
+    """`force` where it applies to the problem, else None: a layout of dense layers is not for experts."""
     if force is None or isinstance(LAYOUTS[force], ExpertsLayout) != (problem.experts is not None):
         return None
     return force
 
 
 def refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
-    """UserError where `force` does not serve what it is for, or where nothing of that kind is there."""
+    """UserError where `force` refuses a problem that it applies to, or where it applies to none of them."""
     layout = LAYOUTS[force]
     meant = {module: one for module, one in problems.items() if forced_for(force, one) is not None}
     for module, problem in (meant or problems).items():

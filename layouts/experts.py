@@ -153,8 +153,10 @@ def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def pack_unquantized_experts(model: nn.Module) -> int:
-    """Replace a model's own experts modules, weights where they lie; how many. For a GPU, whose graphs cannot
-    hold a product that asks the host which experts are hit."""
+    """Replace a model's own experts modules, without copying their weights; the number replaced.
+
+    For a GPU: no CUDA graph can hold a product that asks the host which experts are hit.
+    """
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     own = {name: module for name, module in found.items() if parameters_of(module)}
     for name, module in own.items():
@@ -163,14 +165,14 @@ def pack_unquantized_experts(model: nn.Module) -> int:
 
 
 def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
-    """One for all experts: its tensors are theirs, [E, 1, 1], and are picked for every row."""
+    """One input format for all experts: its tensors are [E, 1, 1], indexed by the expert of each row."""
     parts = [one.tensors() for one in inputs]
     stacked = {name: torch.stack([part[name] for part in parts]).view(-1, 1, 1) for name in parts[0]}
     return inputs[0].with_tensors(stacked)
 
 
 def _rounded(rounding: InputFormat, x: Tensor, expert: Tensor) -> Tensor:
-    """A row of x for every assignment in `expert` [A], rounded as its expert wants it."""
+    """A row of x for every assignment in `expert` [A], rounded by that expert's input format."""
     of_row = {name: tensor[expert] for name, tensor in rounding.tensors().items()}
     rows = x.repeat_interleave(expert.shape[0] // x.shape[0], dim=0)
     return rounding.with_tensors(of_row).round(rows)

@@ -35,7 +35,7 @@ class PrefillPages:
         self._on_device: tuple[Tensor, Tensor] | None = None
 
     def of(self, host: HostMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
-        """All of the pages, int64 [P], and a block table, int32 [R, W], of their places among these."""
+        """The chunks' pages, int64 [P], and a block table, int32 [R, W], of indices into them."""
         if self._on_device is None or host is not self._host:
             # A step of padding alone, as warm-up has it, reads a page as well: the one that is nobody's.
             pages = [chunk.pages for chunk in host.requests(host.num_decodes)] or [np.zeros(1, np.int32)]
@@ -51,12 +51,12 @@ class PrefillPages:
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """By way of pinned memory, so that the host need not wait for the steps under way."""
+    """Copied through pinned memory, so that the host need not wait for the steps in flight."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _widened(x: Tensor, head_dim: int) -> Tensor:
-    """x [T, H, D] with zeros for what `head_dim` has more: they add nothing to a product."""
+    """x [T, H, D] padded with zeros to [T, H, head_dim]: they add nothing to a product."""
     return x if x.shape[2] == head_dim else functional.pad(x, (0, head_dim - x.shape[2]))
 
 

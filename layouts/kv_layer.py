@@ -19,7 +19,7 @@ LEAST_GPU_DIM = 16
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token leaves behind in one layer, and how many heads ask for it."""
+    """The key and value of one token in one layer, and the number of query heads that attend to them."""
 
     heads: int
     """Of keys and values."""
@@ -29,8 +29,8 @@ class KVShape:
     query_heads: int
 
     def on(self, device: torch.device) -> "KVShape":
-        """As it lies on a device: a GPU's kernels want one power of two for keys and values alike, so
-        DeepSeek's 192 and 128 take 256 each."""
+        """As stored on `device`: GPU kernels want one power of two for keys and values alike, so DeepSeek's
+        192 and 128 take 256 each."""
         if device.type != "cuda":
             return self
         dim = 1 << (max(self.key_dim, self.value_dim, LEAST_GPU_DIM) - 1).bit_length()

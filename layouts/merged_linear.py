@@ -19,7 +19,7 @@ SEPARATOR = "+"
 
 @dataclass
 class _Product:
-    """The product under way: computed by the first of the merged layers, let go of by the last."""
+    """One call's product: computed by the first of the merged layers, released by the last."""
 
     input: Tensor | None = None
     output: Tensor | None = None
@@ -82,7 +82,7 @@ def put_merged(model: nn.Module, names: Sequence[str], merged: Linear) -> None:
 
 @torch.no_grad()
 def merge_unquantized(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
-    """Merge the groups whose layers are all plain `nn.Linear`; how many products less."""
+    """Merge the groups whose layers are all plain `nn.Linear`; the number of products saved."""
     fewer = 0
     for names in groups:
         linears = [model.get_submodule(name) for name in names]

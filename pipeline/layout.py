@@ -103,7 +103,7 @@ def _measured_all(choice: ShapeChoice, ms: Sequence[int]) -> bool:
 
 
 def _store(plan: LayoutPlan, manifest: Artifact, folder: Path) -> str:
-    """Write the plan; a verdict given with another plan in force no longer holds, so it is let go."""
+    """Write the plan; a verdict given with another plan no longer holds and is dropped."""
     note = f"The plan is in {folder / MANIFEST_NAME}."
     if manifest.verdict_sha256 is not None:
         manifest.verdict_sha256 = None

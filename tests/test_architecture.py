@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "scalegate"
-FACE = "__init__"
+INIT = "__init__"
 REST = "the rest"
 
 FLOORS = ["kernels", "layouts", "serving_check", "pipeline"]
 """Lowest first: code imports from its own floor and from those before it."""
 
 ROOMS = {
-    "layouts": [FACE, "errors", "plugins", "registry", "formats", REST],
+    "layouts": [INIT, "errors", "plugins", "registry", "formats", REST],
     "serving_check": [
-        FACE,
+        INIT,
         "options",
         "statistics",
         "quality",
@@ -38,7 +38,7 @@ ROOMS = {
     ],
     "pipeline": [
         "cores",
-        FACE,
+        INIT,
         "device",
         "artifact",
         "recipe",
@@ -75,7 +75,7 @@ Graph = Mapping[str, set[str]]
 
 @functools.cache
 def project_sources() -> Sources:
-    found = {f"{PROJECT}.{FACE}": (ROOT / f"{FACE}.py").read_text(encoding="utf-8")}
+    found = {f"{PROJECT}.{INIT}": (ROOT / f"{INIT}.py").read_text(encoding="utf-8")}
     for floor in FLOORS:
         for path in sorted((ROOT / floor).rglob("*.py")):
             name = ".".join((PROJECT, *path.relative_to(ROOT).with_suffix("").parts))
@@ -104,11 +104,11 @@ def import_graph(sources: Sources) -> Graph:
         edges = graph[module] = set()
         for target in named_targets(module, source):
             names = [".".join(target[: depth + 1]) for depth in range(len(target))]
-            packages = [name for name in names if f"{name}.{FACE}" in sources]
+            packages = [name for name in names if f"{name}.{INIT}" in sources]
             outer = [name for name in packages if not module.startswith(f"{name}.")]
             # A last name that is no module is an object of the module, or else of the package, before it.
             reached = [name for name in names if name in sources] or packages[-1:]
-            edges |= {f"{name}.{FACE}" if name in packages else name for name in (*outer, *reached)}
+            edges |= {f"{name}.{INIT}" if name in packages else name for name in (*outer, *reached)}
         edges.discard(module)
     return graph
 
@@ -131,7 +131,7 @@ def reachable(graph: Graph, start: str) -> set[str]:
 
 
 def packages_of(graph: Graph) -> Iterable[str]:
-    return [module.removesuffix(f".{FACE}") for module in graph if module.endswith(f".{FACE}")]
+    return [module.removesuffix(f".{INIT}") for module in graph if module.endswith(f".{INIT}")]
 
 
 def within(graph: Graph, package: str) -> Graph:
@@ -162,7 +162,7 @@ def upward_imports(graph: Graph) -> list[str]:
 def height(module: str) -> tuple[int, int]:
     """Floor and room, as numbers that grow upward."""
     _, floor, *inside = module.split(".")
-    if floor == FACE:
+    if floor == INIT:
         return len(FLOORS), 0
     rooms = ROOMS.get(floor, [REST])
     return FLOORS.index(floor), rooms.index(inside[0] if inside[0] in rooms else REST)
@@ -251,9 +251,8 @@ def test_a_circle_of_modules_is_seen(line):
 def test_a_circle_through_a_package_that_an_import_runs_is_seen():
     """`engine_work` imports no `endpoint`, but the package of a file that it does import, does."""
     (circle,) = circles(planted("serving_check.engines.endpoint", "from ..workload import engine_work"))
-    assert {"scalegate.serving_check.engines.__init__", "scalegate.serving_check.engines.endpoint"} < set(
-        circle
-    )
+    engines = f"{PROJECT}.serving_check.engines"
+    assert {f"{engines}.endpoint", f"{engines}.{INIT}"} < set(circle)
 
 
 def test_two_packages_that_import_each_other_are_seen():

@@ -1,4 +1,4 @@
-"""Tensors from a file straight to a GPU: several pieces at once, by way of pinned memory that is used again.
+"""Tensors from a file straight to a GPU: several pieces at once, through pinned memory that is used again.
 
 A read into new memory waits for its pages, and a copy from memory that is not pinned for another copy on the
 host: together a quarter of what a page cache gives. Not for weights that the CPU still has work with.

@@ -39,12 +39,12 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
 
 
 def _no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """Stands for the experts, whose default form asks which of them are hit: nobody knows on meta."""
+    """In place of the experts, whose forward asks which of them are hit: unknown on the meta device."""
     return torch.zeros_like(hidden_states)
 
 
 def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list[str]]:
-    """The groups as far as their members are of one kind: those of another kind are left out, or apart."""
+    """Split each group by kind; a layer without a kind, or alone in its kind, is left out."""
     found = []
     for names in groups:
         by_kind: dict[object, list[str]] = {}
@@ -56,7 +56,7 @@ def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list
 
 
 def plain_kinds(model: nn.Module) -> dict[str, object]:
-    """Of every plain linear layer, what has to be alike for it to be merged."""
+    """By plain linear layer, what layers must have in common to be merged: dtype, and a bias or none."""
     return {
         name: (module.weight.dtype, module.bias is None)
         for name, module in model.named_modules()
