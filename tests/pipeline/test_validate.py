@@ -101,7 +101,7 @@ def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_pas
     assert "_weight_int4pack_mm_for_cpu" in reason
     assert SLOW_LAYOUT in reason
     assert "cpu_int4 would have passed" in reason
-    assert verdict.artifact.layouts == {SLOW_LAYOUT: 28}
+    assert verdict.artifact.layouts == {SLOW_LAYOUT: 16}, "4 layers: merged QKV and gate/up, output and down"
 
 
 def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, artifact: Path):
