@@ -117,4 +117,11 @@ def _directory(to: str) -> Path | None:
     name = to.removeprefix(FOLDER_PREFIX)
     if not name:
         raise UserError("folder: wants a name, as in --to folder:release/my-model")
-    return Path(name).expanduser().resolve()
+    if not name.isprintable():
+        raise UserError(f"{to!a} holds characters that cannot be printed; give another folder")
+    directory = Path(name).expanduser().resolve()
+    if not directory.name:
+        raise UserError(
+            f"{to} is the root of a disk; give a folder, as in --to folder:release/my-model"
+        )
+    return directory

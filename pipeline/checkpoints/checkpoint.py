@@ -3,7 +3,6 @@
 Not for what the tensors mean; that is `conventions/`.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.outside_files import read_json_object
+from ...layouts.outside_names import require_file, require_inside
 from ..artifact import OWN_RECORDS
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
@@ -19,6 +20,7 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+SECTIONS = ("text_config", "quantization_config")
 FOREIGN_WEIGHT_FOLDERS = {"onnx", "original", "metal"}
 
 
@@ -91,6 +93,10 @@ def _travels(path: Path) -> bool:
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
     """Open the folder `model`, or download the Hub repository of that id, and check that it is whole."""
     model = str(model)
+    if not model.isprintable():
+        raise UserError(
+            f"{model!a} holds characters that cannot be printed; give another name"
+        )
     folder = Path(model).expanduser()
     commit = None
     if folder.is_dir():
@@ -120,7 +126,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not any(folder.iterdir()):
             raise UserError(f"{folder} is empty; give a folder that holds config.json and the weights")
         raise UserError(f"{folder} has no {CONFIG_NAME}; give the folder of a whole checkpoint")
-    config = read_json_object(path)
+    config = read_json_object(require_file(folder, CONFIG_NAME), infinity=True)
+    _refuse_malformed_sections(path, config)
     model_type = config.get("model_type")
     if model_type is None:
         raise UserError(f"unknown architecture: {path} has no `model_type`")
@@ -136,16 +143,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object, not {type(value).__name__}")
-    return value
+def _refuse_malformed_sections(path: Path, config: dict[str, Any]) -> None:
+    """UserError where a section that is read here and in `conventions/` is not an object."""
+    for name in SECTIONS:
+        section = config.get(name)
+        if section is not None and not isinstance(section, dict):
+            raise UserError(
+                f"{path}: `{name}` should be a JSON object, not {type(section).__name__}; "
+                "download or copy the checkpoint again"
+            )
 
 
 def _find_shards(folder: Path) -> list[Path]:
@@ -158,10 +164,10 @@ def _find_shards(folder: Path) -> list[Path]:
                 + (f" and {len(absent) - 1} more shards" if len(absent) > 1 else "")
                 + f", absent from {folder}; download or copy the checkpoint again"
             )
-        return [folder / name for name in names]
+        return [require_file(folder, name) for name in names]
     if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    shards = sorted(folder.glob("*.safetensors"))
+        return [require_file(folder, SINGLE_NAME)]
+    shards = [require_file(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
     if not shards:
         others = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
         if others:
@@ -175,12 +181,11 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / INDEX_NAME
-    weight_map = read_json_object(path).get("weight_map")
+    weight_map = read_json_object(require_file(folder, INDEX_NAME)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path} has no `weight_map`; download or copy the checkpoint again")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).is_absolute() or ".." in Path(shard).parts:
-            raise UserError(f"{path} maps {name!r} to {shard!r}, which is not a file of this folder")
+    for shard in weight_map.values():
+        require_inside(shard, str(path))
     return weight_map
 
 

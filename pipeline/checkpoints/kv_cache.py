@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales
+from ...layouts.outside_files import read_json_object
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
 from ..conventions.modelopt import SIDECAR
-from .checkpoint import Checkpoint, read_json_object
+from .checkpoint import Checkpoint
 
 FP8 = "fp8"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...layouts.errors import UserError
 from ...layouts.files import PARTIAL_SUFFIX, write_json
+from ...layouts.outside_names import parent_leads_out
 from ..artifact import MANIFEST_NAME, SOURCE_NAME, VERDICT_NAME, Artifact, FileRecord, sha256_of
 
 RECORD_NAME = ".scalegate-quantize.json"
@@ -138,6 +139,11 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
         names |= set(Artifact.read(folder).files)
     names |= {path.name for path in folder.glob("model*.safetensors*")}
     names |= {path.relative_to(folder).as_posix() for path in folder.rglob(f"*{PARTIAL_SUFFIX}")}
+    for name in names:
+        if parent_leads_out(folder, name):
+            raise UserError(
+                f"{folder / name} lies elsewhere, through a symlink; nothing was deleted. Give another folder"
+            )
     # The manifest first: without it, nothing here passes for finished.
     for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
         (folder / name).unlink(missing_ok=True)
