@@ -161,9 +161,7 @@ def _refuse_strange_numbers(value: Any, where: str) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}: {value} is not a finite number; give one")
     elif isinstance(value, int) and abs(value) >= TOO_LARGE_FOR_INT64:
-        raise UserError(
-            f"{where}: a whole number of {value.bit_length()} bits is too large; give less"
-        )
+        raise UserError(f"{where}: a whole number of {value.bit_length()} bits is too large; give less")
 
 
 def _then(advice: str) -> str:

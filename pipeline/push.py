@@ -121,7 +121,5 @@ def _directory(to: str) -> Path | None:
         raise UserError(f"{to!a} holds characters that cannot be printed; give another folder")
     directory = Path(name).expanduser().resolve()
     if not directory.name:
-        raise UserError(
-            f"{to} is the root of a disk; give a folder, as in --to folder:release/my-model"
-        )
+        raise UserError(f"{to} is the root of a disk; give a folder, as in --to folder:release/my-model")
     return directory

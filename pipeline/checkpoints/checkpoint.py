@@ -94,9 +94,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     """Open the folder `model`, or download the Hub repository of that id, and check that it is whole."""
     model = str(model)
     if not model.isprintable():
-        raise UserError(
-            f"{model!a} holds characters that cannot be printed; give another name"
-        )
+        raise UserError(f"{model!a} holds characters that cannot be printed; give another name")
     folder = Path(model).expanduser()
     commit = None
     if folder.is_dir():
