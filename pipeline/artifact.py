@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, write_json
 from ..layouts.outside_files import read_json_object
-from ..layouts.outside_names import file_refusal, require_inside
+from ..layouts.outside_names import file_refusal, require_file, require_inside
 from ..layouts.plan import LayoutPlan
 
 MANIFEST_NAME = "scalegate.json"
@@ -51,9 +51,11 @@ class Artifact:
     layout_plan: dict[str, Any] | None = None
     verdict_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Files beside the source's weights that stayed behind, and why: for whoever made it, not written."""
 
     def write(self, folder: Path) -> None:
-        write_json(folder / MANIFEST_NAME, asdict(self))
+        write_json(folder / MANIFEST_NAME, {k: v for k, v in asdict(self).items() if k != "left_out"})
 
     @classmethod
     def read(cls, folder: Path) -> "Artifact":
@@ -64,7 +66,7 @@ class Artifact:
                 f"{folder} has no {MANIFEST_NAME}: it is not a finished artifact. "
                 f"Make one with `pipeline quantize MODEL --out {folder}`."
             )
-        value = read_json_object(path, advice="quantize again to remake it")
+        value = read_json_object(require_file(folder, MANIFEST_NAME), advice="quantize again to remake it")
         if value.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path} has schema version {value.get('schema_version')}; "

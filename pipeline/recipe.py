@@ -19,6 +19,7 @@ from ..layouts.formats.all_formats import WEIGHT_FORMATS
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.unquantized import Unquantized
 from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
+from ..layouts.outside_names import name_refusal
 from ..serving_check.settings import Bounds
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
@@ -59,6 +60,8 @@ class Recipe:
     """`quantize` unties it where it is tied: it gets a quantized copy of its own, the embeddings stay."""
     embeddings: str = KEEP
     """`quantize` is for Scalegate's own server: other engines refuse quantized embeddings."""
+    files: tuple[str, ...] = ()
+    """Shell patterns of files that travel with the weights besides those of known kinds, by relative path."""
     bounds: dict[str, float] = field(default_factory=dict)
     """The gate's bounds that this recipe changes, as `serving_check.settings.Bounds` names them."""
 
@@ -73,6 +76,7 @@ class Recipe:
             "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
+            **({"files": list(self.files)} if self.files else {}),
             **self.bounds,
         }
 
@@ -149,6 +153,7 @@ class _Reader:
             rules=self._rules(spec, node, value.get("rules"), lines.get("rules")),
             lm_head=self._choice(value, "lm_head", lines),
             embeddings=self._choice(value, "embeddings", lines),
+            files=self._files(value, lines),
             bounds={name: float(bound) for name, bound in bounds.items()},
         )
 
@@ -237,6 +242,16 @@ class _Reader:
                     raise self._error(
                         lines.get(key), f"{pattern!r} is not a valid expression: {error}"
                     ) from error
+        return tuple(patterns)
+
+    def _files(self, value: Mapping[str, Any], lines: dict[str, int]) -> tuple[str, ...]:
+        patterns = value.get("files") or []
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        if not isinstance(patterns, list) or any(name_refusal(pattern) is not None for pattern in patterns):
+            raise self._error(
+                lines.get("files"), "`files` is a list of patterns of files inside the source, such as `*.py`"
+            )
         return tuple(patterns)
 
     def _choice(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> str:

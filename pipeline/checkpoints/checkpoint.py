@@ -4,6 +4,7 @@ Not for what the tensors mean; that is `conventions/`.
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,13 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.outside_files import read_json_object
 from ...layouts.outside_names import require_file, require_inside
-from ..artifact import OWN_RECORDS
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
+from .travelling_files import WEIGHT_SUFFIXES, Travelling, travelling_files
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 SECTIONS = ("text_config", "quantization_config")
-FOREIGN_WEIGHT_FOLDERS = {"onnx", "original", "metal"}
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,12 @@ class Checkpoint:
         """The `__metadata__` of one shard's header."""
         return self.headers[file].metadata
 
-    def other_files(self) -> list[Path]:
-        """What travels with the weights (tokenizer, chat template, licence, ...), config.json not included.
+    def other_files(self, more: Iterable[str] = ()) -> Travelling:
+        """What travels with the weights (tokenizer, chat template, licence, ...), and what stays behind.
 
-        Weights in any format, their indexes, hidden files and records of Scalegate's own are left out.
+        more: patterns of files beyond the known kinds, a recipe's `files`
         """
-        return [
-            path
-            for path in sorted(self.folder.rglob("*"))
-            if path.is_file() and _travels(path.relative_to(self.folder))
-        ]
-
-
-def _travels(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    index = path.name.endswith((".safetensors.index.json", ".bin.index.json"))
-    ours = path.as_posix() in OWN_RECORDS or path.parts[0] == "serving_check"
-    foreign = path.parts[0] in FOREIGN_WEIGHT_FOLDERS
-    is_config = path.as_posix() == CONFIG_NAME
-    weights = path.suffix in WEIGHT_SUFFIXES
-    partial = path.suffix == ".partial"
-    return not (hidden or index or ours or foreign or is_config or weights or partial)
+        return travelling_files(self.folder, more)
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:

@@ -58,7 +58,7 @@ def test_what_travels_is_neither_weights_nor_records(sharded: Path) -> None:
     for name in ("tokenizer.json", "LICENSE", "pytorch_model.bin", "README.md", "scalegate.json", ".hidden"):
         (sharded / name).write_text("{}")
     checkpoint = open_checkpoint(sharded)
-    assert [path.name for path in checkpoint.other_files()] == ["LICENSE", "tokenizer.json"]
+    assert list(checkpoint.other_files().files) == ["LICENSE", "tokenizer.json"]
     assert checkpoint.metadata(sharded / SHARDS[0]) == {"format": "pt"}
 
 
