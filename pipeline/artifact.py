@@ -5,6 +5,7 @@ Written last and atomically, so a folder that has one was finished. Reading and 
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ VERDICT_NAME = "serving_check.json"
 SOURCE_NAME = ".scalegate-source"
 """Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
 SCHEMA_VERSION = 2
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""A repository or a revision, as it may stand in an address."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,13 @@ def _checked(value: dict[str, Any], path: Path) -> Artifact:
         where = "quantization.formats."
         if not all(isinstance(one.spec.get("format"), str) for one in summary.formats):
             raise KeyError("spec.format")
+        where = "source: a Hub id or a printable name "
+        on_hub = artifact.source_revision is not None
+        if not artifact.source.isprintable() or (
+            on_hub
+            and not (HUB_ID.fullmatch(artifact.source) and HUB_ID.fullmatch(artifact.source_revision or ""))
+        ):
+            raise KeyError("with its revision")
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{where}{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -14,13 +14,13 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.outside_files import read_json_object
 from ...layouts.outside_names import require_file, require_inside
+from .config_sections import refuse_malformed, refuse_sizes
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 from .travelling_files import WEIGHT_SUFFIXES, Travelling, travelling_files
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-SECTIONS = ("text_config", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
         folder, commit = download_checkpoint(model, revision)
     config = read_config(folder)
     headers = {shard: read_header(shard) for shard in _find_shards(folder)}
-    return Checkpoint(folder, model, commit, config, _all_tensors(folder, headers), headers)
+    tensors = _all_tensors(folder, headers)
+    refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
+    return Checkpoint(folder, model, commit, config, tensors, headers)
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -109,7 +111,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"{folder} is empty; give a folder that holds config.json and the weights")
         raise UserError(f"{folder} has no {CONFIG_NAME}; give the folder of a whole checkpoint")
     config = read_json_object(require_file(folder, CONFIG_NAME), infinity=True)
-    _refuse_malformed_sections(path, config)
+    refuse_malformed(config, str(path))
     model_type = config.get("model_type")
     if model_type is None:
         raise UserError(f"unknown architecture: {path} has no `model_type`")
@@ -123,17 +125,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             "such model type. A newer transformers may; models that bring their own code are not run."
         )
     return config
-
-
-def _refuse_malformed_sections(path: Path, config: dict[str, Any]) -> None:
-    """UserError where a section that is read here and in `conventions/` is not an object."""
-    for name in SECTIONS:
-        section = config.get(name)
-        if section is not None and not isinstance(section, dict):
-            raise UserError(
-                f"{path}: `{name}` should be a JSON object, not {type(section).__name__}; "
-                "download or copy the checkpoint again"
-            )
 
 
 def _find_shards(folder: Path) -> list[Path]:

@@ -124,7 +124,7 @@ def test_a_truncated_shard(sharded: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        (b"not json", "not JSON"),
+        (b"not json", "not valid JSON"),
         (b"[1]", "not a JSON object"),
         (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "is given 4 bytes"),
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', "leaves a hole"),
