@@ -6,7 +6,7 @@ stock torchao both stores and multiplies; its product needs CUDA, compute capabi
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def _shape(
     return shape[0], shape[1]
 
 
-def _is_shape(shape: Any) -> bool:
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
     return isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
 
 

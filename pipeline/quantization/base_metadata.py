@@ -5,7 +5,7 @@ Read once, when an artifact is made, so that a card can be written later with ne
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -57,7 +57,7 @@ def carried(front_matter: Mapping[str, Any]) -> dict[str, str | list[str]]:
     return found
 
 
-def _is_line(value: Any) -> bool:
+def _is_line(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= MAX_LINE and value.isprintable()
 
 

@@ -13,7 +13,6 @@ import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scalegate.pipeline.artifact import MANIFEST_NAME
-from scalegate.pipeline.checkpoints.name_patterns import compiled
 from scalegate.pipeline.cli.main import main
 
 PUBLISHING = Path(__file__).parent / "publishing"
@@ -520,6 +519,8 @@ def test_a_hostile_recipe_is_refused_in_one_line(checkpoint, victim, name):
     ],
 )
 def test_ordinary_expressions_stay(pattern):
+    from scalegate.pipeline.checkpoints.name_patterns import compiled
+
     assert compiled(pattern).pattern == pattern
 
 
@@ -556,3 +557,36 @@ def test_a_card_shows_what_a_checkpoint_says_as_plain_text(artifact):
     assert "&lt;img src=x" in prose, "it is shown, not dropped"
     headings = re.compile(r"(?m)^#+ .*$")
     assert headings.findall(prose) == headings.findall(re.sub(r"(?ms)^```\w*\n.*?^```$", "", clean))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [DEEP, "1e999", '{"_type": "NVFP4Tensor", "_data": [1]}', "{", '{"_type": ["a"]}'],
+    ids=["deep", "1e999", "data a list", "cut off", "type a list"],
+)
+def test_hostile_torchao_metadata_is_refused(tmp_path, entry):
+    fixture = tmp_path / "fixture"
+    shutil.copytree(Path(__file__).parent / "fixtures" / "torchao-nvfp4", fixture)
+    shard = fixture / "model.safetensors"
+    tensors = load_file(shard)
+    save_file(tensors, shard, {"format": "pt", "model.layers.0.mlp.down_proj.weight": entry})
+    assert str(fixture) in refusal("inspect", fixture)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [DEEP, "[]", '{"shards": {"../victim.txt": {}}, "parameters": {}}', '{"shards": [], "parameters": 3}'],
+)
+def test_a_hostile_work_record_is_refused(checkpoint, victim, record):
+    out = victim.parent / "out"
+    out.mkdir()
+    (out / ".scalegate-quantize.json").write_text(record)
+    assert "work record" in refusal("quantize", checkpoint, "--out", out, "--device", "cpu")
+
+
+def test_what_a_hub_manifest_names_outside_is_not_ours_to_delete():
+    from scalegate.pipeline.publishing.hub.repository import _named_in
+
+    assert "a.txt" in _named_in(b'{"files": {"a.txt": {}}}')
+    for manifest in (b'{"files": {"../a.txt": {}}}', b'{"files": ["a.txt"]}', b"[1]", DEEP.encode()):
+        assert _named_in(manifest) == set()
