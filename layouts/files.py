@@ -38,6 +38,9 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
+    """Write `value` as indented JSON, atomically; never through a link in the neighbour's place."""
+    leftover = path.with_name(path.name + PARTIAL_SUFFIX)
+    if leftover.is_symlink():
+        leftover.unlink()
     with atomic_path(path) as partial:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,29 +5,40 @@ Written last and atomically, so a folder that has one was finished. Reading and 
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, write_json
+from ..layouts.outside_files import read_json_object
+from ..layouts.outside_names import file_refusal, require_file, require_inside
+from ..layouts.plan import LayoutPlan
 
 MANIFEST_NAME = "scalegate.json"
 VERDICT_NAME = "serving_check.json"
 SOURCE_NAME = ".scalegate-source"
 """Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
 SCHEMA_VERSION = 2
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""A repository or a revision, as it may stand in an address."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    size: int
-    sha256: str
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass
 class Artifact:
     """The content of `scalegate.json`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     source: str
     """Hub id or folder name the checkpoint came from."""
@@ -38,43 +49,46 @@ class Artifact:
     """Every file a serving engine may read, by path inside the folder; our own records are not among them."""
     quantization: dict[str, Any] = field(default_factory=dict)
     """Formats, export convention, quantized and kept modules, bits per weight, per-module errors."""
-    base_metadata: dict[str, Any] = field(default_factory=dict)
+    base_metadata: dict[str, str | list[str]] = field(default_factory=dict)
     """What the base model's card declares and ours carries on: licence, languages, tags."""
     layout_plan: dict[str, Any] | None = None
     verdict_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Files beside the source's weights that stayed behind, and why: for whoever made it, not written."""
 
     def write(self, folder: Path) -> None:
-        write_json(folder / MANIFEST_NAME, asdict(self))
+        write_json(folder / MANIFEST_NAME, {k: v for k, v in asdict(self).items() if k != "left_out"})
 
     @classmethod
     def read(cls, folder: Path) -> "Artifact":
         """Read `folder`'s manifest. Raises UserError where there is none or it cannot be read."""
         path = folder / MANIFEST_NAME
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             raise UserError(
                 f"{folder} has no {MANIFEST_NAME}: it is not a finished artifact. "
                 f"Make one with `pipeline quantize MODEL --out {folder}`."
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not valid JSON ({error}); quantize again to remake it") from error
+            )
+        value = read_json_object(require_file(folder, MANIFEST_NAME), advice="quantize again to remake it")
         if value.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path} has schema version {value.get('schema_version')}; "
                 f"this Scalegate reads version {SCHEMA_VERSION}"
             )
-        value["files"] = {name: FileRecord(**record) for name, record in value["files"].items()}
-        return cls(**value)
+        artifact = _checked(value, path)
+        for name in artifact.files:
+            require_inside(name, str(path))
+        return artifact
 
     def changed_files(self, folder: Path) -> list[str]:
         """What differs between the manifest and the folder now, one line each; empty where all match."""
         problems = []
         for name, record in self.files.items():
             path = folder / name
-            if not path.is_file():
+            if not path.exists():
                 problems.append(f"{name}: missing")
+            elif (refusal := file_refusal(folder, name)) is not None:
+                problems.append(f"{name}: {refusal}")
             elif path.stat().st_size != record.size:
                 problems.append(f"{name}: {path.stat().st_size} bytes, {record.size} recorded")
             elif sha256_of(path) != record.sha256:
@@ -94,6 +108,60 @@ class Artifact:
         if self.layout_plan is None:
             return None
         return hashlib.sha256(json.dumps(self.layout_plan, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Format:
+    label: str
+    modules: int
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Quantization:
+    """What is read of `quantization` again, by others than the job that wrote it."""
+
+    formats: list[_Format] = field(default_factory=list)
+    export: str = ""
+    bits_per_weight: float = 0.0
+    relative_error: float = 0.0
+
+
+_ARTIFACT: TypeAdapter[Artifact] = TypeAdapter(Artifact)
+_QUANTIZATION: TypeAdapter[_Quantization] = TypeAdapter(_Quantization)
+_PLAN: TypeAdapter[LayoutPlan] = TypeAdapter(LayoutPlan)
+
+
+def _checked(value: dict[str, Any], path: Path) -> Artifact:
+    """The manifest in `value`. UserError where any field is not of its type."""
+    where = ""
+    try:
+        artifact = _ARTIFACT.validate_python(value)
+        where = "quantization."
+        summary = _QUANTIZATION.validate_python(artifact.quantization)
+        where = "layout_plan."
+        if artifact.layout_plan is not None:
+            _PLAN.validate_python(artifact.layout_plan)
+            LayoutPlan.from_json(artifact.layout_plan)
+        where = "quantization.formats."
+        if not all(isinstance(one.spec.get("format"), str) for one in summary.formats):
+            raise KeyError("spec.format")
+        where = "source: a Hub id or a printable name "
+        on_hub = artifact.source_revision is not None
+        if not artifact.source.isprintable() or (
+            on_hub
+            and not (HUB_ID.fullmatch(artifact.source) and HUB_ID.fullmatch(artifact.source_revision or ""))
+        ):
+            raise KeyError("with its revision")
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{where}{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (KeyError, TypeError) as error:
+        problem = f"{where}{error.args[0]} is missing or malformed"
+    else:
+        return artifact
+    problem = problem if problem.isprintable() else ascii(problem)
+    raise UserError(f"{path} is no manifest of Scalegate's: {problem}; quantize again to remake it")
 
 
 OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, "README.md"}

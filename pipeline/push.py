@@ -7,9 +7,11 @@ What a release consists of is `bundle.py`, its card `card.py`; how it gets there
 from pathlib import Path
 
 from ..layouts.errors import UserError
+from ..layouts.outside_names import require_file
 from ..serving_check.verdict import Verdict
 from .artifact import VERDICT_NAME, Artifact, sha256_of
-from .publishing.bundle import collect_bundle
+from .checkpoints.travelling_files import refuse_strangers
+from .publishing.bundle import collect_bundle, left_out_of_report
 from .publishing.card import write_card
 from .publishing.folder_target import preview_folder, publish_to_folder
 from .publishing.push_result import PushResult
@@ -39,15 +41,24 @@ def push(
         if directory.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{directory} lies in the artifact itself; give a folder elsewhere")
         files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, directory.name, to))
-        return preview_folder(files, directory) if dry_run else publish_to_folder(files, directory, progress)
+        if dry_run:
+            return _with_left_out(preview_folder(files, directory), folder)
+        return _with_left_out(publish_to_folder(files, directory, progress), folder)
 
     from .publishing.hub.publish import HubTarget, preview_hub, publish_to_hub
 
     target = HubTarget(to, private, create_pr, revision)
     files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, to, to))
     if dry_run:
-        return preview_hub(files, target, folder)
-    return publish_to_hub(files, target, folder, f"Release of {manifest.source}, quantized", progress)
+        return _with_left_out(preview_hub(files, target, folder), folder)
+    title = f"Release of {manifest.source}, quantized"
+    return _with_left_out(publish_to_hub(files, target, folder, title, progress), folder)
+
+
+def _with_left_out(result: PushResult, folder: Path) -> PushResult:
+    for name, reason in left_out_of_report(folder).items():
+        result.notes.append(f"left out {name}: {reason}")
+    return result
 
 
 def check_target(
@@ -88,7 +99,8 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
             + "\n  ".join(changed[:10])
             + f"\nRestore these files, or quantize again and run {validate}"
         )
-    verdict = Verdict.read(path)
+    refuse_strangers(folder, manifest.files, manifest.recipe.get("files"))
+    verdict = Verdict.read(require_file(folder, VERDICT_NAME))
     if verdict.artifact.bytes_digest != manifest.bytes_digest():
         raise UserError(
             f"{path} is a verdict on other bytes ({verdict.artifact.name}, digest "
@@ -117,4 +129,9 @@ def _directory(to: str) -> Path | None:
     name = to.removeprefix(FOLDER_PREFIX)
     if not name:
         raise UserError("folder: wants a name, as in --to folder:release/my-model")
-    return Path(name).expanduser().resolve()
+    if not name.isprintable():
+        raise UserError(f"{to!a} holds characters that cannot be printed; give another folder")
+    directory = Path(name).expanduser().resolve()
+    if not directory.name:
+        raise UserError(f"{to} is the root of a disk; give a folder, as in --to folder:release/my-model")
+    return directory

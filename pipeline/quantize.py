@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
 from ..layouts.formats.weight_format import WeightFormat, spec_to_json
+from ..layouts.outside_names import parent_leads_out
 from .artifact import Artifact, FileRecord, record_files, sha256_of
 from .checkpoints.baseline import remember_source
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
@@ -50,6 +51,8 @@ NOT_COPIED = ("hf_quant_config.json",)
 """Files about a quantization of the source, which the artifact's own replaces."""
 VERSIONED_PACKAGES = ("scalegate", "torch", "transformers", "torchao")
 ERROR_DIGITS = 6
+LEFT_OUT_SHOWN = 10
+"""Files beside the source's weights that are named one by one on stderr."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +89,20 @@ def quantize(
     checkpoint = open_checkpoint(model, revision)
     job = prepare(checkpoint, load_recipe(recipe), export, device)
     folder = Path(out).expanduser()
-    copied = _copied_files(checkpoint)
+    travelling = checkpoint.other_files(job.recipe.files)
+    copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
+    _say_left_out(travelling.left_out, progress)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     _refuse_inside_itself(checkpoint, folder)
-    parameters = _parameters(job, max_shard_bytes, progress)
+    parameters = _parameters(job, copied, max_shard_bytes, progress)
     with _writing(folder), locked_folder(folder):
         if overwrite:
             clear_folder(folder, [*copied, CONFIG_NAME])
         artifact = finished_artifact(folder, parameters)
         if artifact is not None:
             _notice(f"{folder} is finished already, by the same recipe from the same source", progress)
+            artifact.left_out = travelling.left_out
             return artifact
         record = open_record(folder, parameters)
         damaged = record.drop_damaged()
@@ -107,7 +113,8 @@ def quantize(
         shards = _divide(checkpoint, job.tasks.in_order, max_shard_bytes)
         _write_shards(job, record, shards, progress)
         _write_rest(job, record, shards, copied)
-        artifact = _artifact(job, record, parameters)
+        artifact = _artifact(job, record, parameters, {*shards, *copied, CONFIG_NAME, INDEX_NAME})
+        artifact.left_out = travelling.left_out
         remember_source(folder, checkpoint)
         artifact.write(folder)
         record.remove()
@@ -150,12 +157,14 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _parameters(job: QuantizeJob, max_shard_bytes: int, progress: bool) -> dict[str, Any]:
+def _parameters(
+    job: QuantizeJob, copied: Mapping[str, Path], max_shard_bytes: int, progress: bool
+) -> dict[str, Any]:
     """Everything that decides the artifact's bytes."""
     checkpoint = job.checkpoint
     source: dict[str, Any] = {"name": checkpoint.public_name, "revision": checkpoint.revision}
     if checkpoint.revision is None:
-        paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *_copied_files(checkpoint).values()]
+        paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *copied.values()]
         total = sum(path.stat().st_size for path in paths)
         with _bar(total, "checking the source", progress) as bar:
             files = {}
@@ -277,6 +286,10 @@ def _write_rest(
     if len(shards) > 1:
         _write_index(folder, list(shards))
     for name, path in copied.items():
+        if parent_leads_out(folder, name):
+            raise UserError(
+                f"{folder / name} lies elsewhere, through a symlink; give another folder with --out"
+            )
         with atomic_path(folder / name) as partial:
             shutil.copyfile(path, partial)
     config = {k: v for k, v in job.checkpoint.config.items() if k != "quantization_config"}
@@ -298,12 +311,9 @@ def _write_index(folder: Path, names: list[str]) -> None:
     write_json(folder / INDEX_NAME, index)
 
 
-def _copied_files(checkpoint: Checkpoint) -> dict[str, Path]:
-    paths = {path.relative_to(checkpoint.folder).as_posix(): path for path in checkpoint.other_files()}
-    return {name: path for name, path in paths.items() if name not in NOT_COPIED}
-
-
-def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) -> Artifact:
+def _artifact(
+    job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any], written: set[str]
+) -> Artifact:
     checkpoint, recipe = job.checkpoint, job.recipe
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
     specs, shapes = job.tasks.specs, job.tasks.shapes
@@ -337,7 +347,7 @@ def _artifact(job: QuantizeJob, record: WorkRecord, parameters: dict[str, Any]) 
         source_revision=checkpoint.revision,
         recipe=recipe.to_json(),
         versions=parameters["versions"],
-        files=record_files(record.folder),
+        files={name: one for name, one in record_files(record.folder).items() if name in written},
         quantization=quantization,
         base_metadata=read_base_metadata(checkpoint.folder),
     )
@@ -369,6 +379,13 @@ def _bar(total: int, what: str, progress: bool, done: int = 0) -> tqdm:
     return tqdm(
         total=total, initial=done, desc=what, unit="B", unit_scale=True, disable=None if progress else True
     )
+
+
+def _say_left_out(left_out: Mapping[str, str], progress: bool) -> None:
+    for name, reason in list(left_out.items())[:LEFT_OUT_SHOWN]:
+        _notice(f"left out {name}: {reason}", progress)
+    if len(left_out) > LEFT_OUT_SHOWN:
+        _notice(f"left out {len(left_out) - LEFT_OUT_SHOWN} more files; --json lists them", progress)
 
 
 def _notice(text: str, progress: bool) -> None:

@@ -5,7 +5,6 @@ Not for applying one to a model; `quantization/tasks.py` does that.
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -19,12 +18,19 @@ from ..layouts.formats.all_formats import WEIGHT_FORMATS
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.unquantized import Unquantized
 from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
+from ..layouts.outside_files import parse_yaml, read_outside
+from ..layouts.outside_names import name_refusal
 from ..serving_check.settings import Bounds
+from .name_patterns import compiled, full_match
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
 KEEP, QUANTIZE = "keep", "quantize"
 DEFAULT_SPEC = Int4()
 REGEX_PREFIX = "re:"
+MAX_RECIPE_BYTES = 1 << 16
+MAX_TEXT = 1000
+"""Characters of a name or a description."""
+MAX_PATTERNS = 256
 RULE_KEYS = ("modules", "ignore", "format")
 
 
@@ -59,6 +65,8 @@ class Recipe:
     """`quantize` unties it where it is tied: it gets a quantized copy of its own, the embeddings stay."""
     embeddings: str = KEEP
     """`quantize` is for Scalegate's own server: other engines refuse quantized embeddings."""
+    files: tuple[str, ...] = ()
+    """Shell patterns of files that travel with the weights besides those of known kinds, by relative path."""
     bounds: dict[str, float] = field(default_factory=dict)
     """The gate's bounds that this recipe changes, as `serving_check.settings.Bounds` names them."""
 
@@ -73,6 +81,7 @@ class Recipe:
             "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
+            **({"files": list(self.files)} if self.files else {}),
             **self.bounds,
         }
 
@@ -80,7 +89,7 @@ class Recipe:
 def matches(pattern: str, module: str) -> bool:
     """Whether a recipe's pattern names `module`; `*` spans dots."""
     if pattern.startswith(REGEX_PREFIX):
-        return re.fullmatch(pattern.removeprefix(REGEX_PREFIX), module) is not None
+        return full_match(pattern.removeprefix(REGEX_PREFIX), module)
     return fnmatch.fnmatchcase(module, pattern)
 
 
@@ -102,7 +111,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
                 f"{', '.join(shipped_recipes())}"
             )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_outside(path, MAX_RECIPE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the recipe {path}: {error}") from error
     return _Reader(path).recipe(text)
@@ -116,8 +125,8 @@ class _Reader:
 
     def recipe(self, text: str) -> Recipe:
         try:
+            value = parse_yaml(text, str(self.path), yaml.SafeLoader, MAX_RECIPE_BYTES)
             node = yaml.compose(text, Loader=yaml.SafeLoader)
-            value = yaml.safe_load(text)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -149,6 +158,7 @@ class _Reader:
             rules=self._rules(spec, node, value.get("rules"), lines.get("rules")),
             lm_head=self._choice(value, "lm_head", lines),
             embeddings=self._choice(value, "embeddings", lines),
+            files=self._files(value, lines),
             bounds={name: float(bound) for name, bound in bounds.items()},
         )
 
@@ -229,14 +239,26 @@ class _Reader:
             patterns = [patterns]
         if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
             raise self._error(lines.get(key), f"`{key}` is a list of module patterns, such as `*.down_proj`")
+        if len(patterns) > MAX_PATTERNS:
+            raise self._error(
+                lines.get(key), f"`{key}` has more than {MAX_PATTERNS} patterns; use wider ones"
+            )
         for pattern in patterns:
             if pattern.startswith(REGEX_PREFIX):
                 try:
-                    re.compile(pattern.removeprefix(REGEX_PREFIX))
-                except re.error as error:
-                    raise self._error(
-                        lines.get(key), f"{pattern!r} is not a valid expression: {error}"
-                    ) from error
+                    compiled(pattern.removeprefix(REGEX_PREFIX))
+                except UserError as error:
+                    raise self._error(lines.get(key), error.message) from error
+        return tuple(patterns)
+
+    def _files(self, value: Mapping[str, Any], lines: dict[str, int]) -> tuple[str, ...]:
+        patterns = value.get("files") or []
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        if not isinstance(patterns, list) or any(name_refusal(pattern) is not None for pattern in patterns):
+            raise self._error(
+                lines.get("files"), "`files` is a list of patterns of files inside the source, such as `*.py`"
+            )
         return tuple(patterns)
 
     def _choice(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> str:
@@ -253,8 +275,8 @@ class _Reader:
 
     def _text(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> str:
         text = value.get(key, "")
-        if not isinstance(text, str):
-            raise self._error(lines.get(key), f"`{key}` is text, not {text!r}")
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise self._error(lines.get(key), f"`{key}` is text of at most {MAX_TEXT} characters")
         return text.strip()
 
     def _error(self, line: int | None, what: str) -> UserError:

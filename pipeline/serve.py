@@ -111,7 +111,7 @@ def eos_token_ids(
 
 def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
     """What the checkpoint's maker recommends, from `generation_config.json`."""
-    from .checkpoints.checkpoint import read_json_object
+    from ..layouts.outside_files import read_json_object
 
     path = checkpoint.folder / "generation_config.json"
     return SamplingDefaults.from_generation_config(read_json_object(path) if path.is_file() else {})

@@ -13,6 +13,8 @@ from ..layouts.errors import UserError
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
+LARGEST_BOUND = 1e6
+"""What is not below it, infinity and NaN among it, would be no bound at all."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class Bounds:
         names = {field.name for field in fields(cls)}
         changes = {name: value for name, value in recipe.items() if name in names and value is not None}
         for name, value in changes.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise UserError(f"the recipe's bound {name} must be a number above 0, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_BOUND:
+                raise UserError(
+                    f"the recipe's bound {name} must be a number above 0 and below {LARGEST_BOUND:g}, "
+                    f"not {value!r}"
+                )
         return replace(cls(), **{name: float(value) for name, value in changes.items()})

@@ -3,7 +3,6 @@
 Data only, and the documented form of `serving_check.json`; nothing here measures or decides.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..layouts.errors import UserError
 from ..layouts.files import write_json
+from ..layouts.outside_files import read_json_object
 from .options import OptionValue
 from .settings import DOCUMENTED, Bounds, WorkloadSettings
 
@@ -190,13 +190,10 @@ class Verdict:
     @classmethod
     def read(cls, path: Path) -> "Verdict":
         """Read a `serving_check.json`. UserError where it is absent, not JSON, or of another form."""
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not valid JSON ({error}); validate again") from error
-        if isinstance(value, dict) and value.get("schema_version") != SCHEMA_VERSION:
+        if not path.exists():
+            raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first")
+        value = read_json_object(path, advice="validate again")
+        if value.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path} has schema version {value.get('schema_version')}; "
                 f"this Scalegate reads version {SCHEMA_VERSION}; validate again"

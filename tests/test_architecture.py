@@ -40,6 +40,7 @@ ROOMS = {
         "cores",
         INIT,
         "device",
+        "name_patterns",
         "artifact",
         "recipe",
         "report",

@@ -4,12 +4,16 @@ From the artifact's own records only; nothing is searched for and nothing is gue
 a record of its own: `scalegate.json`, which is published, has its name and what was in it.
 """
 
+import os
 from pathlib import Path
 
 from ...layouts.errors import UserError
 from ...layouts.files import atomic_path
+from ...layouts.outside_files import read_outside
 from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
 from .checkpoint import Checkpoint, open_checkpoint
+
+MAX_PATH_BYTES = 1 << 16
 
 
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
@@ -34,7 +38,7 @@ def remember_source(artifact: Path, source: Checkpoint) -> None:
     """Keep the path of the folder that an artifact was made from, for this machine alone."""
     if source.revision is None:
         with atomic_path(artifact / SOURCE_NAME) as partial:
-            partial.write_text(str(source.folder.resolve()), encoding="utf-8")
+            partial.write_bytes(os.fsencode(source.folder.resolve()))
 
 
 def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
@@ -52,7 +56,7 @@ def _source_folder(artifact: Path, name: str) -> str:
     """Where the source lay when the artifact was made; failing that, the folder of its name beside it."""
     remembered = artifact / SOURCE_NAME
     if remembered.is_file():
-        folder = remembered.read_text(encoding="utf-8")
-        if Path(folder).is_dir():
+        folder = os.fsdecode(read_outside(remembered, MAX_PATH_BYTES))
+        if "\0" not in folder and Path(folder).is_dir():
             return folder
     return str(artifact.resolve().parent / name)

@@ -3,8 +3,8 @@
 Not for what the tensors mean; that is `conventions/`.
 """
 
-import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from ...layouts.errors import UserError
-from ..artifact import OWN_RECORDS
+from ...layouts.outside_files import read_json_object
+from ...layouts.outside_names import require_file, require_inside
+from .config_sections import refuse_malformed, refuse_sizes
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
+from .travelling_files import WEIGHT_SUFFIXES, Travelling, travelling_files
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-FOREIGN_WEIGHT_FOLDERS = {"onnx", "original", "metal"}
 
 
 @dataclass(frozen=True)
@@ -65,32 +66,19 @@ class Checkpoint:
         """The `__metadata__` of one shard's header."""
         return self.headers[file].metadata
 
-    def other_files(self) -> list[Path]:
-        """What travels with the weights (tokenizer, chat template, licence, ...), config.json not included.
+    def other_files(self, more: Iterable[str] = ()) -> Travelling:
+        """What travels with the weights (tokenizer, chat template, licence, ...), and what stays behind.
 
-        Weights in any format, their indexes, hidden files and records of Scalegate's own are left out.
+        more: patterns of files beyond the known kinds, a recipe's `files`
         """
-        return [
-            path
-            for path in sorted(self.folder.rglob("*"))
-            if path.is_file() and _travels(path.relative_to(self.folder))
-        ]
-
-
-def _travels(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    index = path.name.endswith((".safetensors.index.json", ".bin.index.json"))
-    ours = path.as_posix() in OWN_RECORDS or path.parts[0] == "serving_check"
-    foreign = path.parts[0] in FOREIGN_WEIGHT_FOLDERS
-    is_config = path.as_posix() == CONFIG_NAME
-    weights = path.suffix in WEIGHT_SUFFIXES
-    partial = path.suffix == ".partial"
-    return not (hidden or index or ours or foreign or is_config or weights or partial)
+        return travelling_files(self.folder, more)
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
     """Open the folder `model`, or download the Hub repository of that id, and check that it is whole."""
     model = str(model)
+    if not model.isprintable():
+        raise UserError(f"{model!a} holds characters that cannot be printed; give another name")
     folder = Path(model).expanduser()
     commit = None
     if folder.is_dir():
@@ -106,7 +94,9 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
         folder, commit = download_checkpoint(model, revision)
     config = read_config(folder)
     headers = {shard: read_header(shard) for shard in _find_shards(folder)}
-    return Checkpoint(folder, model, commit, config, _all_tensors(folder, headers), headers)
+    tensors = _all_tensors(folder, headers)
+    refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
+    return Checkpoint(folder, model, commit, config, tensors, headers)
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -120,7 +110,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not any(folder.iterdir()):
             raise UserError(f"{folder} is empty; give a folder that holds config.json and the weights")
         raise UserError(f"{folder} has no {CONFIG_NAME}; give the folder of a whole checkpoint")
-    config = read_json_object(path)
+    config = read_json_object(require_file(folder, CONFIG_NAME), infinity=True)
+    refuse_malformed(config, str(path))
     model_type = config.get("model_type")
     if model_type is None:
         raise UserError(f"unknown architecture: {path} has no `model_type`")
@@ -136,18 +127,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 def _find_shards(folder: Path) -> list[Path]:
     if (folder / INDEX_NAME).is_file():
         names = sorted(set(_weight_map(folder).values()))
@@ -158,10 +137,10 @@ def _find_shards(folder: Path) -> list[Path]:
                 + (f" and {len(absent) - 1} more shards" if len(absent) > 1 else "")
                 + f", absent from {folder}; download or copy the checkpoint again"
             )
-        return [folder / name for name in names]
+        return [require_file(folder, name) for name in names]
     if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    shards = sorted(folder.glob("*.safetensors"))
+        return [require_file(folder, SINGLE_NAME)]
+    shards = [require_file(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
     if not shards:
         others = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
         if others:
@@ -175,12 +154,11 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / INDEX_NAME
-    weight_map = read_json_object(path).get("weight_map")
+    weight_map = read_json_object(require_file(folder, INDEX_NAME)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path} has no `weight_map`; download or copy the checkpoint again")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).is_absolute() or ".." in Path(shard).parts:
-            raise UserError(f"{path} maps {name!r} to {shard!r}, which is not a file of this folder")
+    for shard in weight_map.values():
+        require_inside(shard, str(path))
     return weight_map
 
 

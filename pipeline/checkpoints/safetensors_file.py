@@ -3,7 +3,6 @@
 Not for whole checkpoints (`checkpoint.py`), and not memory-mapped: mapped pages count against the process.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.outside_files import parse_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -35,6 +35,8 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
+MAX_LENGTH = 1 << 50
 LFS_POINTER = b"version https://git-lfs"
 CHUNK_BYTES = 16 << 20
 
@@ -95,6 +97,8 @@ def read_header(path: Path) -> SafetensorsHeader:
     """Read and check `path`'s header. Raises UserError where the file is truncated or corrupt."""
     try:
         size = path.stat().st_size
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise UserError(f"{path} is not a regular file; put the file itself there")
         with open(path, "rb") as file:
             start = file.read(8)
             if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
@@ -113,12 +117,14 @@ def read_header(path: Path) -> SafetensorsHeader:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     try:
-        entries = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _corrupt(path, f"its header is not JSON ({error})") from error
+        entries = parse_json(raw, "its header")
+    except UserError as error:
+        raise _corrupt(path, error.message) from error
     if not isinstance(entries, dict):
         raise _corrupt(path, "its header is not a JSON object")
     metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _corrupt(path, "its header's __metadata__ is not text by name")
     tensors = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in entries.items()}
     _check_extents(path, tensors, 8 + length, size)
     return SafetensorsHeader(tensors, metadata)
@@ -126,11 +132,13 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
-        shape = tuple(int(length) for length in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
+        shape = tuple(_number(length) for length in entry["shape"])
+        begin, end = (_number(offset) for offset in entry["data_offsets"])
         dtype_name = str(entry["dtype"])
+        if len(shape) > MAX_DIMENSIONS or not name.isprintable():
+            raise ValueError(name)
     except (TypeError, KeyError, ValueError) as error:
-        raise _corrupt(path, f"its header's entry for tensor {name!r} is malformed") from error
+        raise _corrupt(path, f"its header's entry for tensor {name[:200]!r} is malformed") from error
     if dtype_name not in DTYPES:
         raise UserError(
             f"{path}: tensor {name!r} has dtype {dtype_name}, which Scalegate does not read; "
@@ -145,6 +153,13 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
             path, f"tensor {name!r} {list(shape)} {dtype_name} is given {end - begin} bytes in the header"
         )
     return TensorInfo(name, dtype, shape, path, data_start + begin, end - begin)
+
+
+def _number(value: Any) -> int:
+    """A length or an offset; ValueError for anything else, lengths beyond any file among it."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_LENGTH:
+        raise ValueError(value)
+    return value
 
 
 def _check_extents(path: Path, tensors: dict[str, TensorInfo], data_start: int, size: int) -> None:

@@ -68,6 +68,7 @@ def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
         "kept": {reason: len(names) for reason, names in quantization["kept"].items()},
         "bits_per_weight": quantization["bits_per_weight"],
         "relative_error": quantization["relative_error"],
+        "left_out": artifact.left_out,
         "bytes": sum(record.size for record in artifact.files.values()),
     }
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales
+from ...layouts.outside_files import read_json_object
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
-from ..checkpoints.checkpoint import Checkpoint, read_json_object
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.config_sections import refuse_malformed_quantization
 from .modelopt import SIDECAR
 
 FP8 = "fp8"
@@ -44,7 +46,9 @@ def _declared(checkpoint: Checkpoint) -> str:
     config = dict(checkpoint.quantization_config or {})
     sidecar = checkpoint.folder / SIDECAR
     if sidecar.is_file():
-        config = {**(read_json_object(sidecar).get("quantization") or {}), **config}
+        section = read_json_object(sidecar).get("quantization")
+        refuse_malformed_quantization(section, f"{sidecar}: `quantization`")
+        config = {**(section or {}), **config}
     scheme: Mapping[str, Any] | None = config.get("kv_cache_scheme")
     algorithm = config.get("kv_cache_quant_algo")
     if scheme is None and algorithm is None:

@@ -3,7 +3,6 @@
 Read only. `W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4` quantizes the activations as well.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,9 @@ import torch
 
 from ...layouts.errors import UserError
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
+from ...layouts.outside_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.config_sections import refuse_malformed_quantization
 from .convention import CONVENTIONS, StoredWeight
 from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
 from .targets import matches_wildcard
@@ -67,10 +68,11 @@ def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:
     if config is not None:
         return config
     path = checkpoint.folder / SIDECAR
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["quantization"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a ModelOpt quantization config ({error!r})") from error
+    section = read_json_object(path).get("quantization")
+    if not isinstance(section, dict):
+        raise UserError(f"{path} is not a ModelOpt quantization config: it has no object `quantization`")
+    refuse_malformed_quantization(section, f"{path}: `quantization`")
+    return section
 
 
 def _stored(checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from ..name_patterns import start_match
+
 Group = TypeVar("Group", bound=Hashable)
 
 REGEX_PREFIX = "re:"
@@ -17,7 +19,7 @@ LINEAR = "Linear"
 def matches(pattern: str, module: str) -> bool:
     """Whether a compressed-tensors pattern names this module; `re:` anchors at the start, as theirs does."""
     if pattern.startswith(REGEX_PREFIX):
-        return re.match(pattern.removeprefix(REGEX_PREFIX), module) is not None
+        return start_match(pattern.removeprefix(REGEX_PREFIX), module)
     return pattern == module
 
 

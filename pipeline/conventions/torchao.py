@@ -6,7 +6,7 @@ stock torchao both stores and multiplies; its product needs CUDA, compute capabi
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ...layouts.formats.int4 import SCALE_BITS, Int4, Int4Weight
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.int4_affine import scale_and_zero
+from ...layouts.outside_files import parse_json
 from ...layouts.registry import Registry
 from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, EXPORTS, StoredWeight
@@ -161,10 +162,12 @@ def _subclasses(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
             if name in ("format", NAMES_KEY) or "." not in name:
                 continue
             try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}: the header's entry for {name} is not JSON ({error})") from error
+                value = parse_json(text, f"the header's entry for {name}")
+            except UserError as error:
+                raise UserError(f"{file}: {error.message}; save the checkpoint again") from error
             if isinstance(value, dict) and value.get("_type") != "Tensor":
+                if not isinstance(value.get("_data") or {}, dict):
+                    raise UserError(f"{file}: the header's entry for {name} is malformed; save it again")
                 described[name] = value
     return described
 
@@ -213,11 +216,15 @@ def _plain_int4(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) ->
 
 def _shape(checkpoint: Checkpoint, module: str, data: Mapping[str, Any], group_size: int) -> tuple[int, int]:
     shape = data.get("shape")
-    if not (isinstance(shape, list) and len(shape) == 2 and group_size > 0 and shape[1] % group_size == 0):
+    if not (_is_shape(shape) and group_size > 0 and shape[1] % group_size == 0):
         raise UserError(
             f"{checkpoint.source}: the header gives {module} the shape {shape!r} in groups of {group_size}"
         )
     return shape[0], shape[1]
+
+
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+    return isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
 
 
 def _nvfp4(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) -> StoredWeight:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...layouts.files import PARTIAL_SUFFIX
+from ...layouts.outside_names import file_refusal, name_refusal
 from ..artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 
 CARD_NAME = "README.md"
 REPORT_FOLDER = "serving_check"
+REPORT_SUFFIXES = (".html", ".png", ".svg", ".json")
 CHUNK = 1 << 20
 
 
@@ -59,11 +61,25 @@ def collect_bundle(folder: Path, artifact: Artifact, card: str) -> list[BundleFi
 
 def report_files(folder: Path) -> list[str]:
     """The gate's report (plots, page) by path inside `folder`, sorted."""
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for path in (folder / REPORT_FOLDER).rglob("*")
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(PARTIAL_SUFFIX)
-    )
+    return sorted(name for name, reason in _in_report_folder(folder).items() if reason is None)
+
+
+def left_out_of_report(folder: Path) -> dict[str, str]:
+    """What else lies in the report's folder, by path inside `folder`, with the reason that it is not sent."""
+    return {name: reason for name, reason in sorted(_in_report_folder(folder).items()) if reason is not None}
+
+
+def _in_report_folder(folder: Path) -> dict[str, str | None]:
+    names = [path.relative_to(folder).as_posix() for path in (folder / REPORT_FOLDER).glob("*")]
+    return {
+        name: file_refusal(folder, name) or name_refusal(name) or _not_of_a_report(name)
+        for name in names
+        if not name.endswith(PARTIAL_SUFFIX) and not Path(name).name.startswith(".")
+    }
+
+
+def _not_of_a_report(name: str) -> str | None:
+    return None if name.endswith(REPORT_SUFFIXES) else "not a kind of file that a report consists of"
 
 
 def bundle_digest(files: list[BundleFile]) -> str:

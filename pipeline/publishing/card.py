@@ -3,7 +3,6 @@
 Nothing here measures anything, and what nobody measured or declared is left out, or said to be missing.
 """
 
-import json
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -12,16 +11,20 @@ from typing import Any
 import jinja2
 import yaml
 
+from ...layouts.outside_files import read_json_object
 from ...serving_check.engine.options import ARTIFACT_ONLY
 from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.options import words_of
 from ...serving_check.settings import Bounds, WorkloadSettings
 from ...serving_check.verdict import CurvePoint, Verdict
 from ..artifact import Artifact
+from ..checkpoints.config_sections import refuse_malformed
+from ..quantization.base_metadata import carried
 from ..recipe import load_recipe, shipped_recipes
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
 from .card_engines import engines
+from .markdown import code, fence, plain
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 HUB = "https://huggingface.co"
@@ -35,16 +38,20 @@ def write_card(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    environment.filters |= {"plain": plain, "code": code}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(_fields(folder, artifact, verdict, name, to))
     return _single_blank_lines(text)
 
 
 def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: str) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(folder / "config.json", infinity=True)
+    refuse_malformed(config, str(folder / "config.json"))
     method = (config.get("quantization_config") or {}).get("quant_method")
+    recipe = yaml.safe_dump(artifact.recipe, sort_keys=False, allow_unicode=True).rstrip()
     on_hub = artifact.source_revision is not None
     base = artifact.source if on_hub else Path(artifact.source).name
+    reproduce = _reproduce(artifact, verdict, base, to)
     return {
         "front_matter": front_matter(artifact, method),
         "name": name.split("/")[-1],
@@ -65,11 +72,12 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "plots": [{"title": _title(path), "path": path} for path in plot_files(folder)],
         "changed_bounds": _changed_bounds(verdict.bounds),
         "checks": [
-            [_cell(text) for text in (check.name, check.measured, check.bound, check.status)]
+            [plain(text) for text in (check.name, check.measured, check.bound, check.status)]
             for check in verdict.checks
         ],
         "quality_tokens": f"{verdict.quality_tokens:,}",
-        "recipe": yaml.safe_dump(artifact.recipe, sort_keys=False, allow_unicode=True).rstrip(),
+        "recipe": recipe,
+        "fence": fence(recipe, reproduce),
         "recipe_file": None if _is_shipped(artifact.recipe) else f"{artifact.recipe.get('name')}.yaml",
         "layouts": ", ".join(f"{count} {layout}" for layout, count in verdict.artifact.layouts.items()),
         "device": verdict.environment.device,
@@ -78,14 +86,14 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "dtype": verdict.environment.dtype,
         "versions": _versions(verdict.environment.versions),
         "quantize_versions": _versions(artifact.versions),
-        "reproduce": _reproduce(artifact, verdict, base, to),
+        "reproduce": reproduce,
         "bytes_digest": verdict.artifact.bytes_digest,
     }
 
 
 def front_matter(artifact: Artifact, method: str | None) -> str:
     """The card's metadata, with the base's licence, languages, task and tags carried over as they are."""
-    base = dict(artifact.base_metadata)
+    base: dict[str, Any] = dict(carried(artifact.base_metadata))
     declared: dict[str, Any] = {}
     if artifact.source_revision is not None:
         declared["base_model"] = artifact.source
@@ -131,7 +139,7 @@ def _baseline(verdict: Verdict) -> str:
     revision = verdict.baseline.revision
     name = verdict.baseline.name if revision is not None else Path(verdict.baseline.name).name
     unquantized = "unquantized " if verdict.baseline.quantization == "none" else ""
-    return f"the {unquantized}`{name}`"
+    return f"the {unquantized}`{code(name)}`"
 
 
 def _engine(verdict: Verdict) -> str:
@@ -241,10 +249,6 @@ def _given_options(verdict: Verdict) -> list[str]:
 
 def _title(path: str) -> str:
     return f"{Path(path).stem.replace('_', ' ')} against M"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 def _single_blank_lines(text: str) -> str:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ...layouts.errors import UserError
 from ...layouts.files import fsync_directory
+from ...layouts.outside_names import file_refusal
 from ..artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .bundle import CARD_NAME, CHUNK, REPORT_FOLDER, BundleFile, bundle_digest
 from .push_result import Operation, PushResult, file_action
@@ -82,6 +83,12 @@ def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
             f"{directory} is a release with files added to it ({', '.join(foreign[:3])}); replacing it would "
             "delete them. Move them away, or give another folder"
         )
+    strange = sorted(name for name in names if file_refusal(directory, name) is not None)
+    if strange:
+        raise UserError(
+            f"{directory} holds {strange[0]!a}, {file_refusal(directory, strange[0])}, so it is no "
+            "release of ours and is left alone; give another folder"
+        )
     return {name: ((directory / name).stat().st_size, sha256_of(directory / name)) for name in names}
 
 
@@ -96,6 +103,8 @@ def _refuse_a_full_disk(files: list[BundleFile], staging: Path) -> None:
 def _copy(files: list[BundleFile], staging: Path, progress: bool) -> None:
     """Fill `staging` with exactly `files`; what an interrupted run left there whole is kept."""
     wanted = {file.path for file in files}
+    if any(path.is_symlink() for path in [staging, *staging.rglob("*")]):
+        raise UserError(f"{staging} holds a symlink, which no push of ours makes; remove it and push again")
     for path in staging.rglob("*"):
         if path.is_file() and path.relative_to(staging).as_posix() not in wanted:
             path.unlink()

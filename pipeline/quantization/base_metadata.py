@@ -3,11 +3,20 @@
 Read once, when an artifact is made, so that a card can be written later with neither the base nor a network.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
+from ...layouts.outside_files import parse_yaml, read_outside
+from ...layouts.outside_names import require_file
+
+CARD_NAME = "README.md"
+MAX_CARD_BYTES = 16 << 20
+MAX_LINE, MAX_LIST = 300, 500
+LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""libyaml's where PyYAML was built with it: front matter may be long."""
 CARRIED_FIELDS = (
     "license",
     "license_name",
@@ -21,17 +30,38 @@ CARRIED_FIELDS = (
 """Fields that stay true of a quantized copy; scores, widgets and gating prompts do not."""
 
 
-def read_base_metadata(folder: Path) -> dict[str, Any]:
-    """The carried fields of `folder/README.md`'s front matter; empty where there is no usable one."""
-    try:
-        text = (folder / "README.md").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
+    """The carried fields of `folder/README.md`'s front matter; empty where there is no usable one.
+
+    UserError where it is a bomb, or the file is no file.
+    """
+    path = folder / CARD_NAME
+    if not path.exists():
         return {}
-    front_matter = _front_matter(text)
-    return {name: front_matter[name] for name in CARRIED_FIELDS if front_matter.get(name)}
+    try:
+        text = read_outside(require_file(folder, CARD_NAME), MAX_CARD_BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        return {}
+    return carried(_front_matter(text, str(path)))
 
 
-def _front_matter(text: str) -> dict[str, Any]:
+def carried(front_matter: Mapping[str, Any]) -> dict[str, str | list[str]]:
+    """The carried fields, those that are short lines of text or lists of them."""
+    found: dict[str, str | list[str]] = {}
+    for name in CARRIED_FIELDS:
+        value = front_matter.get(name)
+        if _is_line(value) or (
+            isinstance(value, list) and len(value) <= MAX_LIST and value and all(map(_is_line, value))
+        ):
+            found[name] = value
+    return found
+
+
+def _is_line(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= MAX_LINE and value.isprintable()
+
+
+def _front_matter(text: str, where: str) -> dict[str, Any]:
     lines = text.lstrip("\ufeff").splitlines()
     if not lines or lines[0].strip() != "---":
         return {}
@@ -40,7 +70,7 @@ def _front_matter(text: str) -> dict[str, Any]:
         return {}
     try:
         # BaseLoader keeps `no` (Norwegian) and `1.0` the strings they were written as.
-        value = yaml.load("\n".join(lines[1:end]), Loader=yaml.BaseLoader)
+        value = parse_yaml("\n".join(lines[1:end]), where, LOADER)
     except yaml.YAMLError:
         return {}
     return value if isinstance(value, dict) else {}

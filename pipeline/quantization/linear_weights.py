@@ -103,12 +103,12 @@ def _linear_weights(
         if len(shape) == 2 and name.endswith(WEIGHT):
             return [LinearWeight(name.removesuffix(WEIGHT), name, LINEAR, *shape)]
         return _fused_experts(checkpoint, model, assignment, name, owner)
-    if len(shape) != 2 or not name.endswith(WEIGHT):
-        return "bias" if leaf.endswith("bias") else "norm, bias or other small tensor"
     if assignment.converter is None and shape != tuple(target.shape):
         raise UserError(
             f"{checkpoint.source}: {name} has shape {list(shape)}; config.json makes it {list(target.shape)}"
         )
+    if len(shape) != 2 or not name.endswith(WEIGHT):
+        return "bias" if leaf.endswith("bias") else "norm, bias or other small tensor"
     module = name.removesuffix(WEIGHT)
     if NOT_THE_DECODER.search(owner_name):
         return "outside the text decoder"

@@ -14,8 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ...layouts.errors import UserError
 from ...layouts.files import PARTIAL_SUFFIX, write_json
+from ...layouts.outside_files import read_json_object
+from ...layouts.outside_names import name_refusal, parent_leads_out
 from ..artifact import MANIFEST_NAME, SOURCE_NAME, VERDICT_NAME, Artifact, FileRecord, sha256_of
 
 RECORD_NAME = ".scalegate-quantize.json"
@@ -28,6 +32,9 @@ class FinishedShard:
 
     file: FileRecord
     modules: dict[str, dict[str, Any]]
+
+
+_SHARD: TypeAdapter[FinishedShard] = TypeAdapter(FinishedShard)
 
 
 @dataclass
@@ -109,14 +116,13 @@ def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
         record.write()
         return record
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        shards = {
-            name: FinishedShard(FileRecord(**shard["file"]), shard["modules"])
-            for name, shard in value["shards"].items()
-        }
+        value = read_json_object(path)
+        shards = {name: _SHARD.validate_python(shard) for name, shard in value["shards"].items()}
         recorded = value["parameters"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not readable as a work record; {START_OVER}") from error
+    if not isinstance(recorded, dict) or any(name_refusal(name) is not None for name in shards):
+        raise UserError(f"{path} is not readable as a work record; {START_OVER}")
     if recorded != parameters:
         _refuse_other_job(folder, recorded, parameters)
     return WorkRecord(folder, parameters, shards)
@@ -138,6 +144,11 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
         names |= set(Artifact.read(folder).files)
     names |= {path.name for path in folder.glob("model*.safetensors*")}
     names |= {path.relative_to(folder).as_posix() for path in folder.rglob(f"*{PARTIAL_SUFFIX}")}
+    for name in names:
+        if parent_leads_out(folder, name):
+            raise UserError(
+                f"{folder / name} lies elsewhere, through a symlink; nothing was deleted. Give another folder"
+            )
     # The manifest first: without it, nothing here passes for finished.
     for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
         (folder / name).unlink(missing_ok=True)

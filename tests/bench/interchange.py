@@ -227,7 +227,7 @@ def write_minmax(
     save_file(tensors, out / "model.safetensors", convention.file_metadata(specs, shapes, plain))
     config = checkpoint.config | {"quantization_config": convention.quantization_config(specs, ["lm_head"])}
     write_json(out / "config.json", config)
-    for path in checkpoint.other_files():
+    for path in checkpoint.other_files().files.values():
         shutil.copy(path, out / path.name)
 
 

@@ -58,7 +58,7 @@ def test_what_travels_is_neither_weights_nor_records(sharded: Path) -> None:
     for name in ("tokenizer.json", "LICENSE", "pytorch_model.bin", "README.md", "scalegate.json", ".hidden"):
         (sharded / name).write_text("{}")
     checkpoint = open_checkpoint(sharded)
-    assert [path.name for path in checkpoint.other_files()] == ["LICENSE", "tokenizer.json"]
+    assert list(checkpoint.other_files().files) == ["LICENSE", "tokenizer.json"]
     assert checkpoint.metadata(sharded / SHARDS[0]) == {"format": "pt"}
 
 
@@ -124,7 +124,7 @@ def test_a_truncated_shard(sharded: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        (b"not json", "not JSON"),
+        (b"not json", "not valid JSON"),
         (b"[1]", "not a JSON object"),
         (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "is given 4 bytes"),
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', "leaves a hole"),

@@ -1,6 +1,6 @@
 """Every way a request to the Hub can fail, turned into one message that says what to do.
 
-Not for retrying: `huggingface_hub` does that; what arrives here has failed for good.
+Not for retrying: `huggingface_hub` and `rate_limit.py` do that; what arrives here has failed for good.
 """
 
 from collections.abc import Iterator

@@ -3,12 +3,13 @@
 A repository this push created goes public when it is complete; one that was private before stays private.
 """
 
-import json
 from pathlib import Path
 
 from huggingface_hub import constants
 
+from ....layouts.errors import UserError
 from ....layouts.files import write_json
+from ....layouts.outside_files import read_json_object
 
 RECORD_NAME = ".scalegate-push.json"
 
@@ -35,7 +36,6 @@ def _key(repo_id: str) -> str:
 
 def _read(folder: Path) -> set[str]:
     try:
-        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
-        return set(record["created_by_an_unfinished_push"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return set(read_json_object(folder / RECORD_NAME)["created_by_an_unfinished_push"])
+    except (UserError, KeyError, TypeError):
         return set()

@@ -19,6 +19,7 @@ from ..bundle import BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
 from .failures import explained
 from .pending import is_pending, set_pending
+from .rate_limit import waiting_out_limits
 from .read_back import require_same
 from .repository import read_repository, stale_files
 
@@ -128,7 +129,7 @@ class _Push:
                 result.url, commit = self._commit(title)
         require_same(self.api, self.target.repo_id, commit, self.files, self.progress)
         if self.goes_public:
-            self.api.update_repo_settings(self.target.repo_id, private=False)
+            waiting_out_limits(lambda: self.api.update_repo_settings(self.target.repo_id, private=False))
         set_pending(self.artifact_folder, self.target.repo_id, False)
         result.commit = commit
         result.private = not self.goes_public and self.repository.private is not False
@@ -144,14 +145,16 @@ class _Push:
         if not self.repository.exists:
             set_pending(self.artifact_folder, name, True)
             try:
-                self.api.create_repo(name, private=True)
+                waiting_out_limits(lambda: self.api.create_repo(name, private=True))
             except errors.HfHubHTTPError:
                 set_pending(self.artifact_folder, name, False)
                 raise
         if revision is not None and self.repository.head is None:
             # From the first commit, so that the branch holds this release and not what main holds.
             first = self.api.list_repo_commits(name)[-1].commit_id
-            self.api.create_branch(name, branch=revision, revision=first, exist_ok=True)
+            waiting_out_limits(
+                lambda: self.api.create_branch(name, branch=revision, revision=first, exist_ok=True)
+            )
         if self.repository.head is None:
             self.repository = read_repository(self.api, name, revision)
             self.stale = stale_files(self.api, self.repository, self.files)
@@ -184,13 +187,15 @@ class _Push:
                     name, [addition], revision=revision, create_pr=create_pr, free_memory=False
                 )
                 bar.update(addition.upload_info.size)
-        info = self.api.create_commit(
-            name,
-            [*additions, *(CommitOperationDelete(path, is_folder=False) for path in self.stale)],
-            commit_message=title,
-            revision=revision,
-            create_pr=create_pr,
-            parent_commit=self.repository.head,
+        info = waiting_out_limits(
+            lambda: self.api.create_commit(
+                name,
+                [*additions, *(CommitOperationDelete(path, is_folder=False) for path in self.stale)],
+                commit_message=title,
+                revision=revision,
+                create_pr=create_pr,
+                parent_commit=self.repository.head,
+            )
         )
         return str(info.pr_url) if create_pr else self._url(), info.oid
 

@@ -3,7 +3,6 @@
 Not for changing anything; that is `publish.py`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +11,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ....layouts.errors import UserError
+from ....layouts.outside_files import MAX_BYTES, parse_json
+from ....layouts.outside_names import name_refusal
 from ...artifact import MANIFEST_NAME, VERDICT_NAME
 from ..bundle import CARD_NAME, REPORT_FOLDER, BundleFile
 
@@ -98,7 +99,7 @@ def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> 
     sent = {file.path: file for file in files}
     ours: set[str] = set()
     if MANIFEST_NAME in repository.files and repository.head is not None:
-        size = repository.files[MANIFEST_NAME].size
+        size = min(repository.files[MANIFEST_NAME].size, MAX_BYTES)
         content = read_bytes(api, repository.repo_id, repository.head, MANIFEST_NAME, 0, size)
         ours = _named_in(content) | {
             name for name in repository.files if name.startswith(f"{REPORT_FOLDER}/")
@@ -121,6 +122,9 @@ def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> 
 def _named_in(manifest: bytes) -> set[str]:
     """The files that an earlier release's manifest claims; none where it is not one of ours."""
     try:
-        return {*json.loads(manifest)["files"], MANIFEST_NAME, VERDICT_NAME, CARD_NAME}
-    except (ValueError, KeyError, TypeError):
+        files = parse_json(manifest, MANIFEST_NAME)["files"]
+    except (UserError, KeyError, TypeError):
         return set()
+    if not isinstance(files, dict) or any(name_refusal(name) is not None for name in files):
+        return set()
+    return {*files, MANIFEST_NAME, VERDICT_NAME, CARD_NAME}

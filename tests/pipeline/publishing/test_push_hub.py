@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import time
+from itertools import pairwise
 
 import pytest
 from fake_hub import INITIAL_FILES, Refuse, Request
 from passed_artifact import SHARDS, make_artifact
+from scalegate.pipeline.publishing.hub.rate_limit import seconds_to_wait
 
 REPO = "org/model"
 
@@ -200,7 +203,7 @@ def failing(step: str, refusal: Refuse):
     ("fault", "words"),
     [
         (failing("POST create", Refuse(403, "no rights in this namespace")), "may not write to org/model"),
-        (failing("POST commit", Refuse(429, "slow down", {"Retry-After": "7"})), "rate limit"),
+        (failing("POST commit", Refuse(429, "slow down", {"Retry-After": "9999"})), "try again in 9999 s"),
         (failing("POST commit", Refuse(500, "oops")), "the Hub is in trouble"),
     ],
 )
@@ -210,6 +213,48 @@ def test_a_refusal_by_the_hub_is_one_clear_message(hub, pipeline, artifact, faul
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("step", ["POST commit", "POST create", "PUT settings"])
+def test_a_rate_limit_is_waited_out_as_its_header_says(hub, pipeline, artifact, step):
+    """Twice refused for a second each, then let through."""
+    asked = []
+
+    def slow_down(request: Request) -> None:
+        if request.step == step:
+            asked.append(time.monotonic())
+            if len(asked) < 3:
+                raise Refuse(429, "slow down", {"Retry-After": "1"})
+
+    hub.before = slow_down
+    result = push(pipeline, hub, artifact)
+    assert result.returncode == 0, result.stderr
+    assert len(asked) == 3 and all(b - a >= 1 for a, b in pairwise(asked))
+    assert result.stderr.count("trying again in 1 s") == 2
+    assert len(hub.repos[REPO].history()) == 2, "one commit on top of the first"
+    assert set(hub.uploads.values()) == {1}, "nothing was uploaded twice"
+
+
+def test_a_rate_limit_without_end_is_tried_a_bounded_number_of_times(hub, pipeline, artifact):
+    hub.before = failing("POST commit", Refuse(429, "slow down", {"Retry-After": "0"}))
+    result = push(pipeline, hub, artifact)
+    assert result.returncode == 2 and "rate limit" in result.stderr.splitlines()[-1]
+    assert len([path for method, path in hub.requests if method == "POST" and "/commit/" in path]) == 5
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": " 7 "}, 7),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0),
+        ({"Retry-After": "3", "RateLimit": '"api";r=0;t=55'}, 55),
+        ({"Retry-After": "3", "RateLimit": '"api";r=9;t=55'}, 3),
+    ],
+)
+def test_how_long_a_429_asks_to_wait(headers, seconds):
+    assert seconds_to_wait(headers) == seconds
 
 
 def test_a_bad_token_no_token_and_no_network_are_told_apart(hub, pipeline, artifact):
