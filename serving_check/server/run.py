@@ -1,5 +1,6 @@
 """Starting and ending the server: the port first, then the engine's process, then HTTP until told to stop."""
 
+import functools
 import gc
 import signal
 import socket
@@ -21,6 +22,10 @@ from .metrics import Metrics
 from .served_model import ModelDescription, ServedModel
 
 
+class EngineDied(RuntimeError):
+    """The server has ended because its engine did; whoever supervises it starts it again."""
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """How the server is reached and how it ends."""
@@ -40,7 +45,10 @@ def run_server(
     factory: EngineFactory,
     describe: Callable[[], ModelDescription],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended."""
+    """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended.
+
+    EngineDied where that ended first: its requests have had their 503, and there is nothing left to serve.
+    """
     with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
         metrics.model_name = name
@@ -64,9 +72,13 @@ def run_server(
             gc.collect()
             gc.freeze()
             print(ready_line(name, url_of(listener)), flush=True)
-            uvicorn.Server(config).run(sockets=[listener])
+            server = uvicorn.Server(config)
+            engine.on_death = functools.partial(setattr, server, "should_exit", True)
+            server.run(sockets=[listener])
         finally:
             engine.close()
+        if engine.dead is not None:
+            raise EngineDied(f"the engine has died: {engine.dead}")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...layouts.errors import UserError
 from ..engine.request import SamplingParams
 from .errors import ApiError
 from .schema import ChatCompletionRequest, CompletionRequest, Prompt
@@ -31,7 +32,15 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
+        """UserError where a value is outside a request's own bounds."""
         values = {key: config[key] for key in SAMPLING_KEYS if config.get(key) is not None}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
+        most = {} if config.get("max_new_tokens") is None else {"max_tokens": config["max_new_tokens"]}
+        try:
+            SamplingParams(**values, **most)
+        except UserError as error:
+            raise UserError(f"generation_config.json: {error.message}; correct or remove it there") from error
         penalty = config.get("repetition_penalty")
         ignored = (f"repetition_penalty={penalty}",) if penalty not in (None, 1.0) else ()
         return cls(**values, max_tokens=config.get("max_new_tokens"), not_applied=ignored)
@@ -106,7 +115,7 @@ class ServedModel:
             max_tokens=self._max_tokens(request, prompt_len),
             temperature=_first(request.temperature, defaults.temperature),
             top_p=_first(request.top_p, defaults.top_p),
-            top_k=max(top_k, 0),
+            top_k=0 if top_k >= self.vocab_size else max(top_k, 0),
             min_p=_first(request.min_p, defaults.min_p),
             seed=request.seed,
             logprobs=request.wanted_logprobs,

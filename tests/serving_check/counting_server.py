@@ -14,8 +14,8 @@ from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, 
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 
-REFUSED, FATAL = 666, 667
-"""Prompts of one such token: refused by the engine, and the end of the engine."""
+REFUSED, FATAL, BREAKING = 666, 667, 668
+"""Prompts of one such token: refused by the engine, the end of the engine, and the end of that request."""
 
 
 class CountingEngine:
@@ -30,6 +30,7 @@ class CountingEngine:
         self.steps = 0
         self.generated = 0
         self.running_by_step: list[int] = []
+        self.breaking: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -41,14 +42,24 @@ class CountingEngine:
     def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         if list(prompt) == [REFUSED]:
             raise UserError("this engine never takes that prompt")
-        if list(prompt) == [FATAL]:
-            raise RuntimeError("the engine broke")
+        if list(prompt) in ([FATAL], [BREAKING]):
+            self.breaking[request_id] = prompt[0]
         self.running[request_id] = (0, params.max_tokens)
 
     def abort(self, request_id: str) -> None:
         self.running.pop(request_id, None)
 
+    def recover(self) -> list[str]:
+        if FATAL in self.breaking.values():
+            raise RuntimeError("the engine broke")
+        broken, self.breaking = list(self.breaking), {}
+        for request_id in broken:
+            del self.running[request_id]
+        return broken
+
     def step(self) -> list[StepOutput]:
+        if self.breaking:
+            raise RuntimeError("the step broke")
         time.sleep(self.step_seconds)
         self.steps += 1
         self.generated += len(self.running)
