@@ -4,8 +4,11 @@ Not for any work of its own: a subcommand's file parses options and calls the fu
 """
 
 import importlib
+from typing import Any
 
 import click
+
+from .exit_status import run
 
 COMMANDS = {
     "quantize": "Turn a checkpoint into a quantized one, shard by shard.",
@@ -21,6 +24,12 @@ COMMANDS = {
 
 class Commands(click.Group):
     """Subcommands in the order of the work; torch is imported only by those that need it."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """As click's, but with exit statuses of our own: its status for Ctrl-C and crashes is the gate's."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        run(lambda: super(Commands, self).main(*args, standalone_mode=False, **extra))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -46,6 +55,9 @@ def main() -> None:
     \b
     Everything at once, resumable:
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+
+    Exit status of every command: 0 done, 1 the gate failed and nothing else, 2 inconclusive or unusable
+    input, 70 a fault of Scalegate or the machine, 130 interrupted, 141 nobody reads the output.
     """
 
 

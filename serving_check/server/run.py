@@ -21,6 +21,9 @@ from .engine_client import EngineClient
 from .metrics import Metrics
 from .served_model import ModelDescription, ServedModel
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell has it; SIGTERM is how a server is meant to be stopped, and is 0."""
+
 
 class EngineDied(RuntimeError):
     """The server has ended because its engine did; whoever supervises it starts it again."""
@@ -123,4 +126,4 @@ def leave_on_signal() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    sys.exit(INTERRUPTED if number == signal.SIGINT else 0)

@@ -96,6 +96,16 @@ def test_what_the_engine_refuses_is_the_clients_error(counting, stream):
     assert response.json()["error"]["message"] == "this engine never takes that prompt"
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_an_idle_server_ends_with_the_status_of_its_signal(tmp_path, number, status):
+    log = tmp_path / "log.txt"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(counting_command(0.01), stdout=file, stderr=file)
+    wait_until(lambda: find_base_url(log) is not None)
+    process.send_signal(number)
+    assert process.wait(20) == status
+
+
 def test_sigterm_finishes_what_runs_and_ends_cleanly(tmp_path):
     log = tmp_path / "log.txt"
     with open(log, "wb") as file:
