@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -16,10 +16,13 @@ import uvicorn
 from ...layouts.errors import UserError
 from ..engines.ready_line import ready_line
 from .app import create_app
+from .connection import Connection, allow_open_files
 from .engine_child import EngineFactory
 from .engine_client import EngineClient
+from .limits import ServerLimits
 from .metrics import Metrics
 from .served_model import ModelDescription, ServedModel
+from .text_workers import TextWorkers
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell has it; SIGTERM is how a server is meant to be stopped, and is 0."""
@@ -40,6 +43,7 @@ class ServerOptions:
     api_key: str | None = None
     drain_seconds: float = 30.0
     """On SIGTERM, how long running requests may take to finish."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 def run_server(
@@ -56,16 +60,23 @@ def run_server(
         metrics = Metrics()
         metrics.model_name = name
         engine = EngineClient(factory, metrics)
+        workers = None
         try:
             description = describe()  # while the engine's process loads the model
+            if description.tokenizer is not None:
+                workers = TextWorkers(description.tokenizer, options.limits.text_seconds)
+                if getattr(description.tokenizer, "chat_template", None):
+                    workers.start()
             ready = engine.wait_until_ready()
             metrics.capacity, metrics.jit_monitor = ready.capacity, ready.jit_monitor
             model = ServedModel(
                 name, description.tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
             )
-            app = create_app(engine, model, metrics, options.api_key)
+            app = create_app(engine, model, workers, metrics, options.limits, options.api_key)
             config = uvicorn.Config(
                 app,
+                http=functools.partial(Connection, options.limits),  # type: ignore[arg-type]
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 timeout_keep_alive=30,
@@ -74,11 +85,14 @@ def run_server(
             # A full collection would walk all of torch's and transformers' objects and stall every stream.
             gc.collect()
             gc.freeze()
+            allow_open_files(options.limits.max_connections)
             print(ready_line(name, url_of(listener)), flush=True)
             server = uvicorn.Server(config)
             engine.on_death = functools.partial(setattr, server, "should_exit", True)
             server.run(sockets=[listener])
         finally:
+            if workers is not None:
+                workers.close()
             engine.close()
         if engine.dead is not None:
             raise EngineDied(f"the engine has died: {engine.dead}")

@@ -3,6 +3,7 @@
 A parameter that is not here is refused, because a parameter that is silently ignored gives wrong results.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
@@ -13,6 +14,33 @@ MAX_LOGPROBS = 20
 MOST_STOP_STRINGS = 32
 MOST_PROMPTS = 1 << 16
 MOST_MESSAGES = 1 << 14
+
+
+RESERVED_FOR_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "strftime_now",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""What `apply_chat_template` takes besides a template's variables, and what templates call."""
 
 
 class StopAtFirstError(FailFast):
@@ -113,6 +141,21 @@ class CompletionRequest(GenerationRequest):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, also of a request that has sent one alone."""
+        one = isinstance(self.prompt, str) or not isinstance(self.prompt[0], str | list)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def text_length(self) -> int:
+        """Characters to tokenize, and tokens to turn back into text for echo."""
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str) or self.echo)
+
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
@@ -160,6 +203,12 @@ class ChatCompletionRequest(GenerationRequest):
     def _check_chat(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is only for logprobs; set logprobs to true")
+        reserved = sorted(RESERVED_FOR_TEMPLATES & (self.chat_template_kwargs or {}).keys())
+        if reserved:
+            raise ValueError(
+                f"chat_template_kwargs may not hold {', '.join(map(repr, reserved))}: the template is the "
+                "model's own, and how it is run is the server's affair"
+            )
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")

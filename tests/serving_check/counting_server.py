@@ -1,16 +1,18 @@
 """The real server over an engine without a model: every request gets the tokens 1, 2, 3, … one a step.
 
-It starts in a second, for tests of processes and sockets: `python -P counting_server.py STEP_SECONDS [KEY]`.
+It starts in a second, for tests of processes and sockets:
+`python -P counting_server.py STEP_SECONDS [KEY] [--unread SECONDS]`.
 """
 
+import argparse
 import functools
-import sys
 import time
 from collections.abc import Sequence
 
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.jit_monitor import JitMonitor
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, SamplingParams, StepOutput
+from scalegate.serving_check.server.limits import ServerLimits
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 
@@ -88,10 +90,14 @@ class CountingEngine:
 
 
 if __name__ == "__main__":
-    key = sys.argv[2] if len(sys.argv) > 2 else None
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step_seconds", type=float)
+    parser.add_argument("key", nargs="?")
+    parser.add_argument("--unread", type=int, default=ServerLimits.unread_seconds)
+    given = parser.parse_args()
     run_server(
-        ServerOptions(port=0, api_key=key),
+        ServerOptions(port=0, api_key=given.key, limits=ServerLimits(unread_seconds=given.unread)),
         "counting",
-        functools.partial(CountingEngine, float(sys.argv[1])),
+        functools.partial(CountingEngine, given.step_seconds),
         lambda: ModelDescription(tokenizer=None),
     )

@@ -122,7 +122,7 @@ def test_a_refused_request_leaves_nothing_running(client):
 def test_a_model_without_a_chat_template_says_so(example_checkpoint):
     model = ServedModel("m", AutoTokenizer.from_pretrained(example_checkpoint), 100, 8192)
     with pytest.raises(ApiError, match="no chat template"):
-        model.chat_prompt(ChatCompletionRequest(messages=USER))
+        model.check_chat()
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only():
