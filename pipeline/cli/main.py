@@ -3,7 +3,9 @@
 Not for any work of its own: a subcommand's file parses options and calls the function of the same name.
 """
 
+import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -25,11 +27,17 @@ COMMANDS = {
 class Commands(click.Group):
     """Subcommands in the order of the work; torch is imported only by those that need it."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """As click's, but with exit statuses of our own: its status for Ctrl-C and crashes is the gate's."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
-        run(lambda: super(Commands, self).main(*args, standalone_mode=False, **extra))
+        raising = functools.partial(super().main, args, prog_name, standalone_mode=False, **extra)
+        return run(raising) if standalone_mode else raising()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
