@@ -24,6 +24,7 @@ T = TypeVar("T")
 WORKERS = 2
 START_SECONDS = 120.0
 """For loading a tokenizer's library and the tokenizer."""
+END_SECONDS = 2.0
 MEMORY_FOR_A_JOB = 1 << 30
 """Bytes of address space beyond what the tokenizer takes."""
 
@@ -62,6 +63,10 @@ class TextWorkers:
         """End the processes, whatever they do."""
         self._closing = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        # Those that do nothing end by themselves, and leave nothing behind.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._workers.get_nowait().end()
         for worker in list(self._all):
             worker.kill()
 
@@ -122,6 +127,12 @@ class _Worker:
             self._ready = True
         self._connection.send(job)
         return self._receive(seconds)
+
+    def end(self) -> None:
+        """Let it end; it has nothing to do."""
+        self._connection.close()
+        if self._started:
+            self._process.join(END_SECONDS)
 
     def kill(self) -> None:
         with self._lock:
