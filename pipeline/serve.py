@@ -5,12 +5,13 @@ Not the server itself: that is `serving_check/server`, which knows nothing of ch
 
 import functools
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..serving_check.engine.options import EngineOptions
 from ..serving_check.options import from_given, takes
+from ..serving_check.server.limits import ServerLimits
 from ..serving_check.server.run import ServerOptions, run_server
 from ..serving_check.server.served_model import ModelDescription, SamplingDefaults
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .checkpoints.checkpoint import Checkpoint
 
 
-@takes(EngineOptions)
+@takes(EngineOptions, ServerLimits)
 def serve(
     artifact: str | Path,
     *,
@@ -33,7 +34,7 @@ def serve(
     served_model_name: str | None = None,
     revision: str | None = None,
     drain_seconds: float = 30.0,
-    **engine_options: Any,
+    **limits_and_engine_options: Any,
 ) -> None:
     """Serve `artifact`, a folder or a Hub id of any convention we read, until SIGTERM or SIGINT.
 
@@ -41,12 +42,16 @@ def serve(
     port:              0 takes a free one, which the ready line names
     served_model_name: what clients call the model; None takes `artifact` as it was given
     drain_seconds:     on SIGTERM, how long running requests may take to finish
-    engine_options:    the fields of EngineOptions (`serving_check/engine/options.py`)
+    limits_and_engine_options: the fields of ServerLimits (`serving_check/server/limits.py`) and of
+                       EngineOptions (`serving_check/engine/options.py`)
     """
-    options = from_given(EngineOptions, engine_options)
+    bounds = {one.name for one in fields(ServerLimits)}
+    given = limits_and_engine_options
+    limits = from_given(ServerLimits, {name: given[name] for name in given.keys() & bounds})
+    options = from_given(EngineOptions, {name: given[name] for name in given.keys() - bounds})
     folder = checkpoint_folder(artifact, revision)
     run_server(
-        ServerOptions(host, port, api_key, drain_seconds),
+        ServerOptions(host, port, api_key, drain_seconds, limits),
         served_model_name or str(artifact),
         functools.partial(build_engine, folder, options),
         functools.partial(describe, folder),

@@ -6,9 +6,11 @@ The order of the work is here; what is measured and decided is `serving_check/`.
 import functools
 import shlex
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -161,14 +163,16 @@ def validate(
         progress=progress,
     )
     verdict = _measure_and_judge(run, started)
-    if report is not None:
-        write_report(verdict, Path(report))
-        verdict.write(Path(report) / VERDICT_NAME)
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
     # not be served in a layout or a KV format that is forced here.
     as_served = options == baseline_options(options)
     if manifest is not None and as_served and Path(artifact).expanduser().is_dir():
         _write_into_artifact(verdict, checkpoint.folder, manifest)
+    if report is not None:
+        with _or_a_note("the report's verdict"):
+            verdict.write(Path(report) / VERDICT_NAME)
+        with _or_a_note("the report"):
+            write_report(verdict, Path(report))
     return verdict
 
 
@@ -293,8 +297,25 @@ def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]
 
 
 def _write_into_artifact(verdict: Verdict, folder: Path, manifest: Artifact) -> None:
-    """The manifest last, since it names the verdict."""
-    write_report(verdict, folder / REPORT_FOLDER)
-    verdict.write(folder / VERDICT_NAME)
-    manifest.verdict_sha256 = sha256_of(folder / VERDICT_NAME)
-    manifest.write(folder)
+    """The verdict, then the manifest, since it names the verdict; the report only decorates them.
+
+    What cannot be written leaves nothing older behind: an earlier pass must not outlive a fail.
+    """
+    with _or_a_note("the artifact's verdict", lambda: (folder / VERDICT_NAME).unlink(missing_ok=True)):
+        verdict.write(folder / VERDICT_NAME)
+        manifest.verdict_sha256 = sha256_of(folder / VERDICT_NAME)
+        manifest.write(folder)
+    report = folder / REPORT_FOLDER
+    with _or_a_note("the artifact's report", lambda: shutil.rmtree(report, ignore_errors=True)):
+        write_report(verdict, report)
+
+
+@contextmanager
+def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside, a failure is said and cleaned up after, no more: a full disk or a plot must not cost a verdict
+    that took hours."""
+    try:
+        yield
+    except Exception as error:
+        clean()
+        print(f"Note: {what} could not be written ({error}); the verdict stands.", file=sys.stderr)

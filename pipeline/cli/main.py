@@ -3,9 +3,14 @@
 Not for any work of its own: a subcommand's file parses options and calls the function of the same name.
 """
 
+import functools
 import importlib
+from collections.abc import Sequence
+from typing import Any
 
 import click
+
+from .exit_status import run
 
 COMMANDS = {
     "quantize": "Turn a checkpoint into a quantized one, shard by shard.",
@@ -21,6 +26,18 @@ COMMANDS = {
 
 class Commands(click.Group):
     """Subcommands in the order of the work; torch is imported only by those that need it."""
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """As click's, but with exit statuses of our own: its status for Ctrl-C and crashes is the gate's."""
+        raising = functools.partial(super().main, args, prog_name, standalone_mode=False, **extra)
+        return run(raising) if standalone_mode else raising()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -46,6 +63,9 @@ def main() -> None:
     \b
     Everything at once, resumable:
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+
+    Exit status of every command: 0 done, 1 the gate failed and nothing else, 2 inconclusive or unusable
+    input, 70 a fault of Scalegate or the machine, 130 interrupted, 141 nobody reads the output.
     """
 
 

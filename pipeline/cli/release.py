@@ -9,8 +9,9 @@ import click
 
 from ...serving_check.engine.options import SIZED
 from .engine_options import EngineWord, Registered, engine_options
+from .exit_status import INTERRUPTED
 from .push import print_result
-from .validate import INTERRUPTED, WholeNumbers
+from .validate import WholeNumbers
 
 
 def _exports() -> Iterable[str]:
@@ -70,7 +71,8 @@ def command(
     Interrupted, run it again: what is done is found in the work folder and not done twice. Nothing is
     published unless the gate passes.
 
-    Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 130 interrupted.
+    Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 70 a fault of
+    Scalegate or the machine, 130 interrupted.
 
     \b
     Examples:

@@ -1,20 +1,37 @@
 """`pipeline serve`: parses options and calls `serve`."""
 
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from ...layouts.errors import UserError
+from ...serving_check.server.limits import ServerLimits
 from .engine_options import engine_options
+
+MOST_KEY_CHARACTERS = 4096
 
 
 @click.command("serve")
 @click.argument("artifact")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 takes a free one.")
-@click.option("--api-key", envvar="SCALEGATE_API_KEY", help="Key that /v1 asks for; none asks for nothing.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File with the key that /v1 asks for, alone on its first line; none asks for nothing.",
+)
+@click.option(
+    "--api-key",
+    envvar="SCALEGATE_API_KEY",
+    show_envvar=True,
+    help="The key itself; on the command line everyone on this machine can read it.",
+)
 @click.option("--served-model-name", metavar="NAME", help="What clients call the model; default ARTIFACT.")
 @click.option("--revision", help="Branch, tag or commit, where ARTIFACT is a Hub id.")
 @engine_options()
+@engine_options(ServerLimits)
 @click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0),
@@ -22,7 +39,10 @@ from .engine_options import engine_options
     show_default=True,
     help="On SIGTERM, how long running requests may take to finish.",
 )
-def command(artifact: str, **options: Any) -> None:
+@click.pass_context
+def command(
+    context: click.Context, artifact: str, api_key: str | None, api_key_file: str | None, **options: Any
+) -> None:
     """Serve ARTIFACT, a folder or a Hub id, over an OpenAI-compatible HTTP API.
 
     Prints one line when it serves. SIGTERM or Ctrl-C stops taking requests, finishes those that run, and
@@ -32,8 +52,25 @@ def command(artifact: str, **options: Any) -> None:
     Examples:
         pipeline serve examples/qwen3-pycode-5m
         pipeline serve work/Qwen3-8B-INT4 --port 0 --max-num-seqs 64
-        pipeline serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key "$KEY"
+        pipeline serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key-file key.txt --protect-all
     """
     from ..serve import serve
 
-    serve(artifact, **options)
+    if api_key_file is not None:
+        if context.get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("--api-key and --api-key-file are both given; give one")
+        api_key = read_api_key(Path(api_key_file))
+    serve(artifact, api_key=api_key, **options)
+
+
+def read_api_key(path: Path) -> str:
+    """The key in `path`, alone on its first line. UserError where there is none."""
+    try:
+        key = path.open(encoding="utf-8").readline(MOST_KEY_CHARACTERS + 1).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the API key cannot be read from {path} ({error}); give a text file") from error
+    if not key or len(key) > MOST_KEY_CHARACTERS:
+        raise UserError(
+            f"the first line of {path} is no API key; put 1 to {MOST_KEY_CHARACTERS} characters there"
+        )
+    return key

@@ -8,8 +8,7 @@ import click
 
 from ...serving_check.engine.options import SIZED
 from .engine_options import EngineWord, engine_options
-
-INTERRUPTED = 130
+from .exit_status import INTERRUPTED
 
 
 class WholeNumbers(click.ParamType):
@@ -80,7 +79,8 @@ def command(
     Both servers get the engine's options, from --device on; --layout and --kv-cache-dtype are for ARTIFACT
     alone, to try them: its verdict then stays as it was.
 
-    Exit status: 0 pass, 1 fail, 2 inconclusive or unusable input, 130 interrupted.
+    Exit status: 0 pass, 1 fail, 2 inconclusive or unusable input, 70 a fault of
+    Scalegate or the machine, 130 interrupted.
 
     \b
     Examples:
@@ -96,7 +96,6 @@ def command(
     try:
         verdict = validate(artifact, baseline, **options)
     except KeyboardInterrupt:
-        # Click would exit with 1, which here means that the artifact failed.
         click.echo("Interrupted; both servers are stopped, nothing was decided.", err=True)
         sys.exit(INTERRUPTED)
     if as_json:

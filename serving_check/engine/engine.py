@@ -135,6 +135,8 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens; with max_model_len={self.max_model_len} it may have "
                 f"at most {self.max_model_len - 1}. Shorten it."
             )
+        if (params.logprobs or 0) > self.vocab_size:
+            raise UserError(f"logprobs is {params.logprobs}; the vocabulary has {self.vocab_size} tokens")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise UserError(f"the prompt has token ids outside the vocabulary, 0..{self.vocab_size - 1}")
         seed = random.getrandbits(63) if params.seed is None else params.seed & (2**63 - 1)
@@ -154,6 +156,35 @@ class Engine:
         """Forget every request."""
         for request_id in list(self._sequences):
             self.abort(request_id)
+
+    def recover(self) -> list[str]:
+        """Go on after `step` has raised: who is to blame leaves, the others wait and are computed again.
+
+        Blamed is the only request in that step without a token yet; were there several, each will be tried
+        again with no other of them; was there none, all that ran. Tokens drawn again are the same ones, since
+        they depend on seed and position only.
+
+        Returns the ids of those that left. Raises where the device itself is lost.
+        """
+        if self.runner.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._in_flight = []
+        everyone = list(self._sequences.values())
+        ran = [sequence for sequence in everyone if sequence.row is not None or sequence.has_left]
+        unproven = [sequence for sequence in ran if not sequence.is_proven]
+        blamed = [] if len(unproven) > 1 else unproven or ran or everyone
+        for sequence in blamed:
+            del self._sequences[sequence.request_id]
+        for sequence in self._sequences.values():
+            if UNKNOWN in sequence.tokens[-2:]:
+                del sequence.tokens[sequence.tokens.index(UNKNOWN, sequence.num_prompt) :]
+        for sequence in unproven:
+            sequence.is_suspect = True
+        stay = sorted(self._sequences.values(), key=lambda sequence: not sequence.is_proven)
+        for sequence in stay:
+            sequence.has_left = False
+        self.scheduler.restart(stay)
+        return [sequence.request_id for sequence in blamed]
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:

@@ -8,10 +8,23 @@ from .jit_monitor import JitEvent
 
 FinishReason = Literal["stop", "length", "abort"]
 
+LEAST_TEMPERATURE = 1e-5
+"""Anything below is greedy: divided by it, logits would leave float32 (vLLM draws the same line)."""
+MOST_TEMPERATURE = 100.0
+MOST_TOKENS = 2**31 - 1
+"""Of max_tokens and top_k, which kernels read as whole numbers of fixed width."""
+LEAST_TOP_P = 1e-6
+"""Less than any float32 sum of probabilities can tell from nothing."""
+MOST_STOP_TOKEN_IDS = 1024
+SEEDS = range(-(2**63), 2**63)
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn. Temperature 0 is greedy."""
+    """How one request's tokens are drawn. Temperature 0 is greedy, and so is one below LEAST_TEMPERATURE.
+
+    UserError for a value outside its bounds: what is in here, every step can compute with.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -26,17 +39,33 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "0 or more")
+        _require_whole("max_tokens", self.max_tokens, 1, MOST_TOKENS)
+        _require_number("temperature", self.temperature, 0, MOST_TEMPERATURE)
+        _require_number("top_p", self.top_p, LEAST_TOP_P, 1)
+        _require_whole("top_k", self.top_k, 0, MOST_TOKENS)
+        _require_number("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _require_whole("seed", self.seed, SEEDS.start, SEEDS.stop - 1)
+        if self.logprobs is not None:
+            _require_whole("logprobs", self.logprobs, 0, MOST_TOKENS)
+        if len(self.stop_token_ids) > MOST_STOP_TOKEN_IDS:
+            raise UserError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MOST_STOP_TOKEN_IDS} are taken"
+            )
+        for token in self.stop_token_ids:
+            _require_whole("stop_token_ids", token, 0, MOST_TOKENS)
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
 
-def _require(holds: bool, name: str, value: object, valid: str) -> None:
-    if not holds:
-        raise UserError(f"{name} is {value}; it must be {valid}")
+def _require_whole(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise UserError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
+
+
+def _require_number(name: str, value: object, least: float, most: float) -> None:
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise UserError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g}")
 
 
 @dataclass(frozen=True)

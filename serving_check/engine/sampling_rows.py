@@ -29,8 +29,7 @@ class SamplingRows:
         if not new:
             return
         device, numbers, integers = self.numbers.device, [], []
-        for row, sequence in new:
-            self._owners[row] = sequence
+        for _, sequence in new:
             asked = sequence.params
             log_min_p = math.log(asked.min_p) if asked.min_p > 0 else -math.inf
             numbers.append((asked.temperature, asked.top_p, log_min_p))
@@ -38,6 +37,8 @@ class SamplingRows:
         rows = to_device(torch.tensor([row for row, _ in new]), device)
         self.numbers[rows] = to_device(torch.tensor(numbers, dtype=torch.float32), device)
         self.integers[rows] = to_device(torch.tensor(integers, dtype=torch.int64), device)
+        for row, sequence in new:
+            self._owners[row] = sequence
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """logits [B, V], rows and positions of the tokens to be drawn int64 [B] → tokens int64 [B]."""

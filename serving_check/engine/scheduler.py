@@ -1,6 +1,7 @@
 """Who computes what in the next step: admission, chunked prefill, growth, preemption. No tensors here."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .kv_pool import KVPool
@@ -43,6 +44,8 @@ class Scheduler:
 
     When the pool is full, the request admitted last gives its pages back and waits, first in line, to be
     computed again; the one admitted first always goes on, and the pool holds one full context: all finish.
+
+    After a step that failed, those without a token yet are suspects: each is tried with no other newcomer.
     """
 
     def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int):
@@ -53,6 +56,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In the order they were admitted."""
         self.preemptions = 0
+        self.suspects = 0
+        """How many of those that wait or run are suspects."""
 
     @property
     def has_work(self) -> bool:
@@ -70,6 +75,15 @@ class Scheduler:
         """Finished or aborted: its row and pages are free at once."""
         (self.running if sequence.row is not None else self.waiting).remove(sequence)
         self.pool.release(sequence)
+        self.suspects -= sequence.is_suspect
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Begin again after a step that failed: these wait, in their order, and nothing else does or runs."""
+        for sequence in self.running:
+            self.pool.release(sequence)
+        self.running = []
+        self.waiting = deque(sequences)
+        self.suspects = sum(sequence.is_suspect for sequence in self.waiting)
 
     def _grow_or_preempt(self) -> None:
         """Give each decoding sequence room for its last token, taking from those admitted after it."""
@@ -107,8 +121,15 @@ class Scheduler:
 
     def _can_admit(self, sequence: Sequence) -> bool:
         """Room for all its tokens and a page for each running one: admitting must not preempt at once."""
+        if self.suspects and self._must_wait_for_another(sequence):
+            return False
         needed = self.pool.pages_for(sequence.length) + len(self.running)
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
+
+    def _must_wait_for_another(self, sequence: Sequence) -> bool:
+        """Whether it and a running one, one of them a suspect, are both without a token yet."""
+        unproven = [each for each in self.running if not each.is_proven]
+        return not sequence.is_proven and any(one.is_suspect or sequence.is_suspect for one in unproven)
 
 
 def _chunk(sequence: Sequence, budget: int) -> PrefillChunk:

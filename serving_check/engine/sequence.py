@@ -29,6 +29,13 @@ class Sequence:
     row: int | None = None
     """Its row in the block table."""
     pages: list[int] = field(default_factory=list)
+    is_suspect: bool = False
+    """It was in a step that failed, before it had a token: it is tried again with no other such one."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a step has given it a token that the host knows."""
+        return len(self.tokens) > self.num_prompt and self.tokens[self.num_prompt] != UNKNOWN
 
     @property
     def length(self) -> int:

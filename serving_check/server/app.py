@@ -4,21 +4,22 @@ Not for starting anything: `run.py` does.
 """
 
 import asyncio
-import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from .admission import Admission
 from .engine_client import EngineClient
 from .errors import ApiError, engine_unavailable, install_handlers
 from .generation import Delta, Generation
+from .limits import ServerLimits
 from .metrics import Metrics
 from .responses import (
     DONE,
@@ -33,16 +34,27 @@ from .responses import (
     usage,
 )
 from .schema import ChatCompletionRequest, CompletionRequest, StreamOptions
-from .served_model import ServedModel
+from .served_model import ServedModel, encode_chat, encode_prompts
+from .text_workers import TextWorkers
 
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499
-LONG_TEXT = 8192
-"""Characters above which tokenizing goes to a thread, so that it stalls no stream."""
+SHORT_TEXT = 8192
+"""Characters in all that are tokenized at once: a few milliseconds, less than a worker's turn may take."""
 
 
-def create_app(engine: EngineClient, model: ServedModel, metrics: Metrics, api_key: str | None) -> FastAPI:
-    """The application; `engine` must be ready, and is listened to from the moment the application starts."""
+def create_app(
+    engine: EngineClient,
+    model: ServedModel,
+    workers: TextWorkers | None,
+    metrics: Metrics,
+    limits: ServerLimits,
+    api_key: str | None,
+) -> FastAPI:
+    """The application; `engine` must be ready, and is listened to from the moment the application starts.
+
+    workers: for the tokenizer's work; None where there is no tokenizer
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -51,38 +63,44 @@ def create_app(engine: EngineClient, model: ServedModel, metrics: Metrics, api_k
 
     app = FastAPI(title="Scalegate", version=version("scalegate"), lifespan=lifespan)
     install_handlers(app)
+    app.add_middleware(Admission, limits=limits, api_key=api_key)
     created = int(time.time())
     texts = TokenTexts(model.tokenizer)
 
-    async def authorize(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not secrets.compare_digest(given.encode(), api_key.encode()):
-            raise ApiError(
-                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
-                status=401,
-                code="invalid_api_key",
-            )
-
-    @app.post("/v1/completions", dependencies=[Depends(authorize)])
+    @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         check_model(body.model)
-        prompts = await off_loop(lambda: model.prompts_of(body), size=len(str(body.prompt)))
+        count = body.num_prompts * body.n
+        if count > limits.max_prompts:
+            raise ApiError(
+                f"the request has {count} prompts, each counted n times; this server's --max-prompts is "
+                f"{limits.max_prompts}; send fewer at a time",
+                status=413,
+                param="prompt",
+                code="too_many_prompts",
+            )
+        if workers is None or body.text_length <= SHORT_TEXT:
+            prompts, echo = model.prompts_of(body), model.prompt_texts(body)
+        else:
+            prompts, echo = await workers.run(encode_prompts, body, model.most_characters)
+            model.check_prompts(prompts)
         request_id = f"cmpl-{uuid.uuid4().hex}"
         generation = new_generation(body, request_id, prompts)
         api = Completions(request_id, model.name, texts, body.wanted_logprobs, body.return_token_ids)
-        echo = model.prompt_texts(body) if body.echo else None
         return await answer(request, body, generation, api, echo)
 
-    @app.post("/v1/chat/completions", dependencies=[Depends(authorize)])
+    @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         check_model(body.model)
-        prompt = await off_loop(lambda: model.chat_prompt(body), size=len(str(body.messages)))
+        model.check_chat()
+        assert workers is not None
+        prompt = await workers.run(encode_chat, body, model.most_characters)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         generation = new_generation(body, request_id, [prompt])
         api = ChatCompletions(request_id, model.name, texts, body.wanted_logprobs, body.return_token_ids)
         return await answer(request, body, generation, api, None)
 
-    @app.get("/v1/models", dependencies=[Depends(authorize)])
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         entry = {"id": model.name, "object": "model", "created": created, "owned_by": "scalegate"}
         return {"object": "list", "data": [{**entry, "max_model_len": model.max_model_len}]}
@@ -203,7 +221,3 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def off_loop(work: Callable[[], T], size: int) -> T:
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from ...layouts.errors import UserError
-from ..engine.jit_monitor import JitMonitor, Mode
+from ..engine.jit_monitor import JitError, JitMonitor, Mode
 from ..engine.request import (
     EngineCapacity,
     EngineStats,
@@ -43,6 +43,7 @@ class SteppedEngine(Protocol):
     def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[StepOutput]: ...
+    def recover(self) -> list[str]: ...
     @property
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
@@ -84,6 +85,14 @@ class Failed:
 @dataclass(frozen=True)
 class Refused:
     request_id: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A step failed, and these requests are to blame; the engine goes on without them."""
+
+    request_ids: list[str]
     message: str
 
 
@@ -147,7 +156,14 @@ def _step_forever(
         if not engine.has_work:
             connection.send(Stepped([], engine.stats()))
             continue
-        outputs = [_plain(output) for output in engine.step()]
+        try:
+            outputs = [_plain(output) for output in engine.step()]
+        except (UserError, JitError):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            connection.send(Broken(engine.recover(), f"{type(error).__name__}: {error}"))
+            outputs = []
         now = time.monotonic()
         send_stats = now >= stats_due or not engine.has_work
         if send_stats:
@@ -164,6 +180,10 @@ def _obey(engine: SteppedEngine, connection: Connection, command: Add | Abort) -
         engine.add_request(command.request_id, command.prompt, command.params)
     except UserError as error:
         connection.send(Refused(command.request_id, error.message))
+    except Exception as error:
+        traceback.print_exc()
+        engine.abort(command.request_id)
+        connection.send(Broken([command.request_id], f"{type(error).__name__}: {error}"))
 
 
 def _plain(output: StepOutput) -> Output:

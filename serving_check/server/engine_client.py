@@ -4,13 +4,13 @@ import asyncio
 import multiprocessing
 import multiprocessing.connection
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...layouts.errors import UserError
 from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
-from .engine_child import Abort, Add, EngineFactory, Failed, Ready, Refused, Stepped, run_engine
-from .errors import ApiError, engine_unavailable
+from .engine_child import Abort, Add, Broken, EngineFactory, Failed, Ready, Refused, Stepped, run_engine
+from .errors import ApiError, engine_unavailable, step_failed
 from .metrics import Metrics
 
 JOIN_SECONDS = 10.0
@@ -92,6 +92,8 @@ class EngineClient:
         self._idle = asyncio.Event()
         self.dead: str | None = None
         """Why the engine is gone; None while it lives."""
+        self.on_death: Callable[[], None] = lambda: None
+        """Called once, when it dies while it is listened to."""
         self.closing = False
 
     def wait_until_ready(self) -> Ready:
@@ -175,6 +177,12 @@ class EngineClient:
             sequence = self._sequences.pop(message.request_id, None)
             if sequence is not None:
                 sequence.mailbox.fail(ApiError(message.message, code="request_too_large"))
+        elif isinstance(message, Broken):
+            for request_id in message.request_ids:
+                sequence = self._sequences.pop(request_id, None)
+                if sequence is not None:
+                    self._metrics.finished("abort")
+                    sequence.mailbox.fail(step_failed(message.message))
         elif isinstance(message, Failed):
             self._died(message.message)
 
@@ -187,3 +195,4 @@ class EngineClient:
         sequences, self._sequences = self._sequences, {}
         for sequence in sequences.values():
             sequence.mailbox.fail(engine_unavailable(f"the engine has died: {reason}"))
+        self.on_death()

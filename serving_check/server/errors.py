@@ -43,6 +43,16 @@ def engine_unavailable(message: str) -> ApiError:
     return ApiError(message, status=503, type=SERVER_ERROR, code="engine_unavailable")
 
 
+def step_failed(message: str) -> ApiError:
+    """The engine could not compute this request; the others go on."""
+    return ApiError(
+        f"the engine failed on this request, and on no other: {message}",
+        status=500,
+        type=SERVER_ERROR,
+        code="engine_step_failed",
+    )
+
+
 def install_handlers(app: FastAPI) -> None:
     """Make every refusal of `app`, also FastAPI's own, OpenAI-shaped."""
 

@@ -118,4 +118,4 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
     """The same settings for the n-th sequence of a prompt, with a seed of its own."""
     if params.seed is None or index == 0:
         return params
-    return dataclasses.replace(params, seed=params.seed + index)
+    return dataclasses.replace(params, seed=(params.seed + index) & (2**63 - 1))

@@ -1,5 +1,6 @@
 """Starting and ending the server: the port first, then the engine's process, then HTTP until told to stop."""
 
+import functools
 import gc
 import signal
 import socket
@@ -7,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -15,10 +16,20 @@ import uvicorn
 from ...layouts.errors import UserError
 from ..engines.ready_line import ready_line
 from .app import create_app
+from .connection import Connection, allow_open_files
 from .engine_child import EngineFactory
 from .engine_client import EngineClient
+from .limits import ServerLimits
 from .metrics import Metrics
 from .served_model import ModelDescription, ServedModel
+from .text_workers import TextWorkers
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell has it; SIGTERM is how a server is meant to be stopped, and is 0."""
+
+
+class EngineDied(RuntimeError):
+    """The server has ended because its engine did; whoever supervises it starts it again."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class ServerOptions:
     api_key: str | None = None
     drain_seconds: float = 30.0
     """On SIGTERM, how long running requests may take to finish."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 def run_server(
@@ -40,21 +52,31 @@ def run_server(
     factory: EngineFactory,
     describe: Callable[[], ModelDescription],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended."""
+    """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended.
+
+    EngineDied where that ended first: its requests have had their 503, and there is nothing left to serve.
+    """
     with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
         metrics.model_name = name
         engine = EngineClient(factory, metrics)
+        workers = None
         try:
             description = describe()  # while the engine's process loads the model
+            if description.tokenizer is not None:
+                workers = TextWorkers(description.tokenizer, options.limits.text_seconds)
+                if getattr(description.tokenizer, "chat_template", None):
+                    workers.start()
             ready = engine.wait_until_ready()
             metrics.capacity, metrics.jit_monitor = ready.capacity, ready.jit_monitor
             model = ServedModel(
                 name, description.tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
             )
-            app = create_app(engine, model, metrics, options.api_key)
+            app = create_app(engine, model, workers, metrics, options.limits, options.api_key)
             config = uvicorn.Config(
                 app,
+                http=functools.partial(Connection, options.limits),  # type: ignore[arg-type]
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 timeout_keep_alive=30,
@@ -63,10 +85,17 @@ def run_server(
             # A full collection would walk all of torch's and transformers' objects and stall every stream.
             gc.collect()
             gc.freeze()
+            allow_open_files(options.limits.max_connections)
             print(ready_line(name, url_of(listener)), flush=True)
-            uvicorn.Server(config).run(sockets=[listener])
+            server = uvicorn.Server(config)
+            engine.on_death = functools.partial(setattr, server, "should_exit", True)
+            server.run(sockets=[listener])
         finally:
+            if workers is not None:
+                workers.close()
             engine.close()
+        if engine.dead is not None:
+            raise EngineDied(f"the engine has died: {engine.dead}")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -111,4 +140,4 @@ def leave_on_signal() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    sys.exit(INTERRUPTED if number == signal.SIGINT else 0)

@@ -3,13 +3,80 @@
 A parameter that is not here is refused, because a parameter that is silently ignored gives wrong results.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
+
+from ..engine.request import LEAST_TOP_P, MOST_STOP_TOKEN_IDS, MOST_TEMPERATURE, MOST_TOKENS, SEEDS
 
 MAX_LOGPROBS = 20
-TokenIds = list[Annotated[int, Field(ge=0)]]
+MOST_STOP_STRINGS = 32
+MOST_PROMPTS = 1 << 16
+MOST_MESSAGES = 1 << 14
+
+
+RESERVED_FOR_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "strftime_now",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""What `apply_chat_template` takes besides a template's variables, and what templates call."""
+
+
+class StopAtFirstError(FailFast):
+    """Of a list: a body of a million wrong items must not become a million errors. Hashable, for unions."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+FIRST_ERROR = StopAtFirstError()
+StopString = Annotated[str, Field(max_length=512)]
+Stop = Annotated[
+    Annotated[StopString, Tag("text")]
+    | Annotated[list[StopString], FIRST_ERROR, Field(max_length=MOST_STOP_STRINGS), Tag("texts")],
+    Discriminator(lambda stop: "texts" if isinstance(stop, list) else "text"),
+]
+"""Every new text is searched for all of them."""
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST_TOKENS)]], FIRST_ERROR]
 Prompt = str | TokenIds | list[str] | list[TokenIds]
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    """By its first item alone, so that a long list is checked once and not in every way."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "token_lists" if isinstance(first, list) else "tokens"
+
+
+CheckedPrompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[str], FIRST_ERROR, Field(max_length=MOST_PROMPTS), Tag("texts")]
+    | Annotated[list[TokenIds], FIRST_ERROR, Field(max_length=MOST_PROMPTS), Tag("token_lists")],
+    Discriminator(_kind_of_prompt),
+]
 
 
 class Strict(BaseModel):
@@ -31,15 +98,16 @@ class GenerationRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=128)
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    """0 and -1 keep every token."""
+    max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    temperature: float | None = Field(default=None, ge=0, le=MOST_TEMPERATURE)
+    """Below 1e-5 it is greedy, as 0 is."""
+    top_p: float | None = Field(default=None, ge=LEAST_TOP_P, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    """0, -1 and anything above the vocabulary keep every token."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    seed: int | None = Field(default=None, ge=SEEDS.start, lt=SEEDS.stop)
+    stop: Stop | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool = False
     return_token_ids: bool = False
     """Add the prompt's and the output's token ids to each choice, as vLLM has it."""
@@ -65,13 +133,28 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Prompt
+    prompt: CheckedPrompt
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, also of a request that has sent one alone."""
+        one = isinstance(self.prompt, str) or not isinstance(self.prompt[0], str | list)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def text_length(self) -> int:
+        """Characters to tokenize, and tokens to turn back into text for echo."""
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str) or self.echo)
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
@@ -89,7 +172,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -104,8 +187,8 @@ class Message(Strict):
 class ChatCompletionRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """The newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -120,6 +203,12 @@ class ChatCompletionRequest(GenerationRequest):
     def _check_chat(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is only for logprobs; set logprobs to true")
+        reserved = sorted(RESERVED_FOR_TEMPLATES & (self.chat_template_kwargs or {}).keys())
+        if reserved:
+            raise ValueError(
+                f"chat_template_kwargs may not hold {', '.join(map(repr, reserved))}: the template is the "
+                "model's own, and how it is run is the server's affair"
+            )
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")

@@ -3,14 +3,16 @@
 Not the weights: those are in the engine's process.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...layouts.errors import UserError
 from ..engine.request import SamplingParams
 from .errors import ApiError
-from .schema import ChatCompletionRequest, CompletionRequest, Prompt
+from .schema import ChatCompletionRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat has none but the context."""
@@ -31,7 +33,15 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
+        """UserError where a value is outside a request's own bounds."""
         values = {key: config[key] for key in SAMPLING_KEYS if config.get(key) is not None}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
+        most = {} if config.get("max_new_tokens") is None else {"max_tokens": config["max_new_tokens"]}
+        try:
+            SamplingParams(**values, **most)
+        except UserError as error:
+            raise UserError(f"generation_config.json: {error.message}; correct or remove it there") from error
         penalty = config.get("repetition_penalty")
         ignored = (f"repetition_penalty={penalty}",) if penalty not in (None, 1.0) else ()
         return cls(**values, max_tokens=config.get("max_new_tokens"), not_applied=ignored)
@@ -59,41 +69,37 @@ class ServedModel:
     """Rows of the embedding; a token id at or above it would end the engine, not the request."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
+    @functools.cached_property
+    def most_characters(self) -> int:
+        """A text longer than that has more tokens than the context, whatever it says."""
+        vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
+        return self.max_model_len * max(map(len, vocabulary), default=1)
+
     def prompts_of(self, request: CompletionRequest) -> list[list[int]]:
         """The request's prompts as token ids."""
-        prompts = [self.encode(item) if isinstance(item, str) else item for item in _listed(request.prompt)]
-        for prompt in prompts:
-            self._check_token_ids(prompt, "prompt")
+        if any(isinstance(prompt, str) for prompt in request.prompts):
+            self._tokenizer("prompt")
+        prompts = encode_prompts(self.tokenizer, request, self.most_characters)[0]
+        self.check_prompts(prompts)
         return prompts
 
-    def prompt_texts(self, request: CompletionRequest) -> list[str]:
+    def prompt_texts(self, request: CompletionRequest) -> list[str] | None:
         """What `echo` puts before each sequence: the prompt as it was sent, or the text of its tokens."""
-        prompts = _listed(request.prompt)
-        texts = [item if isinstance(item, str) else self._tokenizer("echo").decode(item) for item in prompts]
-        return [text for text in texts for _ in range(request.n)]
+        return echoed(self._tokenizer("echo"), request) if request.echo else None
 
-    def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
-        """The conversation through the tokenizer's own template, as token ids."""
-        tokenizer = self._tokenizer("messages")
-        if not getattr(tokenizer, "chat_template", None):
+    def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse token ids that the model does not have."""
+        for prompt in prompts:
+            self._check_token_ids(prompt, "prompt")
+
+    def check_chat(self) -> None:
+        """Refuse messages where there is no template for them."""
+        if not getattr(self._tokenizer("messages"), "chat_template", None):
             raise ApiError(
                 f"{self.name} has no chat template, so it cannot take messages; use /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )
-        try:
-            text = tokenizer.apply_chat_template(
-                [message.for_template() for message in request.messages],
-                tokenize=False,
-                add_generation_prompt=request.add_generation_prompt,
-                **(request.chat_template_kwargs or {}),
-            )
-        except Exception as error:  # a template is a program of its maker's and may raise anything
-            raise ApiError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return self.encode(text, add_special_tokens=False)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._tokenizer("prompt").encode(text, add_special_tokens=add_special_tokens))
 
     def sampling_params(
         self, request: CompletionRequest | ChatCompletionRequest, prompt_len: int
@@ -106,7 +112,7 @@ class ServedModel:
             max_tokens=self._max_tokens(request, prompt_len),
             temperature=_first(request.temperature, defaults.temperature),
             top_p=_first(request.top_p, defaults.top_p),
-            top_k=max(top_k, 0),
+            top_k=0 if top_k >= self.vocab_size else max(top_k, 0),
             min_p=_first(request.min_p, defaults.min_p),
             seed=request.seed,
             logprobs=request.wanted_logprobs,
@@ -153,11 +159,50 @@ class ServedModel:
         return self.tokenizer
 
 
-def _listed(prompt: Prompt) -> Sequence[str | list[int]]:
-    """The prompts of a request that may have sent one alone."""
-    if isinstance(prompt, str):
-        return [prompt]
-    return prompt if isinstance(prompt[0], str | list) else [prompt]  # type: ignore[list-item, return-value]
+def encode_prompts(
+    tokenizer: Any, request: CompletionRequest, most_characters: int
+) -> tuple[list[list[int]], list[str] | None]:
+    """The request's prompts as token ids, and what `echo` shows of them."""
+    prompts = [
+        _encode(tokenizer, prompt, most_characters, "prompt") if isinstance(prompt, str) else prompt
+        for prompt in request.prompts
+    ]
+    return prompts, echoed(tokenizer, request) if request.echo else None
+
+
+def echoed(tokenizer: Any, request: CompletionRequest) -> list[str]:
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in request.prompts]
+    return [text for text in texts for _ in range(request.n)]
+
+
+def encode_chat(tokenizer: Any, request: ChatCompletionRequest, most_characters: int) -> list[int]:
+    """The conversation through the tokenizer's own template, as token ids."""
+    try:
+        text = tokenizer.apply_chat_template(
+            [message.for_template() for message in request.messages],
+            tokenize=False,
+            add_generation_prompt=request.add_generation_prompt,
+            **(request.chat_template_kwargs or {}),
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program of its maker's and may raise anything
+        message = f"the chat template refuses these messages: {error}"[:1000]
+        raise ApiError(message, param="messages") from error
+    return _encode(tokenizer, text, most_characters, "messages", add_special_tokens=False)
+
+
+def _encode(
+    tokenizer: Any, text: str, most_characters: int, param: str, add_special_tokens: bool = True
+) -> list[int]:
+    if len(text) > most_characters:
+        raise ApiError(
+            f"the prompt has {len(text)} characters, more than this model's context can hold; "
+            "shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _first(value: Any, default: Any) -> Any:

@@ -1,21 +1,23 @@
 """The real server over an engine without a model: every request gets the tokens 1, 2, 3, … one a step.
 
-It starts in a second, for tests of processes and sockets: `python -P counting_server.py STEP_SECONDS [KEY]`.
+It starts in a second, for tests of processes and sockets:
+`python -P counting_server.py STEP_SECONDS [KEY] [--unread SECONDS]`.
 """
 
+import argparse
 import functools
-import sys
 import time
 from collections.abc import Sequence
 
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.jit_monitor import JitMonitor
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, SamplingParams, StepOutput
+from scalegate.serving_check.server.limits import ServerLimits
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.server.served_model import ModelDescription
 
-REFUSED, FATAL = 666, 667
-"""Prompts of one such token: refused by the engine, and the end of the engine."""
+REFUSED, FATAL, BREAKING = 666, 667, 668
+"""Prompts of one such token: refused by the engine, the end of the engine, and the end of that request."""
 
 
 class CountingEngine:
@@ -30,6 +32,7 @@ class CountingEngine:
         self.steps = 0
         self.generated = 0
         self.running_by_step: list[int] = []
+        self.breaking: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -41,14 +44,24 @@ class CountingEngine:
     def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         if list(prompt) == [REFUSED]:
             raise UserError("this engine never takes that prompt")
-        if list(prompt) == [FATAL]:
-            raise RuntimeError("the engine broke")
+        if list(prompt) in ([FATAL], [BREAKING]):
+            self.breaking[request_id] = prompt[0]
         self.running[request_id] = (0, params.max_tokens)
 
     def abort(self, request_id: str) -> None:
         self.running.pop(request_id, None)
 
+    def recover(self) -> list[str]:
+        if FATAL in self.breaking.values():
+            raise RuntimeError("the engine broke")
+        broken, self.breaking = list(self.breaking), {}
+        for request_id in broken:
+            del self.running[request_id]
+        return broken
+
     def step(self) -> list[StepOutput]:
+        if self.breaking:
+            raise RuntimeError("the step broke")
         time.sleep(self.step_seconds)
         self.steps += 1
         self.generated += len(self.running)
@@ -77,10 +90,14 @@ class CountingEngine:
 
 
 if __name__ == "__main__":
-    key = sys.argv[2] if len(sys.argv) > 2 else None
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step_seconds", type=float)
+    parser.add_argument("key", nargs="?")
+    parser.add_argument("--unread", type=int, default=ServerLimits.unread_seconds)
+    given = parser.parse_args()
     run_server(
-        ServerOptions(port=0, api_key=key),
+        ServerOptions(port=0, api_key=given.key, limits=ServerLimits(unread_seconds=given.unread)),
         "counting",
-        functools.partial(CountingEngine, float(sys.argv[1])),
+        functools.partial(CountingEngine, given.step_seconds),
         lambda: ModelDescription(tokenizer=None),
     )

@@ -185,8 +185,39 @@ def test_served_logprobs_equal_the_models_own(engine: Engine):
         {"top_k": -1},
         {"min_p": 2.0},
         {"logprobs": -1},
+        {"max_tokens": 2**31},
+        {"temperature": 1e308},
+        {"temperature": "hot"},
+        {"top_p": 1e-320},
+        {"top_k": 2**63},
+        {"top_k": 7.5},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
+        {"stop_token_ids": (2**63,)},
+        {"stop_token_ids": (1,) * 1025},
     ],
 )
 def test_settings_without_a_meaning_are_refused_by_name(settings: dict):
-    with pytest.raises(UserError, match=f"{next(iter(settings))} is"):
+    with pytest.raises(UserError, match=f"{next(iter(settings))} (is|has)"):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 9.9e-6])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float):
+    logits = torch.tensor([[0.5, 2.0, 1.0]])
+    assert sample(logits, batch_of(SamplingParams(temperature=temperature)), torch.tensor([0])).tolist() == [
+        1
+    ]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4])
+def test_at_the_least_temperature_the_best_token_is_drawn(temperature: float):
+    batch = batch_of(SamplingParams(temperature=temperature))
+    assert batch.any_sampled
+    assert sample(torch.tensor([[0.5, 2.0, 1.0]]), batch, torch.tensor([0])).tolist() == [1]
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -(2**63), 0])
+def test_seeds_of_64_bits_draw(engine, seed: int):
+    [answer] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=seed, ignore_eos=True))
+    assert len(answer.token_ids) == 4

@@ -96,6 +96,16 @@ def test_what_the_engine_refuses_is_the_clients_error(counting, stream):
     assert response.json()["error"]["message"] == "this engine never takes that prompt"
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_an_idle_server_ends_with_the_status_of_its_signal(tmp_path, number, status):
+    log = tmp_path / "log.txt"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(counting_command(0.01), stdout=file, stderr=file)
+    wait_until(lambda: find_base_url(log) is not None)
+    process.send_signal(number)
+    assert process.wait(20) == status
+
+
 def test_sigterm_finishes_what_runs_and_ends_cleanly(tmp_path):
     log = tmp_path / "log.txt"
     with open(log, "wb") as file:
@@ -148,8 +158,47 @@ def test_a_dead_engine_fails_every_request_and_says_so(counting, death):
             assert status == (200 if stream else 503)
             assert "the engine has died" in text
         assert len(outcomes) == 2
-        assert client.get("/health").status_code == 503
-        assert client.post("/v1/completions", json={"prompt": [1]}).status_code == 503
+
+
+@pytest.mark.parametrize("death", ["killed", "exception"])
+def test_a_server_whose_engine_has_died_ends_with_a_status_that_a_supervisor_restarts(tmp_path, death):
+    log = tmp_path / "log.txt"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(counting_command(0.01), stdout=file, stderr=file)
+    try:
+        wait_until(lambda: find_base_url(log) is not None)
+        base_url = find_base_url(log) or ""
+        if death == "killed":
+            engine_process(psutil.Process(process.pid)).kill()
+        else:
+            body = {"prompt": [667]}
+            assert httpx.post(base_url + "/v1/completions", json=body, timeout=30).status_code == 503
+        assert process.wait(10) not in (0, 1, None) or "EngineDied" in log.read_text()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(base_url + "/health")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_breaks_a_step_is_failed_alone(counting, stream):
+    url, headers = counting.base_url + "/v1/completions", counting.headers()
+    answers = []
+
+    def ask() -> None:
+        answers.append(httpx.post(url, json={"prompt": [1], "max_tokens": 150}, headers=headers, timeout=60))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with httpx.Client(headers=headers, timeout=30) as client:
+        wait_until(lambda: running(httpx.Client(base_url=counting.base_url, headers=headers))[0] == 1)
+        response = client.post(url, json={"prompt": [668], "stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_step_failed"
+        assert client.get(counting.base_url + "/health").status_code == 200
+    asking.join()
+    assert answers[0].json()["usage"]["completion_tokens"] == 150
 
 
 def test_the_engine_does_not_outlive_a_killed_server(counting):

@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+from scalegate.layouts.errors import UserError
 from scalegate.serving_check.server.errors import ApiError
 from scalegate.serving_check.server.schema import ChatCompletionRequest, CompletionRequest
 from scalegate.serving_check.server.served_model import SamplingDefaults, ServedModel
@@ -33,8 +34,16 @@ USER = [{"role": "user", "content": "x"}]
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": "12"}, "max_tokens", "valid integer"),
         ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": 0}, "top_p", "greater than or equal to 0.000001"),
+        ({"top_p": 1e-320}, "top_p", "greater than or equal to 0.000001"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"top_k": 2**63}, "top_k", "less than or equal to 2147483647"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"temperature": 1e308}, "temperature", "less than or equal to 100"),
+        ({"max_tokens": 2**63}, "max_tokens", "less than or equal to"),
+        ({"stop": ["x"] * 33}, "stop", "at most 32 items"),
+        ({"stop": "x" * 513}, "stop", "at most 512 characters"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024 items"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"stop": ["a", ""]}, None, "stop holds an empty string"),
@@ -77,6 +86,19 @@ def test_a_wrong_chat_request(client, change, message):
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    "change", [{"temperature": 1e-320}, {"temperature": 1e-40}, {"top_k": 2**31 - 1}, {"seed": 2**63 - 1}]
+)
+def test_settings_at_their_bounds_leave_the_engine_serving(client, change):
+    body = {"prompt": "def ", "max_tokens": 4, "n": 2, "return_token_ids": True}
+    greedy = client.post("/v1/completions", json={**body, "temperature": 0}).json()["choices"]
+    answer = client.post("/v1/completions", json={**body, **change})
+    assert answer.status_code == 200, answer.text
+    if "temperature" in change:
+        assert [c["token_ids"] for c in answer.json()["choices"]] == [c["token_ids"] for c in greedy]
+    assert client.get("/health").status_code == 200
+
+
 def test_a_missing_prompt_and_a_body_that_is_not_json(client):
     assert "'prompt' is missing" in refusal(client.post("/v1/completions", json={}), 400)["message"]
     headers = {"Content-Type": "application/json"}
@@ -100,7 +122,7 @@ def test_a_refused_request_leaves_nothing_running(client):
 def test_a_model_without_a_chat_template_says_so(example_checkpoint):
     model = ServedModel("m", AutoTokenizer.from_pretrained(example_checkpoint), 100, 8192)
     with pytest.raises(ApiError, match="no chat template"):
-        model.chat_prompt(ChatCompletionRequest(messages=USER))
+        model.check_chat()
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only():
@@ -108,6 +130,24 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only():
     assert model.prompts_of(CompletionRequest(prompt=[1, 2])) == [[1, 2]]
     with pytest.raises(ApiError, match="token ids"):
         model.prompts_of(CompletionRequest(prompt="x"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"top_k": 2**63},
+        {"top_k": "many"},
+        {"temperature": 1e999},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"min_p": [1]},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": True},
+    ],
+)
+def test_a_hostile_generation_config_is_refused_when_it_is_read(config):
+    with pytest.raises(UserError, match=r"generation_config.json: .* must be"):
+        SamplingDefaults.from_generation_config(config)
 
 
 def test_the_models_own_sampling_defaults_apply_and_the_request_has_the_last_word():

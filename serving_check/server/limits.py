@@ -1,0 +1,41 @@
+"""What one client may cost the server, as options: `pipeline serve` takes them from here."""
+
+from dataclasses import dataclass, fields
+
+from ..options import check, option
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds that are checked before the work they bound. UserError where a value is none it can have."""
+
+    max_body_mib: int = option(4, "Largest request body, in MiB; a larger one is answered 413.", minimum=1)
+    max_prompts: int = option(
+        1024, "The most prompts in one request, each counted n times; more are answered 413.", minimum=1
+    )
+    max_connections: int = option(
+        4096, "The most connections at a time; one more is answered 503 and closed.", minimum=1
+    )
+    header_seconds: int = option(
+        10, "How long a request's headers may take, from the connection on; then 408.", minimum=1
+    )
+    body_seconds: int = option(60, "How long a request's body may take; then 408.", minimum=1)
+    unread_seconds: int = option(
+        120, "How long a client may leave an answer unread before it is cut off.", minimum=1
+    )
+    text_seconds: int = option(
+        10, "How long the chat template and the tokenizer may take over one request; then 400.", minimum=1
+    )
+    protect_all: bool = option(
+        False, "Ask for the API key on /metrics, /version and /docs too; /health alone stays open."
+    )
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, check(type(self), one, getattr(self, one.name)))
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_body_mib * MIB
