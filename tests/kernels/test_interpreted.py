@@ -1,4 +1,4 @@
-"""Runs the tests of `interpreted/` under Triton's interpreter, in a process of their own."""
+"""Runs the tests of `interpreted/` under Triton's interpreter, in two processes of their own at a time."""
 
 import os
 import subprocess
@@ -6,14 +6,22 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "interpreted"
+COMMAND = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", str(FOLDER), "--share"]
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def test_kernels_agree_with_their_references_under_the_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", str(FOLDER)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout
+def test_kernels_agree_with_their_references_under_the_interpreter(tmp_path):
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    processes = []
+    for share, log in enumerate(logs, start=1):
+        with open(log, "wb") as file:
+            command = [*COMMAND, f"{share}/{len(logs)}"]
+            environment = {**os.environ, **ENVIRONMENT}
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            )
+    statuses = [process.wait() for process in processes]
+    for status, log in zip(statuses, logs, strict=True):
+        output = log.read_text(encoding="utf-8")
+        assert status == 0, output[-6000:]
+        assert " passed" in output
