@@ -7,6 +7,7 @@ A format is two dataclasses. Its *spec* (`Int4(group_size=128)`) is hashable and
 recipe may set. Its *weight* holds the tensors of one linear layer; `dequantize()` is the definition of truth.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -76,7 +77,7 @@ class WeightFormat(Hashable, Protocol):
 
 
 @dataclass(frozen=True)
-class Weight:
+class Weight(ABC):
     """A linear layer's weight [N, K] in a format's own numbers.
 
     A subclass adds the tensors. Each has N rows, and one column for all of a row or a number that is in
@@ -88,13 +89,13 @@ class Weight:
     """The WeightFormat."""
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """(N, K) of the weight it stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight [N, K] in `dtype`, computed in fp32 and rounded once: the definition of truth."""
-        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         """What it holds, by name."""
