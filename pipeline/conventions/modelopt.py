@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ...layouts.errors import UserError
-from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
 from ...layouts.outside_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
 from .convention import CONVENTIONS, StoredWeight
-from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
+from .nvfp4_tensors import NVFP4Tensors
+from .stored import require_tensor
 from .targets import matches_wildcard
 
 METHOD = "modelopt"
@@ -23,6 +23,7 @@ WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
 SCALE = ".weight_scale"
 GLOBAL_SCALE = ".weight_scale_2"
+TENSORS = NVFP4Tensors(".weight", SCALE, GLOBAL_SCALE, ".input_scale", divides=False)
 
 
 class ModelOpt:
@@ -45,7 +46,9 @@ class ModelOpt:
             )
         names = [name for name in checkpoint.tensors if name.endswith(GLOBAL_SCALE)]
         modules = [name.removesuffix(GLOBAL_SCALE) for name in names]
-        stored = {module: _stored(checkpoint, module, algorithm == WITH_ACTIVATIONS) for module in modules}
+        stored = {
+            module: TENSORS.stored(checkpoint, module, algorithm == WITH_ACTIVATIONS) for module in modules
+        }
         for name, info in checkpoint.tensors.items():
             packed = name.endswith(".weight") and info.dtype == torch.uint8
             if packed and name.removesuffix(".weight") not in stored:
@@ -73,34 +76,6 @@ def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:
         raise UserError(f"{path} is not a ModelOpt quantization config: it has no object `quantization`")
     refuse_malformed_quantization(section, f"{path}: `quantization`")
     return section
-
-
-def _stored(checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:
-    packed, scale, global_scale = f"{module}.weight", module + SCALE, module + GLOBAL_SCALE
-    n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
-    k = half * 2
-    spec = NVFP4()
-    refuse_shape(checkpoint, packed, spec, n, k)
-    require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
-    require_tensor(checkpoint, global_scale, (torch.float32,))
-    scalar_shape(checkpoint, global_scale)
-    input_scale = f"{module}.input_scale"
-    if quantizes_input:
-        require_tensor(checkpoint, input_scale, (torch.float32,))
-        scalar_shape(checkpoint, input_scale)
-    names = [packed, scale, global_scale]
-    names += [input_scale] if input_scale in checkpoint.tensors else []
-    shared = (global_scale, input_scale) if quantizes_input else (global_scale,)
-
-    def read() -> NVFP4Weight:
-        multiplier = checkpoint.read(global_scale).reshape(())
-        return NVFP4Weight(spec, checkpoint.read(packed), checkpoint.read(scale), multiplier)
-
-    def read_input() -> NVFP4Input:
-        return NVFP4Input(positive_scalar(checkpoint, input_scale), divides=False)
-
-    inputs = read_input if quantizes_input else None
-    return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
 
 
 CONVENTION = ModelOpt()

@@ -1,0 +1,54 @@
+"""NVFP4 as conventions store it: four tensors, whose names and the sense of whose scalars are their own."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
+from ..checkpoints.checkpoint import Checkpoint
+from .convention import StoredWeight
+from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
+
+
+@dataclass(frozen=True)
+class NVFP4Tensors:
+    """What a convention calls them, after the module's name.
+
+    packed: uint8 [N, K/2]; scale: E4M3 [N, K/16]; global_scale, input_scale: fp32, one number each
+    divides: whether those two are stored as divisors; otherwise they multiply
+    """
+
+    packed: str
+    scale: str
+    global_scale: str
+    input_scale: str
+    divides: bool
+
+    def stored(self, checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:
+        """The weight of `module`; UserError where its tensors are not what NVFP4 makes them."""
+        packed, scale = module + self.packed, module + self.scale
+        global_scale, input_scale = module + self.global_scale, module + self.input_scale
+        n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
+        k = half * 2
+        spec = NVFP4()
+        refuse_shape(checkpoint, packed, spec, n, k)
+        require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
+        for scalar in (global_scale, input_scale) if quantizes_input else (global_scale,):
+            require_tensor(checkpoint, scalar, (torch.float32,))
+            scalar_shape(checkpoint, scalar)
+        names = [packed, scale, global_scale]
+        names += [input_scale] if input_scale in checkpoint.tensors else []
+        shared = (global_scale, input_scale) if quantizes_input else (global_scale,)
+
+        def read() -> NVFP4Weight:
+            if self.divides:
+                multiplier = positive_scalar(checkpoint, global_scale).reciprocal()
+            else:
+                multiplier = checkpoint.read(global_scale).reshape(())
+            return NVFP4Weight(spec, checkpoint.read(packed), checkpoint.read(scale), multiplier)
+
+        def read_input() -> NVFP4Input:
+            return NVFP4Input(positive_scalar(checkpoint, input_scale), divides=self.divides)
+
+        inputs = read_input if quantizes_input else None
+        return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
