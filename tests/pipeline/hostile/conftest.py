@@ -1,0 +1,36 @@
+"""A checkpoint, an artifact that has passed, and a file beside them that no test may change."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "publishing"))
+
+from hostile_input import VICTIM
+from passed_artifact import make_artifact
+
+
+@pytest.fixture
+def checkpoint(example_checkpoint: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(example_checkpoint, folder)
+    return folder
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A small artifact that has passed its gate."""
+    return make_artifact(tmp_path / "artifact")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A file beside every folder of a test, which no test may change."""
+    path = tmp_path / "victim.txt"
+    path.write_text(VICTIM)
+    yield path
+    assert path.read_text() == VICTIM
