@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layouts.errors import UserError
+from ..serving_check.record import read_verdict
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -143,7 +144,7 @@ def _add_records(inspection: Inspection, folder: Path) -> None:
     path = folder / VERDICT_NAME
     if not path.is_file():
         return
-    inspection.verdict = verdict = Verdict.read(path)
+    inspection.verdict = verdict = read_verdict(path)
     if verdict.artifact.bytes_digest != manifest.bytes_digest():
         inspection.verdict_problem = "given for other bytes"
     elif inspection.changed_files:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..layouts.errors import UserError
 from ..layouts.outside_names import require_file
+from ..serving_check.record import read_verdict
 from ..serving_check.verdict import Verdict
 from .artifact import VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.travelling_files import refuse_strangers
@@ -100,7 +101,7 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
             + f"\nRestore these files, or quantize again and run {validate}"
         )
     refuse_strangers(folder, manifest.files, manifest.recipe.get("files"))
-    verdict = Verdict.read(require_file(folder, VERDICT_NAME))
+    verdict = read_verdict(require_file(folder, VERDICT_NAME))
     if verdict.artifact.bytes_digest != manifest.bytes_digest():
         raise UserError(
             f"{path} is a verdict on other bytes ({verdict.artifact.name}, digest "

@@ -14,6 +14,7 @@ from ..layouts.errors import UserError
 from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE
 from ..serving_check.options import flag, from_given, takes
+from ..serving_check.record import read_verdict
 from ..serving_check.settings import Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
@@ -216,7 +217,7 @@ def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
         return None, "there was no verdict"
     if manifest.verdict_sha256 != sha256_of(path):
         return None, "the verdict there was edited"
-    verdict = Verdict.read(path)
+    verdict = read_verdict(path)
     if (
         verdict.artifact.bytes_digest != manifest.bytes_digest()
         or verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256()

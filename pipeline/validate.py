@@ -19,16 +19,19 @@ from typing import Any
 from ..layouts.choose import choose
 from ..layouts.errors import UserError
 from ..layouts.plan import LayoutPlan
+from ..serving_check.checks.canary import scored
 from ..serving_check.checks.diagnosis import Diagnosis, diagnose
-from ..serving_check.checks.loads import Loaded
+from ..serving_check.curve import curve_of
 from ..serving_check.engine.options import SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.engine import Engine
 from ..serving_check.environment import describe_environment
-from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, judge, serve_and_measure
+from ..serving_check.evidence import Evidence, Loaded
+from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, serve_and_measure
+from ..serving_check.judge import judge
 from ..serving_check.options import flag, takes, words_of
 from ..serving_check.settings import Bounds, WorkloadSettings
-from ..serving_check.verdict import Verdict, overall_status
+from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -184,20 +187,27 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     served = _serve(run, text)
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     used = figures.loaded.layouts if ours.packs_with_layouts else {}
-    checks = judge(
-        _as_served(figures.loaded, ours),
-        _as_served(figures.baseline_loaded, theirs),
-        figures.comparison,
-        served,
-        BaselineScorer(run.baseline, run.in_process),
-        _explainer(run, used),
-        run.workload,
-        run.bounds,
+    score = BaselineScorer(run.baseline, run.in_process)
+    explain = _explainer(run, used)
+    curve = curve_of(served.measured, run.workload, run.bounds)
+    evidence = Evidence(
+        loaded=_as_served(figures.loaded, ours),
+        baseline_loaded=_as_served(figures.baseline_loaded, theirs),
+        quality=figures.comparison,
+        canary=scored(served.canary, score),
+        baseline_canary=scored(served.baseline_canary, score),
+        measured=tuple(served.measured),
+        capacity=served.capacity,
+        limit=served.limit,
+        compiled=served.compiled,
+        packed=served.packed,
+        diagnoses={point.m: explain(point.m).sentence for point in curve if point.status == "fail"},
     )
+    judgement = judge(evidence, run.workload, run.bounds)
     baseline_layouts = figures.baseline_loaded.layouts if theirs.packs_with_layouts else {}
     asked = baseline_options(run.options)
     return Verdict(
-        status=overall_status(checks),
+        status=judgement.status,
         artifact=replace(
             describe_subject(run.artifact, run.manifest, used),
             kv_cache_dtype=_kv_format(ours, run.artifact, run.options),
@@ -206,8 +216,9 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
             describe_subject(run.baseline, None, baseline_layouts),
             kv_cache_dtype=_kv_format(theirs, run.baseline, asked),
         ),
-        checks=tuple(checks),
-        curve=tuple(served.curve),
+        checks=judgement.checks,
+        curve=judgement.curve,
+        evidence=evidence,
         environment=describe_environment(
             run.options.device,
             figures.dtype,

@@ -1,6 +1,6 @@
-"""The gate: runs the workload on two servers side by side at every M, then lets every check judge.
+"""The gate: runs the workload on two servers side by side at every M, and keeps what they showed.
 
-It is given servers that are up and figures that were taken in process; it knows nothing of checkpoints.
+It is given servers that are up, and knows nothing of checkpoints; `judge.py` says what follows.
 """
 
 import sys
@@ -9,22 +9,17 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from .checks.canary import Continuation, Scorer, check_canary, continuations
-from .checks.compilations import Compilations, check_compilations, compilations
-from .checks.diagnosis import Diagnosis
-from .checks.failures import check_failures
-from .checks.kv_capacity import check_kv_capacity, kv_cache_tokens, require_capacity
-from .checks.latency import check_latency
-from .checks.loads import Loaded, PackedLayers, check_loads, packed_layers
-from .checks.quality import check_quality
-from .checks.reached import check_reached, most_running
-from .checks.throughput import check_throughput
+from .checks.canary import Continuation, continuations
+from .checks.compilations import Compilations, compilations
+from .checks.kv_capacity import kv_cache_tokens, require_capacity
+from .checks.loads import packed_layers
+from .checks.reached import most_running
+from .curve import sequential_test
 from .engines import Endpoint
-from .measurement import Block, MeasuredM, output_throughput
-from .quality import Comparison
-from .settings import Bounds, WorkloadSettings
-from .statistics import FIRST_LOOK, Decision, SequentialTest, block_order, decide
-from .verdict import CheckResult, CurvePoint
+from .evidence import PackedLayers
+from .measurement import Block, MeasuredM, Repeat, output_throughput
+from .settings import WorkloadSettings
+from .statistics import FIRST_LOOK, Decision, block_order, decide
 from .workload import WorkloadResult, WorkloadSpec, run_workload
 
 CANARY_LENGTH = 32
@@ -44,8 +39,6 @@ class Served:
     canary: list[Continuation]
     baseline_canary: list[Continuation]
     measured: list[MeasuredM]
-    decisions: list[Decision]
-    """One for each of `measured`, in the same order."""
     capacity: int | None
     """Tokens that the artifact's KV cache holds, where its server says."""
     limit: int | None = None
@@ -54,11 +47,6 @@ class Served:
     """By the artifact's server since its warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """By the artifact's server, and by the baseline's."""
-
-    @property
-    def curve(self) -> list[CurvePoint]:
-        pairs = zip(self.measured, self.decisions, strict=True)
-        return [one.curve_point(decision) for one, decision in pairs if one.artifact and one.baseline]
 
 
 def serve_and_measure(
@@ -83,12 +71,10 @@ def serve_and_measure(
     prompts = canary_prompts(text)
     canary = continuations(artifact, prompts, CANARY_LENGTH, tokenize)
     baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenize)
-    measured, decisions = measure(artifact, baseline, workload, floor, text, run, progress)
+    measured, _ = measure(artifact, baseline, workload, floor, text, run, progress)
     compiled = compilations(said, series), compilations(artifact.metrics(), series)
     packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
-    return Served(
-        canary, baseline_canary, measured, decisions, capacity, most_running(said, series), compiled, packed
-    )
+    return Served(canary, baseline_canary, measured, capacity, most_running(said, series), compiled, packed)
 
 
 def measure(
@@ -105,7 +91,7 @@ def measure(
     Ends early where every M is decided, where one M has failed and all have their first look, and at the
     first failed request, which decides by itself.
     """
-    test = SequentialTest(floor=floor, number_of_ms=len(workload.ms), max_blocks=workload.max_blocks)
+    test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
     decisions = [decide([], test) for _ in measured]
     bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
@@ -154,9 +140,8 @@ def _run_block(
     one.blocks.append(block)
     for side in block_order(index):
         endpoint, results = (artifact, block.artifact) if side == "A" else (baseline, block.baseline)
-        results.append(
-            run(endpoint, workload_spec(workload, one.m, text, index * SEEDS_PER_BLOCK + len(results)))
-        )
+        spec = workload_spec(workload, one.m, text, index * SEEDS_PER_BLOCK + len(results))
+        results.append(Repeat.of(run(endpoint, spec)))
         if results[-1].errors:
             return True
     return False
@@ -179,29 +164,3 @@ def canary_prompts(text: Sequence[int]) -> list[tuple[int, ...]]:
     stride = max(1, (len(text) - CANARY_PROMPT) // CANARY_REQUESTS)
     starts = range(0, max(1, len(text) - CANARY_PROMPT), stride)
     return [tuple(text[start : start + CANARY_PROMPT]) for start in list(starts)[:CANARY_REQUESTS]]
-
-
-def judge(
-    loaded: Loaded,
-    baseline_loaded: Loaded,
-    comparison: Comparison,
-    served: Served,
-    score: Scorer,
-    diagnose: Callable[[int], Diagnosis],
-    workload: WorkloadSettings,
-    bounds: Bounds,
-) -> list[CheckResult]:
-    """Every check in order. `diagnose` is asked about an M only where it failed."""
-    curve = served.curve
-    diagnoses = {point.m: diagnose(point.m) for point in curve if point.status == "fail"}
-    return [
-        check_loads(loaded, baseline_loaded, *served.packed),
-        check_canary(served.canary, served.baseline_canary, score, bounds),
-        check_quality(comparison, bounds),
-        check_failures(served.measured),
-        check_reached(curve, bounds.min_reached, served.limit),
-        check_throughput(curve, bounds.throughput_floor, diagnoses, workload.max_blocks),
-        check_latency(served.measured, bounds),
-        check_kv_capacity(curve, workload, served.capacity),
-        check_compilations(*served.compiled),
-    ]

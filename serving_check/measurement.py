@@ -1,30 +1,86 @@
-"""What the interleaved repeats gave at one M, on both sides, and the figures that checks and report read.
+"""What the interleaved repeats gave at one M, on both sides: the raw figures that every check is judged from.
 
-Arithmetic on their results only; running them is `gate.py`, judging them is `checks/`.
+They are kept in the verdict, so that whoever reads it can judge again. Running repeats is `gate.py`, judging
+them `judge.py` and `checks/`.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
-from .statistics import Decision, block_log_ratio
-from .verdict import CurvePoint, ServingFigures, finite
+from .settings import DOCUMENTED
+from .statistics import block_log_ratio
 from .workload import RequestRecord, WorkloadResult, percentile
 from .workload.engine_work import EngineWork
 
 SLOWEST = 95
 """The percentile of a repeat's requests that stands for its slowest: one straggler is not yet a pattern."""
+DIGITS = 6
+"""Latencies are kept to the microsecond."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One repeat of one side, as it is kept: every figure of it that a check or the curve reads."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    seed: int
+    """Of its prompts."""
+    duration: float
+    """Seconds from the first send to the last completion."""
+    requests: int
+    output_tokens: int
+    """Of all requests together."""
+    ttfts: tuple[float, ...]
+    """Seconds to the first token, of each request that did not fail."""
+    tpots: tuple[float, ...]
+    """Seconds per output token after the first, of each request that has any."""
+    decoding_together: float
+    """How many requests decoded together, as the average output token saw it."""
+    waiting_max: float | None
+    """Most requests seen queued."""
+    kv_usage_max: float | None
+    """Largest share of the KV cache seen in use, 0 to 1."""
+    preemptions: int | None
+    errors: tuple[str, ...] = ()
+    """Of each request that failed."""
+    engine: EngineWork = field(default_factory=EngineWork)
+    """What the server counted of its own work meanwhile."""
+
+    @classmethod
+    def of(cls, result: WorkloadResult) -> "Repeat":
+        return cls(
+            seed=result.spec.seed,
+            duration=result.duration,
+            requests=len(result.requests),
+            output_tokens=result.output_tokens,
+            ttfts=tuple(round(value, DIGITS) for value in result.ttfts),
+            tpots=tuple(round(value, DIGITS) for value in result.tpots),
+            decoding_together=decoding_together(result),
+            waiting_max=result.waiting_max,
+            kv_usage_max=_largest([sample.kv_cache_usage for sample in result.samples]),
+            preemptions=result.preemptions,
+            errors=tuple(result.errors),
+            engine=result.engine,
+        )
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens per second, filling and emptying of the batch included."""
+        return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
 
 @dataclass
 class Block:
     """Four repeats close together in time: two of the artifact, two of the baseline."""
 
-    artifact: list[WorkloadResult] = field(default_factory=list)
-    baseline: list[WorkloadResult] = field(default_factory=list)
+    __pydantic_config__ = DOCUMENTED
 
-    def log_ratio(self, figure: Callable[[WorkloadResult], float | None]) -> float | None:
+    artifact: list[Repeat] = field(default_factory=list)
+    baseline: list[Repeat] = field(default_factory=list)
+
+    def log_ratio(self, figure: Callable[[Repeat], float | None]) -> float | None:
         """The block's log ratio of `figure`; None where a repeat has none, or the block was broken off."""
         artifact = [figure(result) or 0.0 for result in self.artifact]
         baseline = [figure(result) or 0.0 for result in self.baseline]
@@ -37,69 +93,33 @@ class Block:
 class MeasuredM:
     """Every measured block at one M, oldest first."""
 
+    __pydantic_config__ = DOCUMENTED
+
     m: int
     blocks: list[Block] = field(default_factory=list)
 
     @property
-    def artifact(self) -> list[WorkloadResult]:
+    def artifact(self) -> list[Repeat]:
         return [result for block in self.blocks for result in block.artifact]
 
     @property
-    def baseline(self) -> list[WorkloadResult]:
+    def baseline(self) -> list[Repeat]:
         return [result for block in self.blocks for result in block.baseline]
 
-    def log_ratios(self, figure: Callable[[WorkloadResult], float | None]) -> list[float]:
+    def log_ratios(self, figure: Callable[[Repeat], float | None]) -> list[float]:
         return [ratio for block in self.blocks if (ratio := block.log_ratio(figure)) is not None]
 
-    def curve_point(self, decision: Decision) -> CurvePoint:
-        return CurvePoint(
-            m=self.m,
-            artifact=serving_figures(self.artifact),
-            baseline=serving_figures(self.baseline),
-            ratio=finite(decision.ratio),
-            ratio_low=finite(decision.low),
-            ratio_high=finite(decision.high),
-            status=decision.status,
-            log_ratios=tuple(self.log_ratios(output_throughput)),
-        )
 
-
-def output_throughput(result: WorkloadResult) -> float:
+def output_throughput(result: Repeat) -> float:
     return result.output_throughput
 
 
-def slowest_tpot(result: WorkloadResult) -> float | None:
-    return percentile(result.tpots, SLOWEST)
+def slowest_tpot(result: Repeat) -> float | None:
+    return percentile(list(result.tpots), SLOWEST)
 
 
-def slowest_ttft(result: WorkloadResult) -> float | None:
-    return percentile(result.ttfts, SLOWEST)
-
-
-def serving_figures(results: Sequence[WorkloadResult]) -> ServingFigures:
-    """One side at one M: medians over repeats, percentiles over requests, extremes of what was sampled."""
-    ttfts = [value * 1000 for result in results for value in result.ttfts]
-    tpots = [value * 1000 for result in results for value in result.tpots]
-    preemptions = [result.preemptions for result in results if result.preemptions is not None]
-    engine = EngineWork.sum(result.engine for result in results)
-    return ServingFigures(
-        output_throughput=median(result.output_throughput for result in results),
-        repeats=tuple(result.output_throughput for result in results),
-        ttft_p50_ms=percentile(ttfts, 50),
-        ttft_p99_ms=percentile(ttfts, 99),
-        tpot_p50_ms=percentile(tpots, 50),
-        tpot_p99_ms=percentile(tpots, 99),
-        running_mean=median(decoding_together(result) for result in results),
-        waiting_max=_largest([result.waiting_max for result in results]),
-        kv_usage_max=_largest([sample.kv_cache_usage for result in results for sample in result.samples]),
-        preemptions=sum(preemptions) if preemptions else None,
-        requests=sum(len(result.requests) for result in results),
-        failed_requests=sum(len(result.errors) for result in results),
-        waiting_mean=engine.waiting_mean,
-        step_ms=engine.step_ms,
-        host_ms=engine.host_ms,
-        device_idle_share=engine.device_idle_share,
-    )
+def slowest_ttft(result: Repeat) -> float | None:
+    return percentile(list(result.ttfts), SLOWEST)
 
 
 def decoding_together(result: WorkloadResult) -> float:

@@ -1,18 +1,18 @@
 """What a gate run found: its checks, its curve and its verdict, bound to exact bytes, to and from JSON.
 
-Data only, and the documented form of `serving_check.json`; nothing here measures or decides.
+Data only, and the documented form of `serving_check.json`; `judge.py` decides, and `record.py` reads it back.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from ..layouts.errors import UserError
 from ..layouts.files import write_json
-from ..layouts.outside_files import read_json_object
+from .evidence import Evidence
 from .options import OptionValue
 from .settings import DOCUMENTED, Bounds, WorkloadSettings
 
@@ -20,7 +20,7 @@ Status = Literal["pass", "fail", "inconclusive"]
 CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
 """Unknown is what the engine that was chosen cannot tell: shown, and decides nothing."""
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA_PATH = Path(__file__).parent / "schema" / "serving_check.schema.json"
 EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
 
@@ -154,6 +154,8 @@ class Verdict:
     baseline: Subject
     checks: tuple[CheckResult, ...]
     curve: tuple[CurvePoint, ...]
+    evidence: Evidence
+    """The raw figures that checks and curve were made from, and are made from again when this is read."""
     environment: Environment
     workload: WorkloadSettings
     bounds: Bounds
@@ -177,7 +179,7 @@ class Verdict:
         return [check for check in self.checks if check.status not in ("pass", "unknown")]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(asdict(self))
 
     @classmethod
     def from_json(cls, value: Any) -> "Verdict":
@@ -187,26 +189,8 @@ class Verdict:
     def write(self, path: Path) -> None:
         write_json(path, self.to_json())
 
-    @classmethod
-    def read(cls, path: Path) -> "Verdict":
-        """Read a `serving_check.json`. UserError where it is absent, not JSON, or of another form."""
-        if not path.exists():
-            raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first")
-        value = read_json_object(path, advice="validate again")
-        if value.get("schema_version") != SCHEMA_VERSION:
-            raise UserError(
-                f"{path} has schema version {value.get('schema_version')}; "
-                f"this Scalegate reads version {SCHEMA_VERSION}; validate again"
-            )
-        try:
-            return cls.from_json(value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UserError(f"{path} is not a verdict: {where}: {first['msg']}; validate again") from error
 
-
-def overall_status(checks: list[CheckResult]) -> Status:
+def overall_status(checks: Iterable[CheckResult]) -> Status:
     """Fail where any check failed, else inconclusive where any is, or where nothing was checked at all."""
     statuses = {check.status for check in checks} - {"unknown"}
     if "fail" in statuses:
@@ -217,6 +201,15 @@ def overall_status(checks: list[CheckResult]) -> Status:
 def finite(value: float) -> float | None:
     """`value` as JSON can hold it: null where it is infinite or not a number."""
     return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it: raw figures that are not finite as `nan`, `inf` and `-inf`."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _ADAPTER: TypeAdapter[Verdict] = TypeAdapter(Verdict)

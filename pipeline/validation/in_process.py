@@ -18,9 +18,9 @@ from ...layouts.errors import UserError
 from ...layouts.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
-from ...serving_check.checks.loads import Loaded
 from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
 from ...serving_check.engine.stored_kv import OverStoredKV
+from ...serving_check.evidence import Loaded
 from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of

@@ -5,6 +5,7 @@ It catches what numbers taken in process cannot: a kernel that is wrong only whe
 
 import http.client
 import json
+import math
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..engines import Endpoint
+from ..evidence import ScoredText
 from ..settings import Bounds
-from ..verdict import CheckResult
+from ..verdict import CheckResult, finite
 
 NAME = "canary text"
 LEAST_VARIETY = 0.5
@@ -49,8 +51,16 @@ def continuations(
     ]
 
 
+def scored(texts: Sequence[Continuation], score: Scorer) -> tuple[ScoredText, ...]:
+    """Each with its likelihood under the baseline, and without its prompt, which is not ours to publish."""
+    return tuple(
+        ScoredText(one.tokens, one.text, score(one.prompt, one.tokens) if one.tokens else None)
+        for one in texts
+    )
+
+
 def check_canary(
-    artifact: Sequence[Continuation], baseline: Sequence[Continuation], score: Scorer, bounds: Bounds
+    artifact: Sequence[ScoredText], baseline: Sequence[ScoredText], bounds: Bounds
 ) -> CheckResult:
     """The artifact's texts must be about as likely to the baseline as its own, and about as varied."""
     silent = sum(not one.tokens for one in artifact)
@@ -63,8 +73,7 @@ def check_canary(
     if not reference:
         reason = "the baseline's server wrote no text to compare with"
         return CheckResult(NAME, "inconclusive", "no reference text", bound, reason)
-    nats = fmean(score(one.prompt, one.tokens) for one in written)
-    reference_nats = fmean(score(one.prompt, one.tokens) for one in reference)
+    nats, reference_nats = _nats(written), _nats(reference)
     variety = _variety(written) / _variety(reference)
     problems = []
     if not nats - reference_nats <= bounds.max_canary_extra_nats:
@@ -86,8 +95,8 @@ def check_canary(
         bound=bound,
         reason=reason,
         figures={
-            "nats_per_token": nats,
-            "baseline_nats_per_token": reference_nats,
+            "nats_per_token": finite(nats),
+            "baseline_nats_per_token": finite(reference_nats),
             "variety_ratio": variety,
             "prompts": len(written),
             "example": shown,
@@ -95,7 +104,11 @@ def check_canary(
     )
 
 
-def _variety(texts: Sequence[Continuation]) -> float:
+def _nats(texts: Sequence[ScoredText]) -> float:
+    return fmean(math.nan if one.nats_per_token is None else one.nats_per_token for one in texts)
+
+
+def _variety(texts: Sequence[ScoredText]) -> float:
     """Mean share of a text's tokens that are distinct."""
     return fmean(len(set(one.tokens)) / len(one.tokens) for one in texts)
 

@@ -4,6 +4,7 @@ The server's own monitor says so; from outside such a pause looks like any other
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 from ..engines.prometheus_text import labelled
 from ..engines.series import SCALEGATE_SERIES, Series
@@ -14,7 +15,7 @@ SHOWN = 3
 SHOWN_CHARACTERS = 300
 """Of one compilation's key, which can be long."""
 
-Compilations = Counter[str]
+Compilations = Mapping[str, int]
 """How often each thing was compiled, by kind, kernel and key in a few words."""
 
 
@@ -23,7 +24,7 @@ def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -
     counted = labelled(samples, series.compilations)
     if not counted:
         return None
-    return +Counter({_words(labels): int(value) for labels, value in counted})
+    return {_words(labels): int(value) for labels, value in counted if value > 0}
 
 
 def check_compilations(before: Compilations | None, after: Compilations | None) -> CheckResult:
@@ -35,7 +36,7 @@ def check_compilations(before: Compilations | None, after: Compilations | None) 
     if before is None or after is None:
         reason = "this engine's /metrics does not count them; a pause by one shows in throughput and latency"
         return CheckResult(NAME, "unknown", "not known", bound, reason)
-    during = after - before
+    during = Counter(after) - Counter(before)
     named = [f"{words[:SHOWN_CHARACTERS]} ({count}×)" for words, count in during.most_common(SHOWN)]
     if during:
         reason = "; ".join(named) + ". Warm-up must meet it, or the kernel must not specialize on what runs"

@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ..measurement import MeasuredM
+from ..measurement import MeasuredM, Repeat
 from ..verdict import CheckResult
-from ..workload import WorkloadResult
 
 NAME = "no failed requests"
 SHOWN = 3
@@ -15,7 +14,7 @@ def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
     """Fail where any of the artifact's requests failed; inconclusive where only the baseline's did."""
     artifact = _errors([(one.m, result) for one in measured for result in one.artifact])
     baseline = _errors([(one.m, result) for one in measured for result in one.baseline])
-    requests = sum(len(result.requests) for one in measured for result in one.artifact)
+    requests = sum(result.requests for one in measured for result in one.artifact)
     failed, baseline_failed = artifact.total(), baseline.total()
     if failed:
         reason = "the artifact's server: " + _most_common(artifact)
@@ -33,7 +32,7 @@ def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
     )
 
 
-def _errors(results: list[tuple[int, WorkloadResult]]) -> Counter[str]:
+def _errors(results: list[tuple[int, Repeat]]) -> Counter[str]:
     return Counter(f"at M={m}: {error}" for m, result in results for error in result.errors)
 
 

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from ..measurement import MeasuredM, slowest_tpot, slowest_ttft
+from ..measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
 from ..settings import Bounds
 from ..statistics import interval
 from ..verdict import CheckResult, Status
-from ..workload import WorkloadResult
 
 NAME = "latency"
 ERROR = 0.05
@@ -55,7 +54,7 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
     )
 
 
-def _allowed_ttft(result: WorkloadResult) -> float | None:
+def _allowed_ttft(result: Repeat) -> float | None:
     ttft = slowest_ttft(result)
     return None if ttft is None else ttft + TTFT_ALLOWANCE_S
 

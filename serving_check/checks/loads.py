@@ -5,33 +5,15 @@ A checkpoint whose tensors contradict its config is refused before any check, wi
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from ...layouts.merged_linear import layers_of
 from ..engines.prometheus_text import labelled
 from ..engines.series import SCALEGATE_SERIES, Series
+from ..evidence import Loaded, PackedLayers
 from ..verdict import CheckResult
 
 NAME = "loads"
 SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """One side as it came out of the loader."""
-
-    linear_shapes: Mapping[str, tuple[int, ...]]
-    """[N, K] of every linear layer, [E, N, K] of a layer's experts, by module name."""
-    vocab_size: int
-    layouts: Mapping[str, str] = field(default_factory=dict)
-    """The layout of every packed product, by its name, in which merged layers are one."""
-    packed: Mapping[str, int] | None = None
-    """How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where what serves is
-    no loader of ours."""
-
-
-PackedLayers = Mapping[str, int] | None
-"""As in `Loaded`, of a server; None where it does not say."""
 
 
 def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> PackedLayers:

@@ -6,13 +6,12 @@ The decision is `statistics.py`; this words it, and names the layer to blame fro
 from collections.abc import Mapping, Sequence
 
 from ..verdict import CheckResult, CurvePoint, Status
-from .diagnosis import Diagnosis
 
 NAME = "throughput"
 
 
 def check_throughput(
-    curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, Diagnosis], max_blocks: int
+    curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, str], max_blocks: int
 ) -> CheckResult:
     """Fail where any M is surely below `floor`, pass where every M is surely at or above it.
 
@@ -43,14 +42,13 @@ def _ratio(point: CurvePoint) -> str:
 def _reason(
     failed: Sequence[CurvePoint],
     open_points: Sequence[CurvePoint],
-    diagnoses: Mapping[int, Diagnosis],
+    diagnoses: Mapping[int, str],
     max_blocks: int,
 ) -> str:
     if failed:
         lines = [
             f"at M={point.m}: {point.artifact.output_throughput:.0f} tok/s against "
-            f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. "
-            + (diagnoses[point.m].sentence if point.m in diagnoses else "")
+            f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. " + diagnoses.get(point.m, "")
             for point in failed
         ]
         return "\n".join(line.strip() for line in lines)

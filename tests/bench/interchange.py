@@ -27,7 +27,7 @@ from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoin
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantize import quantize
-from scalegate.serving_check.verdict import Verdict
+from scalegate.serving_check.record import read_verdict
 from transformers import AutoTokenizer
 
 TOOLS = Path(__file__).parent / "interchange_tools"
@@ -189,7 +189,7 @@ class Interchange:
                 "validate": {"exit": done.returncode, "error": done.stderr[-500:]},
                 "holds": False,
             }
-        verdict = Verdict.read(report / "serving_check.json")
+        verdict = read_verdict(report / "serving_check.json")
         checks = {check.name: check.status for check in verdict.checks}
         judged = {
             "exit": done.returncode,

@@ -18,6 +18,7 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact, sha256_of
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.quantize import quantize
+from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 
 from ..serving_check.gate_samples import sample_verdict
@@ -107,7 +108,7 @@ def measured(made, tmp_path, monkeypatch):
     """An artifact of its own, and what it is found to be without measuring."""
     folder = tmp_path / "artifact"
     shutil.copytree(made, folder)
-    verdict = replace(sample_verdict({1: 0.4}), status="fail")
+    verdict = sample_verdict({1: 0.4})
     monkeypatch.setattr(VALIDATE, "_measure_and_judge", lambda run, started: verdict)
     return folder, verdict
 
@@ -125,7 +126,7 @@ def test_a_report_that_cannot_be_written_costs_neither_verdict_nor_status(measur
     assert result.exit_code == 1, result.output
     assert "FAIL" in result.stdout
     assert "Note: the report could not be written" in result.stderr
-    assert Verdict.read(folder / VERDICT_NAME) == verdict
+    assert read_verdict(folder / VERDICT_NAME) == verdict
     assert Artifact.read(folder).verdict_sha256 == sha256_of(folder / VERDICT_NAME)
 
 
@@ -135,7 +136,7 @@ def test_the_verdict_is_there_before_any_plot_is_drawn(measured, tmp_path, monke
     monkeypatch.setattr(VALIDATE, "write_report", full_disk)
     result = CliRunner().invoke(main, ["validate", str(folder), "--report", str(report)])
     assert result.exit_code == 1
-    assert Verdict.read(report / VERDICT_NAME) == Verdict.read(folder / VERDICT_NAME) == verdict
+    assert read_verdict(report / VERDICT_NAME) == read_verdict(folder / VERDICT_NAME) == verdict
     assert result.stderr.count("No space left on device") == 2
 
 

@@ -17,6 +17,7 @@ from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 
 SLOW_LAYOUT = "cpu_int4_float32"
@@ -53,7 +54,7 @@ def test_the_verdict_is_bound_to_the_bytes_and_the_manifest_to_the_verdict(passe
     assert passed.artifact.bytes_digest == manifest.bytes_digest()
     assert manifest.changed_files(artifact) == []
     assert manifest.verdict_sha256 == sha256_of(artifact / "serving_check.json")
-    assert Verdict.read(artifact / "serving_check.json") == passed
+    assert read_verdict(artifact / "serving_check.json") == passed
     assert (artifact / "serving_check" / "report.html").is_file()
 
 
@@ -94,7 +95,7 @@ def failed(artifact: Path, passed: Verdict, tmp_path_factory: pytest.TempPathFac
 def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_passed(failed):
     result, report = failed
     assert result.exit_code == 1, result.output
-    verdict = Verdict.read(report / "serving_check.json")
+    verdict = read_verdict(report / "serving_check.json")
     reason = next(check.reason for check in verdict.checks if check.name == "throughput")
     assert "at M=8" in reason
     assert "int4 g128 zp" in reason
@@ -107,7 +108,7 @@ def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_pas
 def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, artifact: Path):
     result, _ = failed
     assert "FAIL  throughput" in result.output
-    assert Verdict.read(artifact / "serving_check.json").status == "fail"
+    assert read_verdict(artifact / "serving_check.json").status == "fail"
 
 
 def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp_path: Path, monkeypatch):

@@ -2,15 +2,18 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
-from scalegate.serving_check.measurement import Block, MeasuredM
+from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText
+from scalegate.serving_check.judge import judge
+from scalegate.serving_check.measurement import Block, MeasuredM, Repeat
+from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import SequentialTest, decide
-from scalegate.serving_check.verdict import CheckResult, Subject, Verdict, overall_status
+from scalegate.serving_check.verdict import Subject, Verdict
 from scalegate.serving_check.workload import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
 ARTIFACT = Endpoint("http://artifact", "artifact")
@@ -63,35 +66,58 @@ def measured_m(m: int, ratio: float, blocks: int = 6, **options: float) -> Measu
     one = MeasuredM(m)
     for index in range(blocks):
         wobble = 1 + 0.004 * (index % 3 - 1)
-        artifact = [load_result(m, 100 * m * ratio * wobble, **options) for _ in range(2)]
-        one.blocks.append(Block(artifact, [load_result(m, 100 * m) for _ in range(2)]))
+        artifact = [Repeat.of(load_result(m, 100 * m * ratio * wobble, **options)) for _ in range(2)]
+        one.blocks.append(Block(artifact, [Repeat.of(load_result(m, 100 * m)) for _ in range(2)]))
     return one
 
 
-def sample_verdict(ratios: dict[int, float], checks: tuple[CheckResult, ...] = ()) -> Verdict:
-    """A whole verdict with these throughput ratios by M."""
-    bounds = Bounds()
-    test = SequentialTest(bounds.throughput_floor, len(ratios))
-    curve = []
-    for m, ratio in ratios.items():
-        one = measured_m(m, ratio)
-        curve.append(one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), test)))
-    checks = checks or (CheckResult("throughput", "pass", "lowest 1.0", "at least 0.93", "measured"),)
+SHAPES = {"layers.0.up": (768, 256), "layers.0.down": (256, 768)}
+
+
+def sample_evidence(ratios: Mapping[int, float], **changes: Any) -> Evidence:
+    """What a sound artifact shows with these throughput ratios by M; `changes` replace fields."""
+    text = ScoredText((1, 2, 3, 4), "the text", 0.5)
+    sound = Evidence(
+        loaded=Loaded(SHAPES, 8192, {"layers.0.up": "tiles", "layers.0.down": "tiles"}),
+        baseline_loaded=Loaded(SHAPES, 8192),
+        quality=Comparison(8192, 1.52, 1.5, 0.01, 0.1, 0.4, 0.97),
+        canary=(text,),
+        baseline_canary=(text,),
+        measured=tuple(measured_m(m, ratio) for m, ratio in ratios.items()),
+        capacity=1 << 20,
+    )
+    return replace(sound, **changes)
+
+
+def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
+    """A whole verdict, as the gate gives it on these throughput ratios by M; `changes` replace fields."""
     subject = Subject(
         "base-int4", None, "a" * 64, "b" * 64, "compressed-tensors, INT4 g128, zero points", {"tiles": 28}
     )
-    return Verdict(
-        status=overall_status(list(checks)),
+    verdict = Verdict(
+        status="inconclusive",
         artifact=subject,
         baseline=replace(subject, name="base", quantization="none", layouts={}),
-        checks=checks,
-        curve=tuple(curve),
+        checks=(),
+        curve=(),
+        evidence=sample_evidence(ratios),
         environment=describe_environment("cpu", "bfloat16", "embedded", "embedded"),
         workload=WorkloadSettings(tuple(ratios)),
-        bounds=bounds,
+        bounds=Bounds(),
         quality_tokens=8192,
         quality_text_sha256="c" * 64,
         command="pipeline validate base-int4",
         created="2026-01-01T00:00:00+00:00",
         duration_seconds=61.0,
     )
+    given = judged(replace(verdict, **{k: v for k, v in changes.items() if k in JUDGED_FROM}))
+    return replace(given, **changes)
+
+
+JUDGED_FROM = ("evidence", "workload", "bounds")
+
+
+def judged(verdict: Verdict) -> Verdict:
+    """`verdict` with the checks, the curve and the status that follow from its evidence."""
+    found = judge(verdict.evidence, verdict.workload, verdict.bounds)
+    return replace(verdict, status=found.status, checks=found.checks, curve=found.curve)

@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.plan import LayoutPlan, Measurement, ShapeChoice
-from scalegate.serving_check.checks.canary import Continuation, check_canary
+from scalegate.serving_check.checks.canary import Continuation, check_canary, scored
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
 from scalegate.serving_check.checks.diagnosis import diagnose
 from scalegate.serving_check.checks.failures import check_failures
 from scalegate.serving_check.checks.kv_capacity import check_kv_capacity, require_capacity
 from scalegate.serving_check.checks.latency import check_latency
-from scalegate.serving_check.checks.loads import Loaded, check_loads
+from scalegate.serving_check.checks.loads import check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
+from scalegate.serving_check.curve import curve_point
 from scalegate.serving_check.engines.prometheus_text import parse_metrics
+from scalegate.serving_check.evidence import Loaded
 from scalegate.serving_check.measurement import decoding_together
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
@@ -106,7 +108,7 @@ def test_one_slow_m_fails_all_and_is_the_one_shown():
 def test_an_undecided_m_is_never_a_pass():
     one = measured_m(8, 0.93, blocks=3)
     test = SequentialTest(0.93, 1, max_blocks=3)
-    point = one.curve_point(decide(one.log_ratios(lambda result: result.output_throughput), test))
+    point = curve_point(one, decide(one.log_ratios(lambda result: result.output_throughput), test))
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
     assert "--max-repeats" in result.reason
@@ -140,8 +142,7 @@ def test_a_failed_request_fails_and_the_baselines_leaves_it_open():
     for side, status in (("artifact", "fail"), ("baseline", "inconclusive")):
         one = measured_m(2, 1.0)
         results = getattr(one.blocks[0], side)
-        broken = replace(results[0].requests[0], error="HTTP 500: oops")
-        results[0] = replace(results[0], requests=(broken, results[0].requests[1]))
+        results[0] = replace(results[0], errors=("HTTP 500: oops",))
         result = check_failures([one])
         assert result.status == status
         assert "oops" in result.reason
@@ -188,12 +189,15 @@ def test_canary_text_must_be_likely_varied_and_there():
     def score(prompt, tokens):
         return 5.0 if 99 in tokens else 0.5
 
+    def check(artifact, baseline):
+        return check_canary(scored(artifact, score), scored(baseline, score), BOUNDS)
+
     good = texts((1, 2, 3, 4), (5, 6, 7, 8))
-    assert check_canary(good, good, score, BOUNDS).status == "pass"
-    assert "not what the baseline" in check_canary(texts((99, 98, 97, 96)), good, score, BOUNDS).reason
-    assert "repeats itself" in check_canary(texts((0, 0, 0, 0)), good, score, BOUNDS).reason
-    assert check_canary(texts(()), good, score, BOUNDS).status == "fail"
-    assert check_canary(good, texts(()), score, BOUNDS).status == "inconclusive"
+    assert check(good, good).status == "pass"
+    assert "not what the baseline" in check(texts((99, 98, 97, 96)), good).reason
+    assert "repeats itself" in check(texts((0, 0, 0, 0)), good).reason
+    assert check(texts(()), good).status == "fail"
+    assert check(good, texts(())).status == "inconclusive"
 
 
 def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():

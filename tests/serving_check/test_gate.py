@@ -3,12 +3,11 @@
 from collections import Counter
 
 import pytest
-from scalegate.serving_check.checks.diagnosis import Diagnosis
-from scalegate.serving_check.checks.loads import Loaded
-from scalegate.serving_check.gate import Served, canary_prompts, judge, measure, workload_spec
+from scalegate.serving_check.evidence import Evidence, Loaded
+from scalegate.serving_check.gate import canary_prompts, measure, workload_spec
+from scalegate.serving_check.judge import judge
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.verdict import overall_status
 from scalegate.serving_check.workload.prompts import prompts
 
 from .gate_samples import ARTIFACT, BASELINE, simulated_run
@@ -25,12 +24,15 @@ def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings |
 def verdict_of(measured, decisions) -> tuple[str, dict]:
     loaded = Loaded({"up": (8, 8)}, 500)
     comparison = Comparison(100, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-    served = Served([], [], measured, decisions, None)
-    checks = judge(
-        loaded, loaded, comparison, served, lambda prompt, text: 1.0, lambda m: Diagnosis(f"blame {m}"),
-        WorkloadSettings(MS), Bounds(),
-    )  # fmt: skip
-    return overall_status(checks), {check.name: check for check in checks}
+    blame = {one.m: f"blame {one.m}" for one in measured}
+    evidence = Evidence(loaded, loaded, comparison, (), (), tuple(measured), diagnoses=blame)
+    judgement = judge(evidence, WorkloadSettings(MS), Bounds())
+    assert [point.status for point in judgement.curve] == [
+        decision.status
+        for one, decision in zip(measured, decisions, strict=True)
+        if one.artifact and one.baseline
+    ], "judged as it was decided while it ran"
+    return judgement.status, {check.name: check for check in judgement.checks}
 
 
 def test_an_equal_artifact_passes_at_every_m():

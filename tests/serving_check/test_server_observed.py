@@ -9,8 +9,9 @@ import pytest
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
 from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
 from scalegate.serving_check.checks.reached import check_reached, most_running
+from scalegate.serving_check.curve import serving_figures
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.measurement import serving_figures
+from scalegate.serving_check.measurement import Repeat
 from scalegate.serving_check.settings import Bounds
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
@@ -65,7 +66,7 @@ def test_a_limit_below_m_fails_with_the_queue_beside_an_empty_kv_cache(limited: 
     result = load(limited, 16)
     assert result.errors == []
     samples = limited.metrics()
-    figures = serving_figures([result])
+    figures = serving_figures([Repeat.of(result)])
     capped = replace(sample_verdict({16: 1.0}).curve[0], artifact=figures)
     check = check_reached([capped], Bounds().min_reached, most_running(samples))
     assert check.status == "fail"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from scalegate.layouts.errors import UserError
+from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.verdict import SCHEMA_PATH, CheckResult, Verdict, json_schema, overall_status
+from scalegate.serving_check.verdict import SCHEMA_PATH, CheckResult, json_schema, overall_status
 
 from .gate_samples import sample_verdict
 
@@ -15,7 +16,7 @@ from .gate_samples import sample_verdict
 def test_a_verdict_comes_back_from_its_file_as_it_went(tmp_path: Path):
     verdict = sample_verdict({1: 1.0, 8: 1.2})
     verdict.write(tmp_path / "serving_check.json")
-    assert Verdict.read(tmp_path / "serving_check.json") == verdict
+    assert read_verdict(tmp_path / "serving_check.json") == verdict
 
 
 def test_the_schema_in_the_tree_is_the_one_of_the_code():
@@ -64,15 +65,15 @@ def test_a_verdict_of_another_form_is_refused_by_name(tmp_path: Path, change, me
     path = tmp_path / "serving_check.json"
     path.write_text(json.dumps(value), encoding="utf-8")
     with pytest.raises(UserError, match=message):
-        Verdict.read(path)
+        read_verdict(path)
 
 
 def test_what_is_no_json_and_what_is_not_there_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="pipeline validate"):
-        Verdict.read(tmp_path / "serving_check.json")
+        read_verdict(tmp_path / "serving_check.json")
     (tmp_path / "serving_check.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="not valid JSON"):
-        Verdict.read(tmp_path / "serving_check.json")
+        read_verdict(tmp_path / "serving_check.json")
 
 
 def check(status: str) -> CheckResult:

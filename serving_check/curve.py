@@ -1,0 +1,72 @@
+"""The curve of throughput against M, artifact beside baseline, from the repeats that were measured.
+
+Arithmetic only: the same repeats and settings give the same curve, on any machine.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+from .measurement import MeasuredM, Repeat, output_throughput
+from .settings import Bounds, WorkloadSettings
+from .statistics import Decision, SequentialTest, decide
+from .verdict import CurvePoint, ServingFigures, finite
+from .workload import percentile
+from .workload.engine_work import EngineWork
+
+
+def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
+    """The test of each M, fixed before the first repeat."""
+    return SequentialTest(floor=floor, number_of_ms=len(workload.ms), max_blocks=workload.max_blocks)
+
+
+def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
+    """A point for every M at which both sides finished a repeat."""
+    test = sequential_test(workload, bounds.throughput_floor)
+    return [
+        curve_point(one, decide(one.log_ratios(output_throughput), test))
+        for one in measured
+        if one.artifact and one.baseline
+    ]
+
+
+def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:
+    return CurvePoint(
+        m=measured.m,
+        artifact=serving_figures(measured.artifact),
+        baseline=serving_figures(measured.baseline),
+        ratio=finite(decision.ratio),
+        ratio_low=finite(decision.low),
+        ratio_high=finite(decision.high),
+        status=decision.status,
+        log_ratios=tuple(measured.log_ratios(output_throughput)),
+    )
+
+
+def serving_figures(results: Sequence[Repeat]) -> ServingFigures:
+    """One side at one M: medians over repeats, percentiles over requests, extremes of what was sampled."""
+    ttfts = [value * 1000 for result in results for value in result.ttfts]
+    tpots = [value * 1000 for result in results for value in result.tpots]
+    preemptions = [result.preemptions for result in results if result.preemptions is not None]
+    engine = EngineWork.sum(result.engine for result in results)
+    return ServingFigures(
+        output_throughput=median(result.output_throughput for result in results),
+        repeats=tuple(result.output_throughput for result in results),
+        ttft_p50_ms=percentile(ttfts, 50),
+        ttft_p99_ms=percentile(ttfts, 99),
+        tpot_p50_ms=percentile(tpots, 50),
+        tpot_p99_ms=percentile(tpots, 99),
+        running_mean=median(result.decoding_together for result in results),
+        waiting_max=_largest([result.waiting_max for result in results]),
+        kv_usage_max=_largest([result.kv_usage_max for result in results]),
+        preemptions=sum(preemptions) if preemptions else None,
+        requests=sum(result.requests for result in results),
+        failed_requests=sum(len(result.errors) for result in results),
+        waiting_mean=engine.waiting_mean,
+        step_ms=engine.step_ms,
+        host_ms=engine.host_ms,
+        device_idle_share=engine.device_idle_share,
+    )
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,69 @@
+"""The raw figures of a gate run: all that its checks are judged from, kept in the verdict beside them.
+
+`judge.py` makes every check anew from these alone, so an edited result contradicts its own evidence. A new
+check adds what it needs here, as plain data, and is one more line in `judge`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .measurement import MeasuredM
+from .quality import Comparison
+from .settings import DOCUMENTED
+
+PackedLayers = Mapping[str, int] | None
+"""How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where a server does not
+say, or is no loader of ours."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One side as it came out of the loader."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    linear_shapes: Mapping[str, tuple[int, ...]]
+    """[N, K] of every linear layer, [E, N, K] of a layer's experts, by module name."""
+    vocab_size: int
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    """The layout of every packed product, by its name, in which merged layers are one."""
+    packed: PackedLayers = None
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """What a server wrote after one prompt, and how likely that is to the baseline."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    tokens: tuple[int, ...]
+    text: str
+    nats_per_token: float | None
+    """Mean over `tokens` under the baseline; null where nothing was written."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that `judge` reads besides the workload and the bounds."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    loaded: Loaded
+    baseline_loaded: Loaded
+    quality: Comparison
+    """On held-out text, in process."""
+    canary: tuple[ScoredText, ...]
+    """Greedy text of the artifact's server."""
+    baseline_canary: tuple[ScoredText, ...]
+    measured: tuple[MeasuredM, ...]
+    """Every repeat at every M."""
+    capacity: int | None = None
+    """Tokens that the artifact's KV cache holds, where its server says."""
+    limit: int | None = None
+    """Requests that the artifact's server runs together at most, where it says."""
+    compiled: tuple[Mapping[str, int] | None, Mapping[str, int] | None] = (None, None)
+    """By the artifact's server since its warm-up: before the first request, and after the last."""
+    packed: tuple[PackedLayers, PackedLayers] = (None, None)
+    """By the artifact's server, and by the baseline's."""
+    diagnoses: Mapping[int, str] = field(default_factory=dict)
+    """For each M that failed, what the layers' own timings say."""

@@ -1,0 +1,46 @@
+"""Judges a gate run: every check, the curve and the status, from its raw figures and nothing else.
+
+A pure function, called once when a verdict is given and again whenever one is read (`record.py`).
+"""
+
+from dataclasses import dataclass
+
+from .checks.canary import check_canary
+from .checks.compilations import check_compilations
+from .checks.failures import check_failures
+from .checks.kv_capacity import check_kv_capacity
+from .checks.latency import check_latency
+from .checks.loads import check_loads
+from .checks.quality import check_quality
+from .checks.reached import check_reached
+from .checks.throughput import check_throughput
+from .curve import curve_of
+from .evidence import Evidence
+from .settings import Bounds, WorkloadSettings
+from .verdict import CheckResult, CurvePoint, Status, overall_status
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What follows from the evidence."""
+
+    status: Status
+    checks: tuple[CheckResult, ...]
+    curve: tuple[CurvePoint, ...]
+
+
+def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
+    """Every check, in the order in which they are shown; each is a pure function of what it is given here."""
+    curve = curve_of(evidence.measured, workload, bounds)
+    checks = (
+        check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
+        check_canary(evidence.canary, evidence.baseline_canary, bounds),
+        check_quality(evidence.quality, bounds),
+        check_failures(evidence.measured),
+        check_reached(curve, bounds.min_reached, evidence.limit),
+        check_throughput(curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks),
+        check_latency(evidence.measured, bounds),
+        check_kv_capacity(curve, workload, evidence.capacity),
+        check_compilations(*evidence.compiled),
+    )
+    return Judgement(overall_status(checks), checks, tuple(curve))

@@ -1,0 +1,138 @@
+"""Reading a verdict back, and judging it again: what its raw figures do not bear out is refused.
+
+It tells an edit, not a forgery: whoever makes up the raw figures as well must be held off by a signature.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..layouts.errors import UserError
+from ..layouts.outside_files import read_json_object
+from .environment import package_versions
+from .judge import Judgement, judge
+from .measurement import MeasuredM, Repeat
+from .settings import WorkloadSettings
+from .verdict import SCHEMA_VERSION, Verdict
+
+TOLERANCE = 1e-6
+"""Relative, of a figure made again: another machine's `exp` may round otherwise."""
+SHOWN = 3
+WORDS = ("measured", "bound", "reason")
+
+
+def read_verdict(path: Path) -> Verdict:
+    """The verdict in the file `path`, its checks, curve and status made again from its raw figures.
+
+    UserError where it is absent, not JSON, of another form, or where what it says does not follow from them.
+    """
+    verdict = parse_verdict(path)
+    if problems := contradictions(verdict):
+        raise UserError(
+            f"{path} contradicts its own raw figures, so it was edited after it was given: "
+            f"{'; '.join(problems[:SHOWN])}. Validate again"
+        )
+    found = judge(verdict.evidence, verdict.workload, verdict.bounds)
+    return replace(verdict, checks=found.checks, curve=found.curve)
+
+
+def parse_verdict(path: Path) -> Verdict:
+    """The verdict as the file says it. UserError where it is absent, not JSON, or of another form."""
+    if not path.exists():
+        raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first")
+    value = read_json_object(path, advice="validate again")
+    if value.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{path} has schema version {value.get('schema_version')}; "
+            f"this Scalegate reads version {SCHEMA_VERSION}; validate again"
+        )
+    try:
+        return Verdict.from_json(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path} is not a verdict: {where}: {first['msg']}; validate again") from error
+
+
+def contradictions(verdict: Verdict) -> list[str]:
+    """What in a verdict does not follow from its raw figures, one line each; empty where all does.
+
+    The words of a check may differ where another version of Scalegate gave them; its figures may not.
+    """
+    found = judge(verdict.evidence, verdict.workload, verdict.bounds)
+    problems = _of_the_settings(verdict)
+    problems += _of_the_checks(verdict, found)
+    problems += [
+        f"the curve at M={recorded.m} is not the one of its repeats"
+        for recorded, again in zip(verdict.curve, found.curve, strict=False)
+        if not _same(asdict(recorded), asdict(again))
+    ]
+    if len(verdict.curve) != len(found.curve):
+        problems.append(f"the curve has {len(verdict.curve)} points, the repeats give {len(found.curve)}")
+    if verdict.status != found.status:
+        problems.append(f"it says {verdict.status}, its figures say {found.status}")
+    return problems
+
+
+def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
+    names, again = [[check.name for check in checks] for checks in (verdict.checks, found.checks)]
+    if names != again:
+        changed = sorted(set(names) ^ set(again)) or names
+        return [f"its checks are not the gate's: {', '.join(changed)}"]
+    same_version = verdict.environment.versions.get("scalegate") == package_versions().get("scalegate")
+    problems = []
+    for recorded, check in zip(verdict.checks, found.checks, strict=True):
+        if recorded.status != check.status:
+            problems.append(f"{check.name} says {recorded.status}, its figures say {check.status}")
+        elif not _same(dict(recorded.figures), dict(check.figures)):
+            problems.append(f"the figures of {check.name} are not those that were measured")
+        elif same_version and any(getattr(recorded, word) != getattr(check, word) for word in WORDS):
+            problems.append(f"the words of {check.name} are not those of its figures")
+    return problems
+
+
+def _of_the_settings(verdict: Verdict) -> list[str]:
+    """Whether the repeats are those that the workload asks for."""
+    problems = []
+    measured, workload = verdict.evidence.measured, verdict.workload
+    if [one.m for one in measured] != sorted(workload.ms):
+        problems.append("its repeats are at other Ms than its workload names")
+    for one in measured:
+        if len(one.blocks) > workload.max_blocks or not all(
+            _as_asked(repeat, one.m, workload) for repeat in (*one.artifact, *one.baseline)
+        ):
+            problems.append(f"the repeats at M={one.m} are not of its workload")
+        elif verdict.status == "pass" and not _is_whole(one):
+            problems.append(f"M={one.m} was not measured to its end")
+    if verdict.quality_tokens != verdict.evidence.quality.tokens:
+        problems.append("quality was measured on another number of tokens than it says")
+    return problems
+
+
+def _as_asked(repeat: Repeat, m: int, workload: WorkloadSettings) -> bool:
+    answered = repeat.requests - len(repeat.errors)
+    most = repeat.requests * workload.output_len
+    return repeat.requests == m * workload.waves and (
+        answered * workload.output_len <= repeat.output_tokens <= most
+    )
+
+
+def _is_whole(measured: MeasuredM) -> bool:
+    return bool(measured.blocks) and all(
+        len(block.artifact) == len(block.baseline) == 2 for block in measured.blocks
+    )
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equal, but for the last digits of a float, and for tuples that JSON made lists."""
+    if isinstance(left, float) and isinstance(right, float | int):
+        return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, Sequence) and isinstance(right, Sequence) and not isinstance(left, str):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)
