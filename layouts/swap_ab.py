@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.int4 import hopper, swap_ab
-from ..kernels.int4.tile import SEMAPHORES
+from ..kernels.hopper import gemm
+from ..kernels.hopper.tile import SEMAPHORES
+from ..kernels.int4 import swap_ab
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
 from .int4_affine import int4_of, require_int4
@@ -53,7 +54,7 @@ class SwapAB:
             x = x.clone()
         rest = packed.shape[0], attributes["group_size"], bool(attributes["fractional"])
         operands = x, tensors["words"], tensors["scale_words"], tensors["semaphores"]
-        return hopper.matmul(*operands, *rest, self.batch_invariant)
+        return gemm.matmul(*operands, *rest, self.batch_invariant)
 
 
 class SwapABPortable:

@@ -1,1 +1,1 @@
-"""INT4 matrix products: `hopper.py` is the fast path, `swap_ab.py` the bytes and the portable kernel."""
+"""INT4 weights: `swap_ab.py` is the bytes and the portable kernel; `kernels/hopper/` multiplies by them."""

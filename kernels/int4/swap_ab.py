@@ -1,7 +1,7 @@
 """INT4 weights in the order of wgmma's register operand ("swap AB"): byte layout, reference, portable kernel.
 
-`hopper.py` is the fast path on the same bytes; the Triton kernel here runs on any GPU that Triton compiles
-for, and under its interpreter. Not for activations in fp32.
+`kernels/hopper/gemm.py` is the fast path on the same bytes; the Triton kernel here runs on any GPU that
+Triton compiles for, and under its interpreter. Not for activations in fp32.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 

@@ -1,4 +1,4 @@
-"""Times every tile and split that `kernels/int4/stream_k_config.py` could choose beside the one it chooses.
+"""Times every tile and split that `kernels/hopper/stream_k_config.py` could choose beside the one it chooses.
 
     python -P tests/bench/int4_tuning.py --model qwen3-8b --m 16,64,512 --out tuning.json
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import triton
-from scalegate.kernels.int4 import stream_k, stream_k_config
-from scalegate.kernels.int4.stream_k import Config
-from scalegate.kernels.int4.tile import NUM_SMS, Int4Operand
+from scalegate.kernels.hopper import stream_k, stream_k_config
+from scalegate.kernels.hopper.stream_k import Config
+from scalegate.kernels.hopper.tile import NUM_SMS, Int4Operand
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import SWAP_AB

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import triton
-from scalegate.kernels.int4 import invariant, invariant_config, stream_k, stream_k_config, swap_ab, unpack
-from scalegate.kernels.int4.tile import Dequant
+from scalegate.kernels.hopper import invariant, invariant_config, stream_k, stream_k_config, unpack
+from scalegate.kernels.hopper.tile import Dequant
+from scalegate.kernels.int4 import swap_ab
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from scalegate.kernels.int4 import stream_k, stream_k_config
-from scalegate.kernels.int4.stream_k import Config
-from scalegate.kernels.int4.tile import NUM_SMS, Int4Operand
+from scalegate.kernels.hopper import stream_k, stream_k_config
+from scalegate.kernels.hopper.stream_k import Config
+from scalegate.kernels.hopper.tile import NUM_SMS, Int4Operand
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE

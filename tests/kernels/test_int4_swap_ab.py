@@ -8,16 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels.int4 import (
-    epilogue,
-    hopper,
-    invariant,
-    invariant_config,
-    stream_k,
-    stream_k_config,
-    swap_ab,
-)
-from scalegate.kernels.int4.tile import NUM_SMS, SEMAPHORES
+from scalegate.kernels.hopper import epilogue, gemm, invariant, invariant_config, stream_k, stream_k_config
+from scalegate.kernels.hopper.tile import NUM_SMS, SEMAPHORES
+from scalegate.kernels.int4 import swap_ab
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import pack
 
@@ -262,7 +255,7 @@ def quotients(a: np.ndarray, b: int) -> np.ndarray:
 @pytest.mark.parametrize(("n", "k"), [*SHAPES_SERVED, (1024, 1152), (128256, 16384)])
 def test_iterations_are_divided_right_up_to_the_most_rows(n, k):
     """By fp32 reciprocals; and partial sums go to and come from the CTAs that have the tile's iterations."""
-    for m in (8, 65, 256, 512, 640, 3000, hopper.MAX_ROWS):
+    for m in (8, 65, 256, 512, 640, 3000, gemm.MAX_ROWS):
         chosen = stream_k_config.config_for(m, n, k)
         tile, count, period = chosen.tile, chosen.num_ctas, len(chosen.start_offsets)
         iters_per_tile = -(-k // tile.iter_columns)
@@ -298,7 +291,7 @@ def test_the_invariant_split_knows_only_the_shape_of_the_weight():
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("m", [0, 1, 40, 700, hopper.MAX_ROWS + 300])
+@pytest.mark.parametrize("m", [0, 1, 40, 700, gemm.MAX_ROWS + 300])
 def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatch):
     """With as many semaphores as tiles or CTAs that are awaited."""
     launches = []
@@ -317,7 +310,7 @@ def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatc
     n, k = 4096, 12288
     semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32)
     x = torch.empty(m, 1).expand(m, k)
-    y = hopper.matmul(x, x, x, semaphores, n, 128, False, batch_invariant)
+    y = gemm.matmul(x, x, x, semaphores, n, 128, False, batch_invariant)
     assert y.shape == (m, n)
     rows = [(part.storage_offset() // n, len(part)) for _, part in launches]
     assert all(len(part_x) == len(part_y) for part_x, part_y in launches)
@@ -351,7 +344,7 @@ def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monk
     monkeypatch.setattr(module, name, recorder)
     for m in (1, 40, 128, 512):
         x = torch.randn(m, k).bfloat16()
-        hopper.matmul(
+        gemm.matmul(
             x, packed["words"], packed["scale_words"], semaphores, n, group_size, False, batch_invariant
         )
         grid, given, options = recorder.launches.pop()

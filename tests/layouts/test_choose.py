@@ -254,9 +254,9 @@ def test_measurements_are_kept_and_fresh_measures_again(monkeypatch):
     assert measured == [64, 64, 64]
 
 
-@pytest.mark.parametrize("changed", ["kernels/append.py", "kernels/int4/stream_k.py", "layouts/choose.py"])
+@pytest.mark.parametrize("changed", ["kernels/append.py", "kernels/hopper/stream_k.py", "layouts/choose.py"])
 def test_what_is_cached_is_not_for_another_source(changed, tmp_path):
-    for name in ("kernels/append.py", "kernels/int4/stream_k.py", "layouts/choose.py", "pipeline/cli.py"):
+    for name in ("kernels/append.py", "kernels/hopper/stream_k.py", "layouts/choose.py", "pipeline/cli.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one", encoding="utf-8")
     before = source_digest(tmp_path)

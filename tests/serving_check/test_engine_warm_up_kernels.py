@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.int4 import invariant_config, stream_k_config
+from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.serving_check.engine.buckets import (
     LARGEST_GRAPH,
     decode_buckets,

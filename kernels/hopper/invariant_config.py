@@ -92,7 +92,7 @@ def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
 
 
 def matmul(x: Tensor, weight: Int4Operand, y: Tensor) -> None:
-    """x [M, K] @ w.T into y [M, N]; as `hopper.matmul` but for the order of summation."""
+    """x [M, K] @ w.T into y [M, N]; as `gemm.matmul` but for the order of summation."""
     m, n = y.shape
     if m == 0:
         return

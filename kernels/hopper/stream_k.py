@@ -3,7 +3,7 @@
 For any number of rows of x. Not for batch-invariant serving (`invariant.py`): where K is split depends on M.
 
 The bytes of w and the reference are in `swap_ab.py`; the way of a tile through this kernel is drawn in
-`hopper.py`. "Swap AB": the weight is wgmma's M operand, unpacked in registers, and x its N operand, so that
+`gemm.py`. "Swap AB": the weight is wgmma's M operand, unpacked in registers, and x its N operand, so that
 sixteen rows of x cost wgmmas of N=16.
 
 Stream-K (Osama et al., 2023): tiles of y are numbered down M, then along N, and each has as many iterations

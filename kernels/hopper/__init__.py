@@ -1,0 +1,1 @@
+"""Matrix products on Hopper whose weights are packed: `gemm.py` is the entry, `ptx.py` the lowest floor."""
