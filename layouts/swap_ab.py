@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.hopper import gemm
-from ..kernels.hopper.tile import SEMAPHORES
+from ..kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
 from ..kernels.int4 import swap_ab
+from ..kernels.int4.decoder import Int4Decoder
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
 from .int4_affine import int4_of, require_int4
@@ -48,13 +49,19 @@ class SwapAB:
         return replace(packed, tensors={**packed.tensors, "semaphores": semaphores})
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, attributes = packed.tensors, packed.attributes
         x = x.contiguous()
         if x.data_ptr() % 16:
             x = x.clone()
-        rest = packed.shape[0], attributes["group_size"], bool(attributes["fractional"])
-        operands = x, tensors["words"], tensors["scale_words"], tensors["semaphores"]
-        return gemm.matmul(*operands, *rest, self.batch_invariant)
+        return gemm.matmul(x, operand_of(packed), packed.shape[0], self.batch_invariant)
+
+
+def operand_of(packed: PackedWeight) -> PackedOperand:
+    """The packed weight as the Hopper kernels take it."""
+    attributes = packed.attributes
+    half = packed.dtype == torch.float16
+    decoder = Int4Decoder(half, attributes["group_size"], bool(attributes["fractional"]))
+    words, scale_words, semaphores = (packed.tensors[one] for one in ("words", "scale_words", "semaphores"))
+    return PackedOperand(words, scale_words, semaphores, decoder)
 
 
 class SwapABPortable:

@@ -1,4 +1,4 @@
-"""Epilogue of the INT4 stream-K kernel: partial sums exchanged, reduced by the tile's owner, y stored.
+"""Epilogue of the stream-K kernel: partial sums exchanged, reduced by the tile's owner, y stored.
 
     accumulator [BN, BM], fp32 --+-- not the owner:  scratch memory, then semaphore release
                                  +-- owner:          semaphore acquire, + others' sums in order of K, --> y
@@ -64,18 +64,23 @@ class Exchange:
 
 @aggregate
 class Output:
-    """y [M, N]; with VECTOR_STORE its rows are whole groups of four."""
+    """y [M, N], the sums times `factor` where there is one.
+
+    With VECTOR_STORE its rows are whole groups of four.
+    """
 
     y: gl.tensor
     M: gl.tensor
     N: gl.tensor
+    factor: gl.tensor | gl.constexpr
     VECTOR_STORE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, y, m, n, vector_store):
+    def __init__(self, y, m, n, factor, vector_store):
         self.y = y
         self.M = m
         self.N = n
+        self.factor = gl.constexpr(None) if factor is None else factor
         self.VECTOR_STORE = gl.constexpr(vector_store)
 
 
@@ -194,6 +199,11 @@ def store_y(fragments, output, tile_n, tile_m, t):
     """Round the sums and store them to the tile of y, where that has rows and columns for them."""
     M = output.M
     N = output.N
+    if output.factor is not None:
+        factor = gl.load(output.factor)
+        for _ in gl.static_range(t.BM // 8):
+            # The tuple rotates: after all fragments each is in its place.
+            fragments = fragments[1:] + (fragments[0] * factor,)  # noqa: RUF005
     gdc_wait()
     corner = opaque_address(output.y + (tile_m.to(gl.int64) * t.BM * N + tile_n * t.BN))
     n = gl.arange(0, t.BN, gl.SliceLayout(1, fragment_layout(t.BN)))[:, None]

@@ -1,16 +1,16 @@
-"""INT4 matrix product on Hopper: y [M, N] = x [M, K] @ w.T, w packed INT4; the entry, and the way of a tile.
+"""Matrix product on Hopper with a packed weight: y [M, N] = x [M, K] @ w.T; the entry, and the way of a tile.
 
                               HBM
-       words, scale words      |       x                          tma_loads.py
+          words, scales        |       x                          tma_loads.py
                 +--------- TMA loads -----------+                 by one producer warp, a stage at a time
                 v                               v
-    ring of 3 to 8 stages in shared memory: words, scale words | x [BM, 64..256]; full and empty mbarriers
+    ring of 3 to 8 stages in shared memory: words, scales | x [BM, 64..256]; full and empty mbarriers
                 |                               |
-         ld.shared.v4: a lane's                 |                 mainloop.py
-         four words, 32 codes                   |                 by one or two warpgroups
+         shared loads: a lane's words of        |                 mainloop.py
+         a tile, 32 codes                       |                 by one or two warpgroups
                 v                               |
-         shift, lop3, sub, mul: bf16 or fp16    |                 unpack.py
-         pairs, already where wgmma wants them  |
+         decoded: bf16 or fp16 pairs, al-       |                 decoder.py: the seam; one file a format
+         ready where wgmma wants them           |                 operand.py
                 v                               v
           A operand in registers        B operand in shared memory
                 +---------- wgmma --------------+
@@ -31,9 +31,12 @@
     tail_prefetch.py     a variant in which partial sums are loaded into the ring ahead of time
     invariant.py         batch-invariant split-K, with a main loop and an epilogue of its own
     invariant_config.py  its tiles and splits
-    traits.py, tile.py   compile-time numbers on the device, tiles and operands on the host
+    tile.py, traits.py   compile-time numbers on the host and on the device
+    packed_operand.py    the weight and its TMA descriptors
+    nibbles.py           what decoders of four-bit formats share
     ptx.py               inline PTX
-    swap_ab.py           the byte layout, its packing and reference, and the portable kernel
+
+What the bytes are is the formats' own: each has a folder beside this one, with a decoder and its packing.
 
 Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
 M; what chose them is measured, by `tests/bench/int4_tuning.py`.
@@ -43,26 +46,16 @@ import torch
 from torch import Tensor
 
 from . import invariant_config, stream_k, stream_k_config
-from .tile import Int4Operand
+from .packed_operand import PackedOperand
 
 MAX_ROWS = 16384
 """Rows of x in a launch."""
 
 
-def matmul(
-    x: Tensor,
-    words: Tensor,
-    scale_words: Tensor,
-    semaphores: Tensor,
-    n: int,
-    group_size: int,
-    fractional: bool,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T; x bf16 or fp16, contiguous, on 16 bytes; the weight as in `Int4Operand`."""
+def matmul(x: Tensor, weight: PackedOperand, n: int, batch_invariant: bool = False) -> Tensor:
+    """y [M, N] = x [M, K] @ w.T; x bf16 or fp16 as the decoder has it, contiguous, on 16 bytes."""
     m, k = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    weight = Int4Operand(words, scale_words, semaphores, group_size, fractional)
     if batch_invariant:
         invariant_config.matmul(x, weight, y)
         return y

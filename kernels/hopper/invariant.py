@@ -1,14 +1,14 @@
-"""Batch-invariant INT4 matrix product on Hopper, split-K, in Gluon: one order of summation for every M.
+"""Batch-invariant matrix product on Hopper, split-K, in Gluon: one order of summation for every M.
 
-y [M, N] = x [M, K] @ w.T, w packed INT4 [N, K]; the bytes of w and the reference are in `swap_ab.py`. Where a
+y [M, N] = x [M, K] @ w.T, w [N, K] packed; what its bytes mean is the decoder's (`decoder.py`). Where a
 row's bits may depend on M, `stream_k.py` is faster. `invariant_config.py` chooses tiles and splits.
 
 "Swap AB": the weight is wgmma's M operand, `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen rows of
 x cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
 
-    producer warp   TMA: words, scale words, activations --> a ring of stages in shared memory
-    consumers       ld.shared.v4: a lane's four words of a tile, unpacked by `unpack.py`
-                    register-operand wgmma, asynchronous; the next chunk is unpacked meanwhile
+    producer warp   TMA: words, scales, activations --> a ring of stages in shared memory
+    consumers       shared loads: a lane's words of a tile, decoded
+                    register-operand wgmma, asynchronous; the next chunk is decoded meanwhile
 
 A weight with few tiles is split along K, in as many splits as suit a single row of x. Each leaves its fp32
 partial sums in scratch memory; the CTA that finishes last reduces them in order of K, so the bits are the
@@ -37,67 +37,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tile import Dequant, HopperTile, Int4Operand
-from .tma_loads import Ring, stage_bytes
+from .decoder import Decoder
+from .operand import wgmma_operand
+from .packed_operand import PackedOperand, x_layout
+from .tile import HopperTile
+from .tma_loads import Ring, ring_shape, stage_bytes
 from .traits import Traits
-from .unpack import split_scale_word, wgmma_operand, x_layout
-
-
-@gluon.constexpr_function
-def words_register_layout(rows: int):
-    """The words of a tile, [row / 16, r, t, v, u], among the warps: each thread the four of its lane."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]],
-        lane_bases=[[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]],
-        warp_bases=[[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]][: 2 if rows == 64 else 3],
-        block_bases=[],
-        shape=[rows // 16, 8, 4, 2, 2],
-    )
-
-
-PLAIN_5D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
-PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def read_words(words_smem, TILE: gl.constexpr, t):
-    """The words of one tile of a stage; BN=128 only of stages of one tile."""
-    spread: gl.constexpr = words_register_layout(t.BN)
-    flat = words_smem._reinterpret(gl.int32, [words_smem.shape[0] * words_smem.shape[1] * 64], PLAIN_1D)
-    words = flat.slice(TILE * 512, t.BN * 8)._reinterpret(gl.int32, [t.BN // 16, 8, 4, 2, 2], PLAIN_5D)
-    return words.load(spread)
-
-
-@gluon.jit
-def read_scales(scale_smem, TILE: gl.constexpr, t):
-    """For each group of a tile the rows' unpacked scale words."""
-    flat = scale_smem._reinterpret(gl.int32, [scale_smem.shape[0] * t.BN], PLAIN_1D)
-    scales = ()
-    for group in gl.static_range(t.GROUPS):
-        row = flat.slice(((TILE * 64) // t.GROUP + group) * t.BN, t.BN)
-        by_row = row._reinterpret(gl.int32, [t.BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
-        scale_words = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_register_layout(t.BN))))
-        first, second = split_scale_word(scale_words, t)
-        first = gl.expand_dims(gl.expand_dims(first, 2), 3)
-        second = gl.expand_dims(gl.expand_dims(second, 2), 3)
-        scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-    return scales
 
 
 @gluon.jit
 def read_operand(words_smem, scale_smem, CHUNK: gl.constexpr, t):
     """Chunk `CHUNK` of a stage as wgmma's A operand [BN, 16 * SLICES]."""
     tile: gl.constexpr = CHUNK * t.SLICES // 4
-    words = read_words(words_smem, tile, t)
-    scales = read_scales(scale_smem, tile, t)
+    words = t.DECODER.load_words(words_smem, tile, t)
+    scales = t.DECODER.load_scales(scale_smem, tile, t)
     more_words = words
     more_scales = scales
     if t.SLICES == 8:
-        # Two tiles; in groups of 128 they share their scales.
-        more_words = read_words(words_smem, tile + 1, t)
-        if t.GROUP < 128:
-            more_scales = read_scales(scale_smem, tile + 1, t)
+        more_words = t.DECODER.load_words(words_smem, tile + 1, t)
+        if t.SCALE_COLUMNS < 128:
+            more_scales = t.DECODER.load_scales(scale_smem, tile + 1, t)
     return wgmma_operand(words, scales, more_words, more_scales, CHUNK, t)
 
 
@@ -129,7 +88,7 @@ class Work:
 def load_stage(ring, work, slot, stage, pred, WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, t):
     """Start loading stage number `stage` of K into a slot of the ring."""
     if WEIGHTS:
-        count: gl.constexpr = stage_bytes(ring.words.shape, ring.scales.shape, ring.x.shape, t.K_TILES)
+        count: gl.constexpr = stage_bytes(ring.words.shape, ring.scales.shape, ring.x.shape)
         mbarrier.expect(ring.full.index(slot), count, pred=pred)
         ring.load_weights(slot, stage, work.tile_n, pred, t)
     if ACTIVATIONS:
@@ -163,7 +122,7 @@ def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
     """The sums [BN, BM] over one split of K; with SEQUENTIAL over all splits, each summed by itself.
 
     A turn of the loop takes an even number of chunks, so that the operand in flight and the one being made
-    keep registers of their own; one chunk is unpacked while the wgmmas of the one before run.
+    keep registers of their own; one chunk is decoded while the wgmmas of the one before run.
     """
     begin = work.begin
     end = work.end
@@ -212,28 +171,36 @@ def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
 
 @aggregate
 class Output:
-    """y [M, N]; with TMA_STORE written through `staging` in shared memory by `y_desc`."""
+    """y [M, N], the sums times `factor` where there is one.
+
+    With TMA_STORE it is written through `staging` in shared memory by `y_desc`.
+    """
 
     y: gl.tensor
     y_desc: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     M: gl.tensor
     N: gl.tensor
+    factor: gl.tensor | gl.constexpr
     TMA_STORE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, y, y_desc, staging, m, n, tma_store):
+    def __init__(self, y, y_desc, staging, m, n, factor, tma_store):
         self.y = y
         self.y_desc = y_desc
         self.staging = staging
         self.M = m
         self.N = n
+        self.factor = gl.constexpr(None) if factor is None else factor
         self.TMA_STORE = gl.constexpr(tma_store)
 
 
 @gluon.jit
 def store_y(sums, output, first_row, first_column, t):
     """Sums [BN, BM], rounded, to rows of y."""
+    if output.factor is not None:
+        sums = sums * gl.load(output.factor)
+    sums = sums.to(t.DTYPE)
     if output.TMA_STORE:
         output.staging.permute((1, 0)).store(sums)
         fence_async_shared()
@@ -254,14 +221,17 @@ def reduce_unroll(rows):
     return 8 if rows <= 16 else 4 if rows <= 64 else 1
 
 
-@gluon.jit(do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "num_splits"])
-def int4_invariant_kernel(
-    x_desc, words_desc, scale_desc, y, y_desc, partials, semaphores,
+@gluon.jit(
+    do_not_specialize=["M", "N", "units", "tiles_m", "whole_tiles", "num_splits"],
+    repr=lambda form: form.constants["DECODER"].name + "_invariant_kernel",
+)
+def invariant_kernel(
+    x_desc, words_desc, scale_desc, y, y_desc, factor, partials, semaphores,
     M, N, units, tiles_m, whole_tiles, num_splits,
-    TILE: gl.constexpr, DEQUANT: gl.constexpr, TMA_STORE: gl.constexpr, SEQUENTIAL: gl.constexpr,
+    TILE: gl.constexpr, DECODER: gl.constexpr, TMA_STORE: gl.constexpr, SEQUENTIAL: gl.constexpr,
 ):  # fmt: skip
     """Grid: a CTA for each of the first `whole_tiles` tiles, `num_splits` CTAs for each of the others."""
-    t = Traits(TILE, DEQUANT, True)
+    t = Traits(TILE, DECODER, True)
     pid = gl.program_id(0)
     tile = pid
     split = 0
@@ -277,11 +247,12 @@ def int4_invariant_kernel(
     end = (split + 1) * units // splits * (4 // t.K_TILES)
     work = Work(tile_m, tile_n, begin, end, units, num_splits)
 
-    scale_rows: gl.constexpr = scale_desc.block_shape[0]
     words_ring = gl.allocate_shared_memory(
-        gl.int32, [t.STAGES, t.BN // 64, t.K_TILES * 8, 64], words_desc.layout
+        gl.int32, ring_shape(t.STAGES, words_desc.block_shape), words_desc.layout
     )
-    scale_ring = gl.allocate_shared_memory(gl.int32, [t.STAGES, scale_rows, t.BN], scale_desc.layout)
+    scale_ring = gl.allocate_shared_memory(
+        gl.int32, ring_shape(t.STAGES, scale_desc.block_shape), scale_desc.layout
+    )
     x_ring = gl.allocate_shared_memory(t.DTYPE, [t.STAGES, t.BM, t.K_TILES * 64], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], mbarrier.MBarrierLayout())
@@ -297,9 +268,9 @@ def int4_invariant_kernel(
 
     gdc_wait()
     staging = x_ring.index(0) if t.BN == 64 else x_ring._reinterpret(t.DTYPE, [t.BM, t.BN], x_ring.layout)
-    output = Output(y, y_desc, staging, M, N, TMA_STORE)
+    output = Output(y, y_desc, staging, M, N, factor, TMA_STORE)
     if splits == 1:
-        store_y(sums.to(t.DTYPE), output, tile_m * t.BM, tile_n * t.BN, t)
+        store_y(sums, output, tile_m * t.BM, tile_n * t.BN, t)
     else:
         own = tile - whole_tiles
         column = gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
@@ -319,7 +290,7 @@ def int4_invariant_kernel(
                         scratch + (first + i) * (t.BN * t.BM), mask=wanted, other=0.0, cache_modifier=".cg"
                     )
             gl.store(semaphores + own, 0)
-            store_y(total.to(t.DTYPE), output, tile_m * t.BM, tile_n * t.BN, t)
+            store_y(total, output, tile_m * t.BM, tile_n * t.BN, t)
 
 
 SPLIT_UNIT = 256
@@ -338,7 +309,9 @@ class Tile(HopperTile):
     reduce_cost: float = 0.0
 
 
-def launch(x: Tensor, weight: Int4Operand, y: Tensor, tile: Tile, num_splits: int, sequential: bool) -> None:
+def launch(
+    x: Tensor, weight: PackedOperand, y: Tensor, tile: Tile, num_splits: int, sequential: bool
+) -> None:
     """x [M, K] @ w.T into y [M, N], in one launch: K in `num_splits` splits.
 
     sequential: one CTA sums all splits of a tile, else each has its own
@@ -348,18 +321,18 @@ def launch(x: Tensor, weight: Int4Operand, y: Tensor, tile: Tile, num_splits: in
     whole = tiles if num_splits == 1 or sequential else 0
     scratch = (tiles - whole) * num_splits * tile.n * tile.m
     partials = torch.empty(max(scratch, 1), dtype=torch.float32, device=x.device)
-    x_desc, words_desc, scale_desc = tile.descriptors(x, weight)
+    x_desc, words_desc, scale_desc = weight.descriptors(x, tile)
     # A TMA store wants rows of y on 16 bytes.
     tma_store = tile.k_tiles == 1 and n % 8 == 0
     y_desc = TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if tma_store else x_desc
-    int4_invariant_kernel[(whole + (tiles - whole) * num_splits,)](
-        x_desc, words_desc, scale_desc, y, y_desc, partials, weight.semaphores,
+    invariant_kernel[(whole + (tiles - whole) * num_splits,)](
+        x_desc, words_desc, scale_desc, y, y_desc, weight.factor, partials, weight.semaphores,
         m, n, triton.cdiv(x.shape[1], SPLIT_UNIT), triton.cdiv(m, tile.m), whole, num_splits,
-        **constants(tile, weight.dequant(x.dtype), tma_store, sequential),
+        **constants(tile, weight.decoder, tma_store, sequential),
         **tile.options(),
     )  # fmt: skip
 
 
-def constants(tile: Tile, dequant: Dequant, tma_store: bool, sequential: bool = False) -> dict[str, object]:
+def constants(tile: Tile, decoder: Decoder, tma_store: bool, sequential: bool = False) -> dict[str, object]:
     """The kernel's constexpr arguments."""
-    return {"TILE": tile, "DEQUANT": dequant, "TMA_STORE": tma_store, "SEQUENTIAL": sequential}
+    return {"TILE": tile, "DECODER": decoder, "TMA_STORE": tma_store, "SEQUENTIAL": sequential}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import invariant
 from .invariant import SPLIT_UNIT, Tile
-from .tile import NUM_SMS, SEMAPHORES, Int4Operand
+from .packed_operand import SEMAPHORES, PackedOperand
+from .tile import NUM_SMS
 
 # Tile: m, n, k_tiles, stages, slices, registers, ctas_per_sm, unit_us
 BUCKETS = {
@@ -91,7 +92,7 @@ def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
     return (few if few.num_tiles(m, n) <= NUM_SMS else many), True
 
 
-def matmul(x: Tensor, weight: Int4Operand, y: Tensor) -> None:
+def matmul(x: Tensor, weight: PackedOperand, y: Tensor) -> None:
     """x [M, K] @ w.T into y [M, N]; as `gemm.matmul` but for the order of summation."""
     m, n = y.shape
     if m == 0:

@@ -1,15 +1,15 @@
-"""Main loop of the INT4 stream-K kernel: words unpacked to register operands, wgmma, fp32 accumulators.
+"""Main loop of the stream-K kernel: words decoded to register operands, wgmma, fp32 accumulators.
 
-    ring slot --ld.shared.v4--> words --shift, lop3, sub, mul--> A operand in registers --+
-    ring slot (x) ------------- B operand in shared memory, transposed -------------------+--> wgmma
+    ring slot --ld.shared--> words --decode--> A operand in registers --+
+    ring slot (x) ----------- B operand in shared memory, transposed ---+--> wgmma
 
 The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; at the next one
-the warpgroup stalls until there is room. So what is unpacked behind all wgmmas of a chunk is hidden by the
+the warpgroup stalls until there is room. So what is decoded behind all wgmmas of a chunk is hidden by the
 last of them only, and there are two schedules:
 
-    chunked_mainloop  unpack 64 or 128 columns, then issue their wgmmas: up to 64 rows of x, which is bound
+    chunked_mainloop  decode 64 or 128 columns, then issue their wgmmas: up to 64 rows of x, which is bound
                       by bytes from HBM, or where the scale multiplies the sums
-    sliced_mainloop   unpack 16 columns, issue their wgmma, unpack the next 16: more rows. A stage's words
+    sliced_mainloop   decode 16 columns, issue their wgmma, decode the next 16: more rows. A stage's words
                       are read while wgmmas of the stage before are in flight
 
 Both wait on full mbarriers with all lanes and arrive at empty ones once a warp (`ptx.py`), and return the
@@ -21,8 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .ptx import load_shared, load_shared_pair, load_shared_v4, mbarrier_arrive, mbarrier_wait
-from .unpack import scale_from_word, split_scale_word, wgmma_operand
+from .operand import wgmma_operand
+from .ptx import mbarrier_arrive, mbarrier_wait
 
 
 @gluon.constexpr_function
@@ -39,7 +39,7 @@ def lane_layout(warps):
 
 @gluon.jit
 def lane_offsets(t):
-    """Byte offsets in a stage of a lane's words of a tile, and of the scale words of its row r."""
+    """Byte offsets of each lane in a stage's words and in its scales."""
     spread: gl.constexpr = lane_layout(t.BN // 16)
     of_warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, spread))
     of_r: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, spread))
@@ -47,60 +47,26 @@ def lane_offsets(t):
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, t.BN // 16, of_warp), 1), 2)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, of_r), 0), 2)
     quad = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, of_t), 0), 1)
-    lane = (warp // 4) * (t.K_TILES * 2048) + ((warp % 4) * 32 + r * 4 + quad) * 16
-    row = (warp * 16 + r) * 4 + quad * 0
-    return lane, row
-
-
-@gluon.jit
-def read_words(stage, lane, OFFSET: gl.constexpr):
-    """A lane's four words of one tile of 64 columns, [row / 16, r, t, v, u]."""
-    a, b, c, d = load_shared_v4(lane + stage, OFFSET)
-    return gl.join(gl.join(a, c), gl.join(b, d))
-
-
-@gluon.jit
-def read_scales(stage, row, OFFSET: gl.constexpr, t):
-    """For each group of a tile the unpacked scale words of the lane's rows r and r + 8."""
-    scales = ()
-    for group in gl.static_range(t.GROUPS):
-        a, b = load_shared_pair(row + stage, OFFSET + group * (t.BN * 4), 32)
-        a1, a2 = split_scale_word(a, t)
-        b1, b2 = split_scale_word(b, t)
-        first = gl.join(gl.join(a1, a1), gl.join(b1, b1))
-        second = gl.join(gl.join(a2, a2), gl.join(b2, b2))
-        scales = scales + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-    return scales
-
-
-@gluon.jit
-def read_accumulator_scales(slot, CHUNK: gl.constexpr, t, smem):
-    """The scales of chunk `CHUNK`, a group of 128 columns, as they multiply its sums: [BN, 1]."""
-    row = gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
-    words = load_shared(slot * smem.SCALE_BYTES + row * 4, smem.SCALES + CHUNK * t.BN * 4)
-    return gl.expand_dims(scale_from_word(words), 1)
+    return t.DECODER.lane_offsets(warp, r, quad, t)
 
 
 @gluon.jit
 def read_operand(slot, lane, row, CHUNK: gl.constexpr, t, smem):
-    """Chunk `CHUNK` of a stage as wgmma's A operand [BN, 16 * SLICES], and the scales of its sums or 1."""
+    """Chunk `CHUNK` of a slot: the operand, and the scales of its sums where these are scaled."""
     tile: gl.constexpr = CHUNK * t.SLICES // 4
-    step: gl.constexpr = t.BN * 4
-    words_at = slot * (t.BN * t.K_TILES * 32)
-    scales_at = slot * smem.SCALE_BYTES
-    words = read_words(words_at, lane, smem.WORDS + tile * 2048)
-    scales = read_scales(scales_at, row, smem.SCALES + tile * 64 // t.GROUP * step, t)
+    words = t.DECODER.read_words(slot, lane, tile, t, smem)
+    scales = t.DECODER.read_scales(slot, row, tile, t, smem)
     more_words = words
     more_scales = scales
     if t.SLICES == 8:
-        more_words = read_words(words_at, lane, smem.WORDS + (tile + 1) * 2048)
-        if t.GROUP < 128:
-            more_scales = read_scales(scales_at, row, smem.SCALES + (tile + 1) * 64 // t.GROUP * step, t)
+        more_words = t.DECODER.read_words(slot, lane, tile + 1, t, smem)
+        if t.SCALE_COLUMNS < 128:
+            more_scales = t.DECODER.read_scales(slot, row, tile + 1, t, smem)
     operand = wgmma_operand(words, scales, more_words, more_scales, CHUNK, t)
     if t.SCALE_WEIGHTS:
         return operand, 1.0
     else:
-        return operand, read_accumulator_scales(slot, CHUNK, t, smem)
+        return operand, t.DECODER.read_sum_scales(slot, CHUNK, t, smem)
 
 
 @gluon.jit
@@ -108,7 +74,7 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
     """w . x^T over stages `k_stage` to `k_end` of K, whole iterations, chunk by chunk.
 
     An iteration takes an even number of chunks, so that the operand in flight and the one being made keep
-    registers of their own; one chunk is unpacked while the wgmmas of the one before run.
+    registers of their own; one chunk is decoded while the wgmmas of the one before run.
     """
     accumulator = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)
     mbarrier_wait(smem.FULL + slot * 8, phase)
@@ -135,7 +101,7 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
                 if chunk + 1 < t.CHUNKS:
                     weight, scale = read_operand(slot, lane, row, chunk + 1, t, smem)
                 else:
-                    # Behind the last stage this unpacks what is not used.
+                    # Behind the last stage this decodes what is not used.
                     phase = gl.where(wraps, phase ^ 1, phase)
                     if stage + 1 < k_end:
                         mbarrier_wait(smem.FULL + following * 8, phase)
@@ -151,16 +117,14 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
 
 @gluon.jit
 def read_stage(slot, lane, row, t, smem):
-    """For each tile of a stage the lane's words and its unpacked scale words."""
+    """For each tile of a stage the lane's words and scales."""
     words = ()
     scales = ()
     for tile in gl.static_range(t.K_TILES):
-        one_words = read_words(slot * (t.BN * t.K_TILES * 32), lane, smem.WORDS + tile * 2048)
+        one_words = t.DECODER.read_words(slot, lane, tile, t, smem)
         words = words + (one_words,)  # type: ignore[assignment]  # noqa: RUF005
-        if (tile * 64) % t.GROUP == 0:
-            one_scales = read_scales(
-                slot * smem.SCALE_BYTES, row, smem.SCALES + tile * 64 // t.GROUP * (t.BN * 4), t
-            )
+        if (tile * 64) % t.SCALE_COLUMNS == 0:
+            one_scales = t.DECODER.read_scales(slot, row, tile, t, smem)
             scales = scales + (one_scales,)  # type: ignore[assignment]  # noqa: RUF005
         else:
             scales = scales + (scales[tile - 1],)  # type: ignore[assignment]  # noqa: RUF005

@@ -1,4 +1,4 @@
-"""Inline PTX of the INT4 stream-K kernel: mbarriers, shared loads, semaphores, partial sums, stores of y.
+"""Inline PTX of the stream-K kernel: mbarriers, shared loads, semaphores, partial sums, stores of y.
 
 Gluon puts a barrier of the whole group before every mbarrier arrive and every second wait, and a fence of all
 memory before a TMA load into memory that it has seen written. Here each warp waits and arrives for itself.
@@ -399,7 +399,7 @@ def bulk_load(sums, scales, slot, SUMS_BYTES: gl.constexpr, SCALES_BYTES: gl.con
     """
     gl.inline_asm_elementwise(
         bulk_load_asm(SUMS_BYTES, SCALES_BYTES, smem.FULL, smem.WORDS), "=r,l,l,r,r,r",
-        [sums, scales, slot * (t.BM * t.K_TILES * 128), slot * (t.BN * t.K_TILES * 32), slot * 8],
+        [sums, scales, slot * (t.BM * t.K_TILES * 128), slot * smem.WORD_BYTES, slot * 8],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

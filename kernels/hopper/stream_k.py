@@ -1,9 +1,9 @@
-"""INT4 matrix product with stream-K on Hopper, in Gluon: y [M, N] = x [M, K] @ w.T, w packed INT4 [N, K].
+"""Matrix product with stream-K on Hopper, in Gluon: y [M, N] = x [M, K] @ w.T, w [N, K] packed.
 
 For any number of rows of x. Not for batch-invariant serving (`invariant.py`): where K is split depends on M.
 
-The bytes of w and the reference are in `swap_ab.py`; the way of a tile through this kernel is drawn in
-`gemm.py`. "Swap AB": the weight is wgmma's M operand, unpacked in registers, and x its N operand, so that
+What the bytes of w mean is the decoder's (`decoder.py`); the way of a tile through this kernel is drawn in
+`gemm.py`. "Swap AB": the weight is wgmma's M operand, decoded in registers, and x its N operand, so that
 sixteen rows of x cost wgmmas of N=16.
 
 Stream-K (Osama et al., 2023): tiles of y are numbered down M, then along N, and each has as many iterations
@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .decoder import Decoder
 from .epilogue import (
     Exchange,
     Output,
@@ -54,10 +55,11 @@ from .epilogue import (
     store_y,
 )
 from .mainloop import chunked_mainloop, lane_offsets, sliced_mainloop
+from .packed_operand import PackedOperand
 from .ptx import init_mbarriers, mbarrier_arrive, mbarrier_expect, mbarrier_wait
 from .tail_prefetch import MAX_TAILS, add_tail, prefetch_tail, send_tail, signal_tails
-from .tile import Dequant, HopperTile, Int4Operand
-from .tma_loads import Ring, stage_bytes
+from .tile import HopperTile
+from .tma_loads import Ring, ring_shape, stage_bytes
 from .traits import Smem, Traits, iter_stages
 
 OFFSETS_ROWS = gl.constexpr(128)
@@ -180,7 +182,7 @@ def load_stage(
 ):
     """Start loading stage `k` of a tile into a slot of the ring."""
     if WEIGHTS:
-        count: gl.constexpr = stage_bytes(ring.words.shape, ring.scales.shape, ring.x.shape, t.K_TILES)
+        count: gl.constexpr = stage_bytes(ring.words.shape, ring.scales.shape, ring.x.shape)
         mbarrier_expect(slot * 8 + k * 0, k * 0 + pred, smem.FULL, count)
         ring.load_weights(slot, k, tile_n, pred, t)
     if ACTIVATIONS:
@@ -225,7 +227,7 @@ def producer_partition(ring, exchange, work, TAILS: gl.constexpr, t, smem):
 
 @gluon.jit
 def consumer_partition(x_ring, output, exchange, work, TAILS: gl.constexpr, t, smem):
-    """The warpgroups that unpack and multiply: main loop and epilogue of each tile, or part of one."""
+    """The warpgroups that decode and multiply: main loop and epilogue of each tile, or part of one."""
     lane, row = lane_offsets(t)
     tile_n = work.tile_n
     tile_m = work.tile_m
@@ -275,18 +277,19 @@ def consumer_partition(x_ring, output, exchange, work, TAILS: gl.constexpr, t, s
     do_not_specialize=[
         "M", "N", "tiles_m", "iters_per_tile", "total_iters", "num_ctas", "period", "start_offsets",
         "head_iters", "tails_per_cta",
-    ]
+    ],
+    repr=lambda form: form.constants["DECODER"].name + "_stream_k_kernel",
 )  # fmt: skip
-def int4_stream_k_kernel(
-    x_desc, words_desc, scale_desc, y, partials, semaphores, M, N,
+def stream_k_kernel(
+    x_desc, words_desc, scale_desc, y, factor, partials, semaphores, M, N,
     tiles_m, iters_per_tile, total_iters, num_ctas, period, start_offsets, head_iters, tails_per_cta,
     inv_tiles_m, inv_iters_per_tile, inv_total, inv_ctas, inv_period,
-    TILE: gl.constexpr, DEQUANT: gl.constexpr, SCALE_WEIGHTS: gl.constexpr, VECTOR_STORE: gl.constexpr,
+    TILE: gl.constexpr, DECODER: gl.constexpr, SCALE_WEIGHTS: gl.constexpr, VECTOR_STORE: gl.constexpr,
     TAILS: gl.constexpr,
 ):  # fmt: skip
     """Grid: `num_ctas` CTAs. Parameters as `launch` gives them."""
-    t = Traits(TILE, DEQUANT, SCALE_WEIGHTS)
-    smem = Smem(t, scale_desc.block_shape[0])
+    t = Traits(TILE, DECODER, SCALE_WEIGHTS)
+    smem = Smem(t, words_desc.block_shape, scale_desc.block_shape)
     split = Decomposition(
         iters_per_tile, total_iters, num_ctas, period, start_offsets, inv_iters_per_tile, inv_total, inv_ctas,
         inv_period,
@@ -319,10 +322,10 @@ def int4_stream_k_kernel(
     memory = gl.allocate_shared_memory(gl.int8, [smem.FULL // 1024 + 1, 1024], FLAT_BYTES)
     x_ring = memory.index(0)._reinterpret(t.DTYPE, [t.STAGES, t.BM, t.K_TILES * 64], x_desc.layout)
     words_ring = memory.index(smem.WORDS // 1024)._reinterpret(
-        gl.int32, [t.STAGES, t.BN // 64, t.K_TILES * 8, 64], words_desc.layout
+        gl.int32, ring_shape(t.STAGES, words_desc.block_shape), words_desc.layout
     )
     scale_ring = memory.index(smem.SCALES // 1024)._reinterpret(
-        gl.int32, [t.STAGES, scale_desc.block_shape[0], t.BN], scale_desc.layout
+        gl.int32, ring_shape(t.STAGES, scale_desc.block_shape), scale_desc.layout
     )
     full = memory.index(smem.FULL // 1024)._reinterpret(gl.int64, [128, 1], mbarrier.MBarrierLayout())
     ring = Ring(x_desc, words_desc, scale_desc, words_ring, scale_ring, x_ring, full)
@@ -335,7 +338,7 @@ def int4_stream_k_kernel(
         owner = split.owner_of(tile)
         last_cta = split.last_cta_of(split.tile_of(end - 1))
     exchange = Exchange(partials, semaphores, cta, owner, last_cta)
-    output = Output(y, M, N, VECTOR_STORE)
+    output = Output(y, M, N, factor, VECTOR_STORE)
     gl.warp_specialize([
         (consumer_partition, (x_ring, output, exchange, work, TAILS, t, smem)),
         (producer_partition, (ring, exchange, work, TAILS, t, smem)),
@@ -374,7 +377,7 @@ class Config:
     head_iters: int = 0
 
 
-def launch(x: Tensor, weight: Int4Operand, y: Tensor, config: Config) -> None:
+def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
     """x [M, K] @ w.T into y [M, N], in one launch."""
     m, n = y.shape
     tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
@@ -384,13 +387,13 @@ def launch(x: Tensor, weight: Int4Operand, y: Tensor, config: Config) -> None:
     total_iters = tiles * iters_per_tile
     scratch = 1 if num_ctas == tiles else num_ctas * tile.partial_floats
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
-    int4_stream_k_kernel[(num_ctas,)](
-        *tile.descriptors(x, weight),
-        y, partials, weight.semaphores, m, n,
+    stream_k_kernel[(num_ctas,)](
+        *weight.descriptors(x, tile),
+        y, weight.factor, partials, weight.semaphores, m, n,
         tiles_m, iters_per_tile, total_iters, num_ctas, len(offsets), packed_bytes(offsets),
         config.head_iters, tiles // (num_ctas - tiles) if config.head_iters else 0,
         1 / tiles_m, 1 / iters_per_tile, 1 / total_iters, 1 / num_ctas, 1 / len(offsets),
-        **constants(tile, weight.dequant(x.dtype), n, config.head_iters > 0),
+        **constants(tile, weight.decoder, n, config.head_iters > 0),
         **tile.options(),
     )  # fmt: skip
 
@@ -401,24 +404,12 @@ def packed_bytes(offsets: tuple[int, ...]) -> int:
     return int.from_bytes(bytes(one & 255 for one in offsets).ljust(4, b"\0"), "little", signed=True)
 
 
-MAX_SCALED_ACCUMULATOR_ROWS = 32
-
-
-def constants(tile: Tile, dequant: Dequant, n: int, tails: bool) -> dict[str, object]:
-    """The kernel's constexpr arguments; of n only whether rows of y have whole groups of four.
-
-    With few rows of x, where a chunk is a group, the scale multiplies its sums, fewer than its weights.
-    """
-    scale_sums = (
-        tile.m <= MAX_SCALED_ACCUMULATOR_ROWS
-        and tile.slices == 8
-        and dequant.group_size == 128
-        and not dequant.fractional
-    )
+def constants(tile: Tile, decoder: Decoder, n: int, tails: bool) -> dict[str, object]:
+    """The kernel's constexpr arguments; of n only whether rows of y have whole groups of four."""
     return {
         "TILE": tile,
-        "DEQUANT": dequant,
-        "SCALE_WEIGHTS": not scale_sums,
+        "DECODER": decoder,
+        "SCALE_WEIGHTS": not decoder.scales_sums(tile),
         "VECTOR_STORE": n % 4 == 0,
         "TAILS": tails,
     }

@@ -69,7 +69,7 @@ def prefetch_tail(exchange, stages, t, smem):
 def add_tail(fragments, slot, phase, offsets, t, smem):
     """Consumers of an owner: add what `prefetch_tail` has loaded."""
     mbarrier_wait(smem.FULL + slot * 8, phase)
-    scale_address = offsets // 4 + slot * (t.BN * t.K_TILES * 32)
+    scale_address = offsets // 4 + slot * smem.WORD_BYTES
     return add_scaled_fp16(
         fragments, scale_address, offsets + slot * (t.BM * t.K_TILES * 128), smem.WORDS, True, t
     )

@@ -1,14 +1,16 @@
-"""TMA loads of one stage of the INT4 kernels' shared-memory ring, for their producer warps.
+"""TMA loads of one stage of the shared-memory ring, for the kernels' producer warps.
 
 A stage is K_TILES tiles of 64 columns of K:
 
-    words   int32 [STAGES, BN / 64, K_TILES * 8, 64]
-    scales  int32 [STAGES, groups, BN]                 scale words
-    x       bf16 or fp16 [STAGES, BM, K_TILES * 64]    128-byte swizzle
+    words   int32 [STAGES, BN / 64, K_TILES * word_rows, 64]
+    scales  int32 [STAGES, ...]                                 as the decoder has it
+    x       bf16 or fp16 [STAGES, BM, K_TILES * 64]             128-byte swizzle
 
 TMA fills in zeros past the end of K, M and N. Arming the full mbarrier is left to the two kernels, which do
 it in ways of their own.
 """
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,11 +43,11 @@ class Ring:
 
     @gluon.jit
     def load_weights(self, slot, k_stage, tile_n, pred, t):
-        """Start loading the words and scale words of stage `k_stage` of K into a slot."""
-        words_from = [tile_n * self.words.shape[1], k_stage * (t.K_TILES * 8), 0]
+        """Start loading the words and scales of stage `k_stage` of K into a slot."""
+        words_from = [tile_n * self.words.shape[1], k_stage * self.words.shape[2], 0]
         bar = self.full.index(slot)
         tma.async_copy_global_to_shared(self.words_desc, words_from, bar, self.words.index(slot), pred=pred)
-        scales_from = [(k_stage * (t.K_TILES * 64)) // t.GROUP, tile_n * self.scales.shape[2]]
+        scales_from = t.DECODER.scale_corner(k_stage, tile_n, t)
         tma.async_copy_global_to_shared(self.scale_desc, scales_from, bar, self.scales.index(slot), pred=pred)
 
     @gluon.jit
@@ -58,6 +60,12 @@ class Ring:
 
 
 @gluon.constexpr_function
-def stage_bytes(words_ring, scale_ring, x_ring, k_tiles):
+def stage_bytes(words_ring, scale_ring, x_ring):
     """All bytes that arrive in a slot, by the shapes of the three rings."""
-    return words_ring[1] * k_tiles * 2048 + scale_ring[1] * scale_ring[2] * 4 + x_ring[1] * k_tiles * 128
+    return 4 * math.prod(words_ring[1:]) + 4 * math.prod(scale_ring[1:]) + 2 * math.prod(x_ring[1:])
+
+
+@gluon.constexpr_function
+def ring_shape(stages, block_shape):
+    """A ring of blocks."""
+    return [stages, *block_shape]

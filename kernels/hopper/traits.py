@@ -1,8 +1,10 @@
-"""Compile-time numbers of the INT4 kernels for Hopper, as Gluon aggregates.
+"""Compile-time numbers of the Hopper kernels, as Gluon aggregates.
 
-What CUTLASS calls kernel traits: built once at the top of a kernel from the host's `HopperTile` and `Dequant`
+What CUTLASS calls kernel traits: built once at the top of a kernel from the host's `HopperTile` and `Decoder`
 and passed down, so that no device function repeats them. They hold no run-time values.
 """
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,18 +17,23 @@ def iter_stages(k_tiles, slices):
     return 2 if k_tiles * 4 == slices else 1
 
 
+@gluon.constexpr_function
+def words_of(block_shape):
+    """32-bit words in a block."""
+    return math.prod(block_shape)
+
+
 @aggregate
 class Traits:
-    """Tile, ring and dequantization, under the names that kernels give them."""
+    """Tile, ring and decoder, under the names that kernels give them."""
 
     BM: gl.constexpr
     """Rows of x in a tile of y: wgmma's N."""
     BN: gl.constexpr
     """Rows of the weight in a tile of y: wgmma's M, 64 a warpgroup."""
-    GROUP: gl.constexpr
-    GROUPS: gl.constexpr
-    """Groups in a tile of 64 columns."""
-    FRACTIONAL: gl.constexpr
+    DECODER: gl.constexpr
+    SCALE_COLUMNS: gl.constexpr
+    """Columns of K that one reading of scales serves."""
     HALF: gl.constexpr
     DTYPE: gl.constexpr
     STAGES: gl.constexpr
@@ -36,19 +43,18 @@ class Traits:
     """Chunks of SLICES slices of 16 columns in a stage."""
     ITER_STAGES: gl.constexpr
     SCALE_WEIGHTS: gl.constexpr
-    """Scales multiply weights; else the fp32 sums of a chunk that is a group."""
+    """Scales multiply weights; else the fp32 sums over a chunk."""
     MMA: gl.constexpr
     """Layout of the fp32 accumulator [BN, BM]."""
 
     @gluon.constexpr_function
-    def __init__(self, tile, dequant, scale_weights):
+    def __init__(self, tile, decoder, scale_weights):
         self.BM = gl.constexpr(tile.m)
         self.BN = gl.constexpr(tile.n)
-        self.GROUP = gl.constexpr(dequant.group_size)
-        self.GROUPS = gl.constexpr(64 // dequant.group_size if dequant.group_size < 64 else 1)
-        self.FRACTIONAL = gl.constexpr(dequant.fractional)
-        self.HALF = gl.constexpr(dequant.half)
-        self.DTYPE = gl.constexpr(gl.float16 if dequant.half else gl.bfloat16)
+        self.DECODER = gl.constexpr(decoder)
+        self.SCALE_COLUMNS = gl.constexpr(decoder.scale_columns)
+        self.HALF = gl.constexpr(decoder.half)
+        self.DTYPE = gl.constexpr(gl.float16 if decoder.half else gl.bfloat16)
         self.STAGES = gl.constexpr(tile.stages)
         self.K_TILES = gl.constexpr(tile.k_tiles)
         self.SLICES = gl.constexpr(tile.slices)
@@ -63,14 +69,15 @@ class Smem:
     """Byte offsets into the stream-K kernel's one allocation, each a multiple of 1024 but for the mbarriers'.
 
     0          x            STAGES * [BM, K_TILES * 64] of 16 bits
-    WORDS      words        STAGES * BN * K_TILES * 32 bytes
-    SCALES     scale words  STAGES * SCALE_BYTES
+    WORDS      words        STAGES * WORD_BYTES
+    SCALES     scales       STAGES * SCALE_BYTES
     FULL       mbarriers    a stage's bytes have arrived
     EMPTY      mbarriers    all warps are done with a stage
     SENT       mbarriers    a tail's partial sums are stored (`tail_prefetch.py`)
     """
 
     WORDS: gl.constexpr
+    WORD_BYTES: gl.constexpr
     SCALES: gl.constexpr
     SCALE_BYTES: gl.constexpr
     FULL: gl.constexpr
@@ -78,13 +85,14 @@ class Smem:
     SENT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, t, scale_rows):
-        bm, bn, stages, k_tiles = t.BM.value, t.BN.value, t.STAGES.value, t.K_TILES.value
-        scale_bytes = scale_rows * bn * 4
+    def __init__(self, t, words_block, scale_block):
+        bm, stages, k_tiles = t.BM.value, t.STAGES.value, t.K_TILES.value
+        word_bytes, scale_bytes = words_of(words_block) * 4, words_of(scale_block) * 4
         words = stages * bm * k_tiles * 128
-        scales = words + (stages * bn * k_tiles * 32 + 1023) // 1024 * 1024
+        scales = words + (stages * word_bytes + 1023) // 1024 * 1024
         full = scales + (stages * scale_bytes + 1023) // 1024 * 1024
         self.WORDS = gl.constexpr(words)
+        self.WORD_BYTES = gl.constexpr(word_bytes)
         self.SCALES = gl.constexpr(scales)
         self.SCALE_BYTES = gl.constexpr(scale_bytes)
         self.FULL = gl.constexpr(full)

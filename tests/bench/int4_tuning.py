@@ -19,10 +19,10 @@ import torch
 import triton
 from scalegate.kernels.hopper import stream_k, stream_k_config
 from scalegate.kernels.hopper.stream_k import Config
-from scalegate.kernels.hopper.tile import NUM_SMS, Int4Operand
+from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
-from scalegate.layouts.swap_ab import SWAP_AB
+from scalegate.layouts.swap_ab import SWAP_AB, operand_of
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
@@ -64,9 +64,7 @@ def heads_for(m: int, n: int, k: int) -> list[tuple[int, int]]:
 
 def product(packed: PackedWeight, x: Tensor, config: Config) -> Tensor:
     y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
-    tensors = packed.tensors
-    operands = tensors["words"], tensors["scale_words"], tensors["semaphores"]
-    stream_k.launch(x, Int4Operand(*operands, GROUP_SIZE, fractional=False), y, config)
+    stream_k.launch(x, operand_of(packed), y, config)
     return y
 
 

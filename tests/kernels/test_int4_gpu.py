@@ -3,11 +3,12 @@
 import pytest
 import torch
 from scalegate.kernels.hopper import stream_k, stream_k_config
+from scalegate.kernels.hopper.packed_operand import PackedOperand
 from scalegate.kernels.hopper.stream_k import Config
-from scalegate.kernels.hopper.tile import NUM_SMS, Int4Operand
+from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
-from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
+from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE, operand_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +36,12 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
     return Int4Weight(spec, codes, scale, zero if fractional else zero.to(torch.uint8))
 
 
-def operand_of(weight: Int4Weight, dtype: torch.dtype) -> Int4Operand:
+def packed_operand(weight: Int4Weight, dtype: torch.dtype) -> PackedOperand:
     """What stream-K is launched with; skips on a chip that it is not for."""
     refusal = SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda")))
     if refusal is not None:
         pytest.skip(refusal)
-    packed = SWAP_AB.pack(weight, dtype)
-    tensors = (packed.tensors[name] for name in ("words", "scale_words", "semaphores"))
-    return Int4Operand(*tensors, min(weight.spec.group_size, 128), not weight.spec.has_integer_zero)
+    return operand_of(SWAP_AB.pack(weight, dtype))
 
 
 def exact(weight: Int4Weight) -> torch.Tensor:
@@ -78,7 +77,7 @@ def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k, grou
 def test_every_tile_is_right_however_it_is_split(tile, n, k, group_size, fractional, dtype):
     """A CTA for a tile, some, parts of one, two of three; and CTAs that start and end within tiles."""
     weight = random_weight(n, k, group_size, fractional)
-    operand = operand_of(weight, dtype)
+    operand = packed_operand(weight, dtype)
     x = torch.randn(2 * tile.m - 3, k, device="cuda").to(dtype)
     expected = x.double() @ exact(weight).T
     tiles, units = 2 * -(-n // tile.n), -(-k // tile.iter_columns)
@@ -107,7 +106,7 @@ def test_start_offsets_are_right(tile, period, offsets):
     """CTAs for one, two or three tiles of sixteen iterations, as `balanced_start_offsets` may choose."""
     n, k = 6 * tile.n, 16 * tile.iter_columns
     weight = random_weight(n, k, 128, False)
-    operand = operand_of(weight, torch.bfloat16)
+    operand = packed_operand(weight, torch.bfloat16)
     x = torch.randn(tile.m, k, device="cuda", dtype=torch.bfloat16)
     expected = x.double() @ exact(weight).T
     for tiles in (1, 2, 3):
@@ -128,7 +127,7 @@ def test_start_offsets_are_right(tile, period, offsets):
 def test_heads_and_tails_are_right_however_long(each, n, k, group_size, fractional, dtype):
     tile = stream_k_config.TILE_256X64
     weight = random_weight(n, k, group_size, fractional)
-    operand = operand_of(weight, dtype)
+    operand = packed_operand(weight, dtype)
     units = -(-k // tile.iter_columns)
     for m in (tile.m - 3, 2 * tile.m - 3):
         tiles = tile.num_tiles(m, n)
@@ -159,7 +158,7 @@ def test_rows_of_any_size_are_right_beside_each_other_where_tiles_are_split(tile
     """Sums travel in fp16 by scales that rows share: small ones beside large, or beside infinite ones."""
     n, k = 6 * tile.n, 16 * tile.iter_columns
     weight = random_weight(n, k, 128, False)
-    operand = operand_of(weight, torch.bfloat16)
+    operand = packed_operand(weight, torch.bfloat16)
     decades = 0 if infinite else 8
     sizes = 10 ** (decades * (torch.rand(tile.m, 1, device="cuda") - 0.5))
     x = (torch.randn(tile.m, k, device="cuda") * sizes).to(torch.bfloat16)

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from scalegate.kernels.hopper import epilogue, gemm, invariant, invariant_config, stream_k, stream_k_config
-from scalegate.kernels.hopper.tile import NUM_SMS, SEMAPHORES
+from scalegate.kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
+from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.kernels.int4 import swap_ab
+from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from scalegate.layouts.swap_ab import pack
+from scalegate.layouts.swap_ab import SWAP_AB, operand_of, pack
 
+INT4 = Int4Decoder(half=False, group_size=128, fractional=False)
 INTERPRETED = Path(__file__).with_name("interpreted_int4.py")
 # n, k, group size, fractional zeros: whole tiles, ragged N, ragged K, groups over a tile
 SHAPES = [
@@ -310,7 +313,7 @@ def test_every_row_of_y_is_computed_by_one_launch(m, batch_invariant, monkeypatc
     n, k = 4096, 12288
     semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32)
     x = torch.empty(m, 1).expand(m, k)
-    y = gemm.matmul(x, x, x, semaphores, n, 128, False, batch_invariant)
+    y = gemm.matmul(x, PackedOperand(x, x, semaphores, INT4), n, batch_invariant)
     assert y.shape == (m, n)
     rows = [(part.storage_offset() // n, len(part)) for _, part in launches]
     assert all(len(part_x) == len(part_y) for part_x, part_y in launches)
@@ -336,26 +339,23 @@ class Recorder:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("n", "k", "group_size"), [(2560, 4096, 128), (1001, 416, 32)])
 def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monkeypatch):
-    packed = pack("swap_ab", random_weight(n, k, group_size, False), torch.bfloat16).tensors
-    semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32)
+    packed = SWAP_AB.pack(random_weight(n, k, group_size, False), torch.bfloat16)
     module = invariant if batch_invariant else stream_k
-    name = "int4_invariant_kernel" if batch_invariant else "int4_stream_k_kernel"
+    name = "invariant_kernel" if batch_invariant else "stream_k_kernel"
     recorder = Recorder(getattr(module, name))
     monkeypatch.setattr(module, name, recorder)
     for m in (1, 40, 128, 512):
         x = torch.randn(m, k).bfloat16()
-        gemm.matmul(
-            x, packed["words"], packed["scale_words"], semaphores, n, group_size, False, batch_invariant
-        )
+        gemm.matmul(x, operand_of(packed), n, batch_invariant)
         grid, given, options = recorder.launches.pop()
         assert not recorder.launches
         tile = given["TILE"]
-        assert (given["M"], given["N"], given["DEQUANT"].group_size) == (m, n, group_size)
+        assert (given["M"], given["N"], given["DECODER"].group_size) == (m, n, group_size)
         rows, columns = tile.m, 64 * tile.k_tiles
         assert tuple(given["x_desc"].shape) == (m, k) and given["x_desc"].block_shape == [rows, columns]
         assert given["words_desc"].block_shape == [tile.n // 64, tile.k_tiles * 8, 64]
         assert given["scale_desc"].block_shape == [max(1, columns // group_size), tile.n]
-        assert given["y"].shape == (m, n) and given["semaphores"] is semaphores
+        assert given["y"].shape == (m, n) and given["semaphores"] is packed.tensors["semaphores"]
         assert options["num_warps"] == tile.n // 16 and options["launch_pdl"]
         tiles = -(-m // rows) * -(-n // tile.n)
         if batch_invariant:

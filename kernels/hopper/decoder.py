@@ -1,0 +1,91 @@
+"""The decoder seam of the Hopper kernels: how a packed format's bytes in the ring become wgmma's operand.
+
+One subclass for each format, in that format's folder; this file is the contract. Not for packing, which is
+beside each decoder, nor for scheduling, loading and summing, which know no format.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from triton.runtime.jit import JITFunction
+
+from .tile import HopperTile
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A format's parameters and its device functions; both kernels are compiled for each.
+
+    What a format brings:
+
+    * Two operands that TMA loads for each stage of the ring, besides the activations:
+
+          words   int32 [N/64, K/64 * word_rows, 64]   tiles of 64 rows and 64 columns of the weight
+          scales  int32, of any shape                  `scale_block` and `scale_corner` say which part
+
+      A stage is `K_TILES` tiles along K of BN / 64 tiles along N.
+    * Functions that read a lane's part of a tile from the ring. What they return is opaque to the main loop:
+      a tensor or a tuple of tensors, which `decode` is given.
+    * `decode`, which turns that into bf16 or fp16 registers exactly where wgmma wants its first operand:
+      with `lane = 4 r + t`, warp w of four, for slice j of 16 columns
+
+          row = 16 w + 8 u + r        column = 16 j + 8 v + 2 t + h
+
+      h is the half of a register, and u, v choose one of four registers.
+    * What the epilogue multiplies by, if anything, is no function: it is `PackedOperand.factor`.
+
+    The device functions, `@gluon.jit` module functions that the subclass names as class attributes; t is
+    `Traits`, smem `Smem`, TILE which tile along K of the stage:
+
+        lane_offsets(warp, r, quad, t)          byte offsets of a lane in a stage's words and in its scales
+        scale_corner(k_stage, tile_n, t)        TMA coordinates of the scales of stage `k_stage` of K
+        read_words(slot, lane, TILE, t, smem)   the lane's words of a tile, from the stream-K kernel's ring
+        read_scales(slot, row, TILE, t, smem)   what multiplies them, as `decode` wants it
+        load_words(words, TILE, t)              the same for the batch-invariant kernel, whose ring Gluon
+        load_scales(scales, TILE, t)            lays out: `words` and `scales` are one slot's shared memory
+        decode(words, scales, FIRST, SLICES, t) slices FIRST .. FIRST + SLICES - 1 of a tile, SLICES 1, 2 or
+                                                4: a tuple of 2 * SLICES tensors [row / 16, r, t, v, h],
+                                                number 2 i + u
+        read_sum_scales(slot, CHUNK, t, smem)   [BN, 1], only where `scales_sums` is true
+
+    half  activations and decoded weights are fp16, else bf16
+    """
+
+    half: bool
+
+    name: ClassVar[str]
+    """Before the kernel's name in profiles."""
+    word_rows: ClassVar[int]
+    """Rows of 64 words in a tile of 64 by 64: as many as a weight has bits, times two."""
+
+    lane_offsets: ClassVar[JITFunction]
+    scale_corner: ClassVar[JITFunction]
+    read_words: ClassVar[JITFunction]
+    read_scales: ClassVar[JITFunction]
+    load_words: ClassVar[JITFunction]
+    load_scales: ClassVar[JITFunction]
+    decode: ClassVar[JITFunction]
+    read_sum_scales: ClassVar[JITFunction | None] = None
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns of K that one `read_scales` serves: 64, or 128 where two tiles share theirs."""
+        return 64
+
+    def words_block(self, tile: HopperTile) -> list[int]:
+        """The part of `words` that TMA loads for a stage."""
+        return [tile.n // 64, tile.k_tiles * self.word_rows, 64]
+
+    def scale_block(self, tile: HopperTile) -> list[int]:
+        """The part of `scales` that TMA loads for a stage."""
+        raise NotImplementedError
+
+    def scales_sums(self, tile: HopperTile) -> bool:
+        """Whether scales multiply the fp32 sums over a chunk of 128 columns, and not the weights."""
+        return False
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
+        functions = [one for one in vars(type(self)).values() if isinstance(one, JITFunction)]
+        return "-".join([repr(self), *(one.cache_key for one in functions)])

@@ -1,0 +1,52 @@
+"""A packed weight as the Hopper kernels take it, and the TMA descriptors of its stages; host side."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .decoder import Decoder
+from .tile import HopperTile
+
+SEMAPHORES = 1024
+"""Length of `PackedOperand.semaphores`."""
+
+
+def x_layout() -> gl.NVMMASharedLayout:
+    """Shared memory of a stage of x."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def plain_layout(rank: int) -> gl.NVMMASharedLayout:
+    """Shared memory of a stage of words, or of scales."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
+@dataclass(frozen=True)
+class PackedOperand:
+    """A packed weight [N, K] as the kernels take it.
+
+    words       int32 [N/64, K/64, word_rows * 64], tiles of 64 rows and 64 columns
+    scales      int32, as the decoder has it
+    semaphores  int32 [SEMAPHORES], zero before and after every launch: partial sums of a tile that are done
+    decoder     what the bytes mean, for the activations' type
+    factor      fp32 [1], by which y is multiplied before it is rounded; or None
+    """
+
+    words: Tensor
+    scales: Tensor
+    semaphores: Tensor
+    decoder: Decoder
+    factor: Tensor | None = None
+
+    def descriptors(self, x: Tensor, tile: HopperTile) -> list[TensorDescriptor]:
+        """TMA descriptors of a stage: activations, words, scales."""
+        row_tiles, k_tiles, _ = self.words.shape
+        word_rows = self.words.view(row_tiles, k_tiles * self.decoder.word_rows, 64)
+        scale_block = self.decoder.scale_block(tile)
+        return [
+            TensorDescriptor.from_tensor(x, [tile.m, tile.k_tiles * 64], x_layout()),
+            TensorDescriptor.from_tensor(word_rows, self.decoder.words_block(tile), plain_layout(3)),
+            TensorDescriptor.from_tensor(self.scales, scale_block, plain_layout(len(scale_block))),
+        ]
