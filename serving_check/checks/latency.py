@@ -7,6 +7,7 @@ from ..measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
 from ..settings import Bounds
 from ..statistics import interval
 from ..verdict import CheckResult, Status
+from ..workload import percentile
 
 NAME = "latency"
 ERROR = 0.05
@@ -41,7 +42,8 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
             if ratio > bound:
                 sure = low > math.log(bound)
                 statuses.append("fail" if sure else "inconclusive")
-                problems.append(_problem(name, one, ratio, bound, sure))
+                cause = _ttft_cause(one) if name == "TTFT" else _tpot_cause(one, measured, bound)
+                problems.append(_problem(name, one, ratio, bound, cause, sure))
     status: Status = "fail" if "fail" in statuses else "inconclusive" if statuses or not worst else "pass"
     return CheckResult(
         name=NAME,
@@ -59,12 +61,36 @@ def _allowed_ttft(result: Repeat) -> float | None:
     return None if ttft is None else ttft + TTFT_ALLOWANCE_S
 
 
-def _problem(name: str, one: MeasuredM, ratio: float, bound: float, sure: bool) -> str:
-    cause = (
-        "requests wait in the queue or behind long prefills"
-        if name == "TTFT"
-        else "decode steps take longer as the batch grows"
-    )
+def _ttft_cause(one: MeasuredM) -> str:
+    if one.m == 1:
+        return "a prompt alone takes longer to prefill, or waits although nothing else runs"
+    return "requests wait in the queue or behind long prefills"
+
+
+def _tpot_cause(one: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> str:
+    """What the other requests and the other Ms say of a slow TPOT."""
+    typical = _typical_ratio(one)
+    if typical is not None and typical <= bound:
+        return (
+            f"the median request's is {typical:.2f}×, so a few are slow: pauses, or requests served unequally"
+        )
+    fewest = min(measured, key=lambda other: other.m)
+    alone = _typical_ratio(fewest)
+    if fewest is one or (alone is not None and alone > bound):
+        return (
+            f"every decode step takes longer, from M={fewest.m} on ({alone or math.inf:.2f}×), so it is not "
+            "the batch's size: a slow kernel or layout, or the engine's own work between steps"
+        )
+    return f"decode steps take longer as the batch grows (M={fewest.m}: {alone or math.nan:.2f}×)"
+
+
+def _typical_ratio(one: MeasuredM) -> float | None:
+    """Of the median request's TPOT, artifact over baseline."""
+    logs = one.log_ratios(lambda repeat: percentile(list(repeat.tpots), 50))
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _problem(name: str, one: MeasuredM, ratio: float, bound: float, cause: str, sure: bool) -> str:
     certainty = "" if sure else ", but that could be noise: validate again on a quieter machine"
     return (
         f"at M={one.m} the slowest requests' {name} is {ratio:.2f}× the baseline's, bound {bound:g}×: "

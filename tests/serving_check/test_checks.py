@@ -27,7 +27,7 @@ from scalegate.serving_check.verdict import overall_status
 from .gate_samples import load_result, measured_m, sample_verdict
 
 BOUNDS = Bounds()
-SAME = Comparison(8192, 1.5, 1.5, 0.0, 0.0, 0.0, 1.0)
+SAME = Comparison(8192, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0, 1.0)
 SHAPE = "int4 g128 zp 768x256 bfloat16"
 
 
@@ -131,6 +131,18 @@ def test_requests_that_wait_fail_the_latency_check():
 
 def test_tokens_that_come_slowly_fail_the_latency_check():
     assert "TPOT" in check_latency([measured_m(8, 0.4)], BOUNDS).reason
+
+
+def test_a_slow_tpot_is_put_down_to_what_the_other_ms_and_requests_show():
+    growing = check_latency([measured_m(1, 1.0), measured_m(8, 0.4)], BOUNDS).reason
+    assert "longer as the batch grows (M=1: 1.00×)" in growing
+    alone = check_latency([measured_m(1, 0.11), measured_m(8, 0.11)], BOUNDS).reason
+    assert "from M=1 on (9.2" in alone and "as the batch grows" not in alone
+    few = measured_m(8, 1.0)
+    for block in few.blocks:
+        block.artifact = [replace(one, tpots=(*one.tpots[:7], one.tpots[7] * 9)) for one in block.artifact]
+    reason = check_latency([few], BOUNDS).reason
+    assert "the median request's is 1.00×, so a few are slow" in reason
 
 
 def test_milliseconds_of_time_to_first_token_are_not_held_against_anybody():
