@@ -18,6 +18,7 @@ from ..layouts.files import PARTIAL_SUFFIX, write_json
 from ..layouts.outside_files import read_json_object
 from ..layouts.outside_names import file_refusal, require_file, require_inside
 from ..layouts.plan import LayoutPlan
+from ..serving_check.artifact_figures import PARTS
 
 MANIFEST_NAME = "scalegate.json"
 VERDICT_NAME = "serving_check.json"
@@ -103,6 +104,16 @@ class Artifact:
             digest.update(f"{name}\0{self.files[name].sha256}\n".encode())
         return digest.hexdigest()
 
+    def module_errors(self) -> dict[str, float]:
+        """Each quantized module's relative error against the source, as it was when the artifact was made."""
+        modules = self.quantization.get("modules", {})
+        return {module: float(measured["relative_error"]) for module, measured in modules.items()}
+
+    def declared_changes(self) -> tuple[str, ...]:
+        """The parts of tokenizer, templates and generation settings that the recipe changes on purpose."""
+        changes = self.recipe.get("changes")
+        return tuple(one for one in changes if one in PARTS) if isinstance(changes, list) else ()
+
     def layout_plan_sha256(self) -> str | None:
         """The layout plan's digest, None where there is none: a verdict is given with the plan in force."""
         if self.layout_plan is None:
@@ -125,6 +136,12 @@ class _Quantization:
     export: str = ""
     bits_per_weight: float = 0.0
     relative_error: float = 0.0
+    modules: Mapping[str, "_Module"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Module:
+    relative_error: Annotated[float, Field(ge=0)]
 
 
 _ARTIFACT: TypeAdapter[Artifact] = TypeAdapter(Artifact)

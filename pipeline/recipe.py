@@ -20,6 +20,7 @@ from ..layouts.formats.unquantized import Unquantized
 from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
 from ..layouts.outside_files import parse_yaml, read_outside
 from ..layouts.outside_names import name_refusal
+from ..serving_check.artifact_figures import PARTS
 from ..serving_check.settings import Bounds
 from .name_patterns import compiled, full_match
 
@@ -67,6 +68,9 @@ class Recipe:
     """`quantize` is for Scalegate's own server: other engines refuse quantized embeddings."""
     files: tuple[str, ...] = ()
     """Shell patterns of files that travel with the weights besides those of known kinds, by relative path."""
+    changes: tuple[str, ...] = ()
+    """Parts of the tokenizer, the templates and the generation settings that are meant to differ from the
+    baseline's, as `serving_check.artifact_figures.PARTS` names them."""
     bounds: dict[str, float] = field(default_factory=dict)
     """The gate's bounds that this recipe changes, as `serving_check.settings.Bounds` names them."""
 
@@ -82,6 +86,7 @@ class Recipe:
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
             **({"files": list(self.files)} if self.files else {}),
+            **({"changes": list(self.changes)} if self.changes else {}),
             **self.bounds,
         }
 
@@ -159,6 +164,7 @@ class _Reader:
             lm_head=self._choice(value, "lm_head", lines),
             embeddings=self._choice(value, "embeddings", lines),
             files=self._files(value, lines),
+            changes=self._changes(value, lines),
             bounds={name: float(bound) for name, bound in bounds.items()},
         )
 
@@ -260,6 +266,15 @@ class _Reader:
                 lines.get("files"), "`files` is a list of patterns of files inside the source, such as `*.py`"
             )
         return tuple(patterns)
+
+    def _changes(self, value: Mapping[str, Any], lines: dict[str, int]) -> tuple[str, ...]:
+        parts = value.get("changes") or []
+        if not isinstance(parts, list) or not set(map(str, parts)) <= set(PARTS):
+            raise self._error(
+                lines.get("changes"),
+                f"`changes` is a list of what differs on purpose, from: {', '.join(PARTS)}",
+            )
+        return tuple(parts)
 
     def _choice(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> str:
         chosen = value.get(key, KEEP)

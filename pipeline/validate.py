@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,10 +20,11 @@ from typing import Any
 from ..layouts.choose import choose
 from ..layouts.errors import UserError
 from ..layouts.plan import LayoutPlan
+from ..serving_check.artifact_figures import TextFigures, WeightFigures
 from ..serving_check.checks.canary import scored
 from ..serving_check.checks.diagnosis import Diagnosis, diagnose
 from ..serving_check.curve import curve_of
-from ..serving_check.engine.options import SIZED, EngineOptions
+from ..serving_check.engine.options import SIZED, UNQUANTIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.engine import Engine
 from ..serving_check.environment import describe_environment
@@ -49,6 +51,8 @@ from .validation.servers import (
     sized_options,
 )
 from .validation.subject import describe_subject
+from .validation.text_files import compare_text_files
+from .validation.weights import compare_weights
 
 REPORT_FOLDER = "serving_check"
 QUALITY_TOKENS = 8192
@@ -184,7 +188,10 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     _require_context(run.baseline, run.workload)
     text = read_held_out(run.text, run.artifact, run.baseline, run.quality_tokens)
     figures = take_figures(run.artifact, run.baseline, text, run.in_process)
-    served = _serve(run, text)
+    with ThreadPoolExecutor(1) as background:
+        files = background.submit(_look_at_files, run)
+        served = _serve(run, text, files.result)
+    weights, texts = files.result()
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     used = figures.loaded.layouts if ours.packs_with_layouts else {}
     score = BaselineScorer(run.baseline, run.in_process)
@@ -197,6 +204,8 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         canary=scored(served.canary, score),
         baseline_canary=scored(served.baseline_canary, score),
         measured=tuple(served.measured),
+        weights=weights,
+        texts=texts,
         capacity=served.capacity,
         limit=served.limit,
         compiled=served.compiled,
@@ -246,13 +255,32 @@ def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -
     return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format if engine.packs_with_layouts else None
 
 
-def _serve(run: _Run, text: HeldOutText) -> Served:
-    """Both servers up at once, measured in turn, and down again whatever happens."""
+def _look_at_files(run: _Run) -> tuple[WeightFigures | None, TextFigures]:
+    """What the artifact's files show, which needs no model: it is looked at while the servers start."""
+    kv_cache = kv_cache_of(run.artifact, run.options.kv_cache_dtype)
+    weights = compare_weights(
+        run.artifact,
+        run.baseline,
+        run.manifest,
+        has_kv_format=kv_cache.kv_format != UNQUANTIZED,
+        device=run.options.device,
+        progress=run.progress,
+    )
+    declared = run.manifest.declared_changes() if run.manifest else ()
+    return weights, TextFigures(compare_text_files(run.artifact, run.baseline), declared)
+
+
+def _serve(run: _Run, text: HeldOutText, ready: Callable[[], object]) -> Served:
+    """Both servers up at once, measured in turn, and down again whatever happens.
+
+    ready: called when they are up; measuring begins when it returns
+    """
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
     asked = baseline_options(run.options)
     ours = server_of(run.engine, "artifact", run.artifact.folder, run.options, logs, run.progress)
     theirs = server_of(run.baseline_engine, "baseline", run.baseline.folder, asked, logs, run.progress)
     with ours as artifact, theirs as baseline:
+        ready()
         floor = run.bounds.throughput_floor
         served = serve_and_measure(
             artifact, baseline, run.workload, floor, text.token_ids, text.tokenize, progress=run.progress

@@ -7,6 +7,7 @@ check adds what it needs here, as plain data, and is one more line in `judge`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .artifact_figures import TextFigures, WeightFigures
 from .measurement import MeasuredM
 from .quality import Comparison
 from .settings import DOCUMENTED
@@ -57,6 +58,10 @@ class Evidence:
     baseline_canary: tuple[ScoredText, ...]
     measured: tuple[MeasuredM, ...]
     """Every repeat at every M."""
+    weights: WeightFigures | None
+    """The stored weights against the baseline's; null where that is quantized itself."""
+    texts: TextFigures
+    """Tokenizer, templates and generation settings against the baseline's."""
     capacity: int | None = None
     """Tokens that the artifact's KV cache holds, where its server says."""
     limit: int | None = None

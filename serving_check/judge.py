@@ -13,7 +13,9 @@ from .checks.latency import check_latency
 from .checks.loads import check_loads
 from .checks.quality import check_quality
 from .checks.reached import check_reached
+from .checks.text_files import check_text_files
 from .checks.throughput import check_throughput
+from .checks.weights import check_weights, largest_errors
 from .curve import curve_of
 from .evidence import Evidence
 from .settings import Bounds, WorkloadSettings
@@ -34,8 +36,10 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
     curve = curve_of(evidence.measured, workload, bounds)
     checks = (
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
+        check_weights(evidence.weights),
+        check_text_files(evidence.texts),
         check_canary(evidence.canary, evidence.baseline_canary, bounds),
-        check_quality(evidence.quality, bounds),
+        check_quality(evidence.quality, bounds, largest_errors(evidence.weights)),
         check_failures(evidence.measured),
         check_reached(curve, bounds.min_reached, evidence.limit),
         check_throughput(curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks),

@@ -58,6 +58,10 @@ class Bounds:
     """Least output throughput, artifact over baseline, at every M."""
     max_mean_kl: float = 0.1
     """Most nats by which the next-token distribution may differ from the baseline's, on average."""
+    max_p999_kl: float = 2.5
+    """Most nats at the 99.9th percentile over held-out tokens: what a few tokens in a thousand may suffer."""
+    max_max_kl: float = 8.0
+    """Most nats at any one held-out token."""
     max_extra_nats: float = 0.08
     """Most nats per token that the held-out text may cost beyond the baseline."""
     min_top1_agreement: float = 0.85

@@ -31,6 +31,7 @@ ROOMS = {
         "workload",
         "server",
         "measurement",
+        "artifact_figures",
         "evidence",
         "verdict",
         "environment",

@@ -42,8 +42,8 @@ def passed(artifact: Path) -> Verdict:
 def test_a_good_artifact_passes_every_check(passed: Verdict):
     assert passed.status == "pass", [check for check in passed.checks if check.status != "pass"]
     assert [check.name for check in passed.checks] == [
-        "loads", "canary text", "quality", "no failed requests", "M reached", "throughput", "latency",
-        "KV capacity", "compilations in traffic",
+        "loads", "weights", "tokenizer and templates", "canary text", "quality",
+        "no failed requests", "M reached", "throughput", "latency", "KV capacity", "compilations in traffic",
     ]  # fmt: skip
     assert [point.m for point in passed.curve] == [1, 4]
     assert passed.curve[1].artifact.running_mean == pytest.approx(4, abs=1)

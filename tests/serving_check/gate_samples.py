@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from scalegate.serving_check.artifact_figures import KindErrors, ModuleError, TextFigures, WeightFigures
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText
@@ -18,6 +19,19 @@ from scalegate.serving_check.workload import MetricsSample, RequestRecord, Workl
 
 ARTIFACT = Endpoint("http://artifact", "artifact")
 BASELINE = Endpoint("http://baseline", "baseline")
+_UP = tuple(
+    ModuleError(f"model.layers.{i}.mlp.up_proj", 0.095 + 0.001 * i, 0.095 + 0.001 * i) for i in range(4)
+)
+SOUND_WEIGHTS = WeightFigures(
+    is_ours=True,
+    is_baseline=False,
+    is_other_quantized=False,
+    quantized=4,
+    recorded=4,
+    compared=4,
+    kept=18,
+    kinds=(KindErrors("model.layers.*.mlp.up_proj", "INT4 g128, zero points", 4, 0.096, 0.01, _UP),),
+)
 
 
 def load_result(
@@ -80,7 +94,9 @@ def sample_evidence(ratios: Mapping[int, float], **changes: Any) -> Evidence:
     sound = Evidence(
         loaded=Loaded(SHAPES, 8192, {"layers.0.up": "tiles", "layers.0.down": "tiles"}),
         baseline_loaded=Loaded(SHAPES, 8192),
-        quality=Comparison(8192, 1.52, 1.5, 0.01, 0.1, 0.4, 0.97),
+        quality=Comparison(8192, 1.52, 1.5, 0.01, 0.1, 0.2, 0.4, 0.97),
+        weights=SOUND_WEIGHTS,
+        texts=TextFigures(),
         canary=(text,),
         baseline_canary=(text,),
         measured=tuple(measured_m(m, ratio) for m, ratio in ratios.items()),

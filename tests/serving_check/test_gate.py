@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from scalegate.serving_check.artifact_figures import TextFigures
 from scalegate.serving_check.evidence import Evidence, Loaded
 from scalegate.serving_check.gate import canary_prompts, measure, workload_spec
 from scalegate.serving_check.judge import judge
@@ -23,9 +24,11 @@ def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings |
 
 def verdict_of(measured, decisions) -> tuple[str, dict]:
     loaded = Loaded({"up": (8, 8)}, 500)
-    comparison = Comparison(100, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+    comparison = Comparison(100, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     blame = {one.m: f"blame {one.m}" for one in measured}
-    evidence = Evidence(loaded, loaded, comparison, (), (), tuple(measured), diagnoses=blame)
+    evidence = Evidence(
+        loaded, loaded, comparison, (), (), tuple(measured), None, TextFigures(), diagnoses=blame
+    )
     judgement = judge(evidence, WorkloadSettings(MS), Bounds())
     assert [point.status for point in judgement.curve] == [
         decision.status

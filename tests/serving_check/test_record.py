@@ -28,6 +28,10 @@ def say_pass_everywhere(value: dict) -> None:
         part["status"] = "pass" if part["status"] != "unknown" else "unknown"
 
 
+def check_of(value: dict, name: str) -> dict:
+    return next(check for check in value["checks"] if check["name"] == name)
+
+
 def drop_what_failed(value: dict) -> None:
     value["status"] = "pass"
     value["checks"] = [check for check in value["checks"] if check["status"] in ("pass", "unknown")]
@@ -62,8 +66,16 @@ def loosen_the_bound(value: dict) -> None:
         (FAILED, loosen_the_bound, "throughput says fail, its figures say pass"),
         (PASSED, lambda value: value["curve"][0].update(ratio=9.0), "the curve at M=1"),
         (PASSED, lambda value: value["curve"].pop(), "the curve has 1 points"),
-        (PASSED, lambda value: value["checks"][5].update(measured="lowest 9"), "the words of throughput"),
-        (PASSED, lambda value: value["checks"][2]["figures"].update(mean_kl=0.0), "the figures of quality"),
+        (
+            PASSED,
+            lambda value: check_of(value, "throughput").update(measured="lowest 9"),
+            "the words of throughput",
+        ),
+        (
+            PASSED,
+            lambda value: check_of(value, "quality")["figures"].update(mean_kl=0.0),
+            "the figures of quality",
+        ),
         (PASSED, lambda value: value.update(quality_tokens=10**6), "another number of tokens"),
         (PASSED, send_less, "the repeats at M=8 are not of its workload"),
         (PASSED, lambda value: value["workload"].update(output_len=256), "are not of its workload"),

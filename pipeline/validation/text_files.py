@@ -1,0 +1,171 @@
+"""Holding what turns text into tokens and ends an answer against the baseline's: none of it is weights.
+
+Tokenizers are compared as they are loaded, so that two ways to save the same one are equal; files that are
+equal byte for byte are not loaded at all. What a difference means, `checks/text_files.py` says.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...layouts.outside_files import read_json_object
+from ...layouts.outside_names import require_file
+from ...serving_check.artifact_figures import TextDifference
+from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.load_model import load_tokenizer
+
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
+NOT_COMPARED = {"truncation", "padding", "version", "model", *SECTIONS}
+"""Sections of a tokenizer that a call sets, or that have a part of their own."""
+BOOKKEEPING = {
+    "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "quantization_config", "tie_word_embeddings", "auto_map", "_from_model_config", "text_config", *TOKEN_IDS,
+}  # fmt: skip
+"""Of configs: what says how a checkpoint was saved or is stored, or has a part of its own."""
+SHOWN_CHARACTERS = 40
+
+
+def compare_text_files(artifact: Checkpoint, baseline: Checkpoint) -> tuple[TextDifference, ...]:
+    """Every part that is not the baseline's, with where. UserError where a file of either cannot be read."""
+    found: list[tuple[str, str | None]] = []
+    if not _same_files(artifact, baseline):
+        found += _tokenizers(artifact, baseline)
+    configs = _text_config(artifact), _text_config(baseline)
+    generation = _generation(artifact), _generation(baseline)
+    found.append(("token_ids", _token_ids("config.json", *configs)))
+    found.append(("token_ids", _token_ids(GENERATION, *generation)))
+    found.append(("generation_config", _values(*(_with_defaults(one, generation) for one in generation))))
+    both = configs[0].keys() & configs[1].keys() - BOOKKEEPING
+    found.append(("config", _values(*({name: one[name] for name in both} for one in configs))))
+    return tuple(TextDifference(part, where) for part, where in found if where is not None)
+
+
+def _same_files(artifact: Checkpoint, baseline: Checkpoint) -> bool:
+    for name in TOKENIZER_FILES:
+        paths = [side.folder / name for side in (artifact, baseline)]
+        contents = [path.read_bytes() if path.is_file() else None for path in paths]
+        if contents[0] != contents[1]:
+            return False
+    return True
+
+
+def _tokenizers(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[str, str | None]]:
+    ours, theirs = load_tokenizer(artifact), load_tokenizer(baseline)
+    if ours is None or theirs is None:
+        if ours is not theirs:
+            yield "tokenizer", f"{'the artifact' if ours is None else 'the baseline'} has none"
+        return
+    left, right = _backend(ours), _backend(theirs)
+    yield "vocabulary", _vocabulary(ours.get_vocab(), theirs.get_vocab())
+    models = left.get("model") or {}, right.get("model") or {}
+    yield "merges", _sequence("merge", *(model.get("merges") or [] for model in models))
+    for section in SECTIONS:
+        yield section, _value(left.get(section), right.get(section))
+    rest = [
+        {k: v for k, v in whole.items() if k not in NOT_COMPARED}
+        | {f"model.{k}": v for k, v in model.items() if k not in ("vocab", "merges")}
+        for whole, model in zip((left, right), models, strict=True)
+    ]
+    yield "tokenizer", _values(*rest)
+    yield "special_tokens", _values(ours.special_tokens_map, theirs.special_tokens_map)
+    yield "chat_template", _template(ours.chat_template, theirs.chat_template)
+
+
+def _backend(tokenizer: Any) -> dict[str, Any]:
+    """The `tokenizers` library's own account; empty for a tokenizer that has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {} if backend is None else json.loads(backend.to_str())
+
+
+def _vocabulary(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str | None:
+    wrong = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if not wrong:
+        return None
+    first = min(wrong, key=lambda token: (theirs.get(token, len(theirs)), token))
+    here, there = ours.get(first, "absent"), theirs.get(first, "absent")
+    return f"token {_short(first)} is {here}, the baseline's {there}{_more(len(wrong) - 1)}"
+
+
+def _sequence(what: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str | None:
+    pairs = enumerate(itertools.zip_longest(ours, theirs))
+    wrong = [(index, left, right) for index, (left, right) in pairs if left != right]
+    if not wrong:
+        return None
+    index, left, right = wrong[0]
+    return f"{what} {index} is {_short(left)}, the baseline's {_short(right)}{_more(len(wrong) - 1)}"
+
+
+def _template(ours: Any, theirs: Any) -> str | None:
+    """The first line that differs, of a template or of the first of several."""
+    if isinstance(ours, str) and isinstance(theirs, str):
+        return _sequence("line", ours.splitlines(), theirs.splitlines()) or _value(ours, theirs)
+    return _value(ours, theirs)
+
+
+def _token_ids(file: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """One id and a list of one are the same; their order in a list means nothing."""
+    for name in TOKEN_IDS:
+        left, right = _ids(ours.get(name)), _ids(theirs.get(name))
+        if left != right:
+            return f"{file}: {name} is {_short(ours.get(name))}, the baseline's {_short(theirs.get(name))}"
+    return None
+
+
+def _ids(value: Any) -> set[Any]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return {one for one in values if isinstance(one, int | str)}
+
+
+def _values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    wrong = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if not wrong:
+        return None
+    where = _value(ours.get(wrong[0]), theirs.get(wrong[0]))
+    return f"{wrong[0]}: {where}{_more(len(wrong) - 1)}"
+
+
+def _value(ours: Any, theirs: Any) -> str | None:
+    if ours == theirs:
+        return None
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return _values(ours, theirs)
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return _sequence("item", ours, theirs)
+    return f"{_short(ours)}, the baseline's {_short(theirs)}"
+
+
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    return dict(checkpoint.config) | (checkpoint.config.get("text_config") or {})
+
+
+def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
+    if not (checkpoint.folder / GENERATION).is_file():
+        return {}
+    return read_json_object(require_file(checkpoint.folder, GENERATION))
+
+
+def _with_defaults(own: Mapping[str, Any], both: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one side's settings amount to: what it leaves out is what transformers takes."""
+    defaults = GenerationConfig()
+    names = {name for one in both for name in one} - BOOKKEEPING
+    return {name: own.get(name, getattr(defaults, name, None)) for name in names}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True, default=str)
+    text = ascii(text) if isinstance(value, str) else text
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count else ""

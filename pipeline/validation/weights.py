@@ -1,0 +1,249 @@
+"""Holding an artifact's stored weights against its baseline's, a block of rows at a time, without a model.
+
+Quantized modules by their relative error, everything else bit for bit. It reads through the conventions and
+`dequantize()`, so it knows no format; what the figures mean, `checks/weights.py` says.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median_low
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ...layouts.formats.weight_format import Weight
+from ...serving_check.artifact_figures import ChangedTensor, KindErrors, ModuleError, WeightFigures
+from ..artifact import Artifact
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.float_source import is_scale, read_rows, scale_of
+from ..checkpoints.safetensors_file import TensorInfo
+from ..conventions.all_conventions import convention_of
+from ..conventions.convention import StoredWeight
+from ..quantization.linear_weights import ROUTER, LinearWeight, find_linear_weights
+from ..quantization.weight_tensors import read_linear
+
+BLOCK = 1 << 24
+"""Weights held together in fp32, a few copies of them: bounds memory whatever a layer's size."""
+NAMED = 8
+"""Names kept of each list, which may be as long as the checkpoint."""
+WEIGHT = ".weight"
+
+
+def compare_weights(
+    artifact: Checkpoint,
+    baseline: Checkpoint,
+    manifest: Artifact | None,
+    *,
+    has_kv_format: bool = False,
+    device: str = "cpu",
+    progress: bool = True,
+) -> WeightFigures | None:
+    """Every stored tensor of `artifact` against `baseline`; None where the baseline is itself quantized.
+
+    has_kv_format: keys and values are stored quantized, so the weights need not be
+    device:        where errors are computed
+    """
+    if any(weight.is_quantized for weight in convention_of(baseline).modules(baseline).values()):
+        return None
+    stored = convention_of(artifact).modules(artifact)
+    recorded = manifest.module_errors() if manifest else {}
+    comparison = _Comparison(artifact, baseline, device)
+    total = sum(math.prod(weight.shape) for weight in stored.values()) + comparison.kept_numbers(stored)
+    with tqdm(
+        total=total, desc="weights", unit="w", unit_scale=True, disable=None if progress else True
+    ) as bar:
+        errors = {}
+        for module, weight in stored.items():
+            error = comparison.module_error(weight)
+            if error is not None:
+                errors[module] = error
+            bar.update(math.prod(weight.shape))
+        for name in comparison.kept_names(stored):
+            comparison.compare_kept(name)
+            bar.update(math.prod(artifact.tensors[name].shape))
+    not_quantized = sorted(recorded.keys() - stored.keys())
+    not_recorded = sorted(stored.keys() - recorded.keys()) if manifest else []
+    return WeightFigures(
+        is_ours=manifest is not None,
+        is_baseline=_same_weights(artifact, baseline, comparison),
+        is_other_quantized=has_kv_format,
+        quantized=len(stored),
+        recorded=len(recorded),
+        compared=len(errors),
+        kept=comparison.kept,
+        kinds=_by_kind(stored, errors, recorded),
+        not_quantized=tuple(not_quantized[:NAMED]),
+        not_recorded=tuple(not_recorded[:NAMED]),
+        routers=tuple(comparison.routers[:NAMED]),
+        changed=tuple(comparison.changed[:NAMED]),
+        changed_tensors=len(comparison.changed),
+        missing=tuple(comparison.missing()[:NAMED]),
+        unknown=tuple(comparison.unknown[:NAMED]),
+    )
+
+
+@dataclass
+class _Comparison:
+    """Two checkpoints, and what of the baseline has been accounted for."""
+
+    artifact: Checkpoint
+    baseline: Checkpoint
+    device: str
+    kept: int = 0
+    changed: list[ChangedTensor] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    routers: list[str] = field(default_factory=list)
+    _seen: set[str] = field(default_factory=set)
+    _sources: dict[str, LinearWeight] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found = find_linear_weights(self.baseline)
+        self._sources = {one.module: one for group in found.linears.values() for one in group}
+        if found.tied_lm_head is not None:
+            self._sources[found.tied_lm_head.module] = found.tied_lm_head
+
+    def kept_names(self, stored: Mapping[str, StoredWeight]) -> list[str]:
+        quantized = {tensor for weight in stored.values() for tensor in weight.tensors}
+        return [name for name in self.artifact.tensors if name not in quantized]
+
+    def kept_numbers(self, stored: Mapping[str, StoredWeight]) -> int:
+        return sum(math.prod(self.artifact.tensors[name].shape) for name in self.kept_names(stored))
+
+    def module_error(self, weight: StoredWeight) -> float | None:
+        """Relative error of one quantized module, not finite where it holds a NaN; None without a source."""
+        source = self._sources.get(weight.module)
+        if source is None or (source.n, source.k) != weight.shape:
+            self.unknown.append(weight.module)
+            return None
+        self._seen.add(source.tensor)
+        if source.role == ROUTER:
+            self.routers.append(weight.module)
+        value = weight.read()
+        error = norm = 0.0
+        for start, stop in _row_blocks(source.n, source.k):
+            original = read_linear(self.baseline, source, start, stop).to(self.device).float()
+            difference = _rows_of(value, start, stop, self.device) - original
+            # Sums of squares in fp32 along rows of some thousand numbers, in fp64 over the rows.
+            error += difference.square_().sum(1).double().sum().item()
+            norm += original.square_().sum(1).double().sum().item()
+        return math.sqrt(error / norm) if norm else math.sqrt(error)
+
+    def compare_kept(self, name: str) -> None:
+        """Hold one unquantized tensor against the baseline's of that name, or the rows it was cut from."""
+        info = self.artifact.tensors[name]
+        source = None
+        if name in self.baseline.tensors:
+            self._seen.add(name)
+            if self.baseline.tensors[name].shape != info.shape:
+                self.unknown.append(name)
+                return
+        else:
+            source = self._sources.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
+            if source is None or (source.n, source.k) != info.shape:
+                self.unknown.append(name)
+                return
+            self._seen.add(source.tensor)
+        differing = total = 0
+        for ours, theirs in self._kept_blocks(info, source):
+            # As bits, since NaN is not equal to itself. A change of dtype alone is reported below.
+            same = ours.view(torch.uint8) == theirs.to(ours.dtype).contiguous().view(torch.uint8)
+            differing += int((~same).any(1).sum())
+            total += len(ours)
+        self.kept += 1
+        dtype_changed = source is None and not self._same_dtype(name, info)
+        if differing or dtype_changed:
+            self.changed.append(ChangedTensor(name, differing, total))
+
+    def missing(self) -> list[str]:
+        return [
+            name
+            for name in self.baseline.tensors
+            if name not in self._seen and not is_scale(self.baseline, name)
+        ]
+
+    def _same_dtype(self, name: str, info: TensorInfo) -> bool:
+        return scale_of(self.baseline, name) is not None or self.baseline.tensors[name].dtype == info.dtype
+
+    def _kept_blocks(self, info: TensorInfo, source: LinearWeight | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of both, [rows, columns]; a tensor of one dimension is one row."""
+        if len(info.shape) < 2:
+            numbers = math.prod(info.shape)
+            theirs = self.baseline.read(info.name)
+            yield info.read().reshape(1, numbers), theirs.reshape(1, numbers)
+            return
+        n, k = info.shape[-2:]
+        experts: list[int | None] = list(range(info.shape[0])) if len(info.shape) == 3 else [None]
+        if len(info.shape) > 3:
+            n, experts = math.prod(info.shape[:-1]), [None]
+        for expert in experts:
+            for start, stop in _row_blocks(n, k):
+                ours = read_rows(self.artifact, info.name, start, stop, expert)
+                if source is not None:
+                    yield ours, read_linear(self.baseline, source, start, stop)
+                else:
+                    yield ours, read_rows(self.baseline, info.name, start, stop, expert)
+
+
+def _row_blocks(n: int, k: int) -> Iterator[tuple[int, int]]:
+    rows = max(1, BLOCK // max(1, k))
+    for start in range(0, n, rows):
+        yield start, min(start + rows, n)
+
+
+def _rows_of(value: Weight | Tensor, start: int, stop: int, device: str) -> Tensor:
+    if isinstance(value, Weight):
+        return value.rows(start, stop).to(device).dequantize(torch.float32)
+    return value[start:stop].to(device).float()
+
+
+def _by_kind(
+    stored: Mapping[str, StoredWeight], errors: Mapping[str, float], recorded: Mapping[str, float]
+) -> tuple[KindErrors, ...]:
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module in errors:
+        groups[_kind(module), stored[module].spec.label].append(module)
+    return tuple(
+        _kind_errors(kind, label, {module: errors[module] for module in modules}, recorded)
+        for (kind, label), modules in groups.items()
+    )
+
+
+def _kind_errors(
+    kind: str, label: str, errors: Mapping[str, float], recorded: Mapping[str, float]
+) -> KindErrors:
+    logs = {m: math.log(error) if error > 0 else -math.inf for m, error in errors.items()}
+    finite = [value for value in logs.values() if math.isfinite(value)]
+    centre = median_low(finite) if finite else 0.0
+    spread = median_low([abs(value - centre) for value in finite]) if finite else 0.0
+
+    def distance(module: str) -> float:
+        if not math.isfinite(errors[module]):
+            return math.inf
+        known = recorded.get(module)
+        if known is None:
+            return abs(logs[module] - centre)
+        return abs(errors[module] - known) / known if known else errors[module]
+
+    furthest = sorted(errors, key=distance, reverse=True)[:NAMED]
+    return KindErrors(
+        kind=kind,
+        format=label,
+        modules=len(errors),
+        median=math.exp(centre) if finite else None,
+        spread=spread,
+        furthest=tuple(
+            ModuleError(m, errors[m] if math.isfinite(errors[m]) else None, recorded.get(m)) for m in furthest
+        ),
+    )
+
+
+def _kind(module: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def _same_weights(artifact: Checkpoint, baseline: Checkpoint, comparison: _Comparison) -> bool:
+    """Whether all the artifact's tensors are the baseline's, bit for bit and by name."""
+    return artifact.tensors.keys() == baseline.tensors.keys() and not comparison.changed

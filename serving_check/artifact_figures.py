@@ -1,0 +1,117 @@
+"""What an artifact's own files show beside its baseline's: raw figures, measured without a model or a server.
+
+Data only. `pipeline/validation/` reads the files, `checks/weights.py` and `checks/text_files.py` judge.
+"""
+
+from dataclasses import dataclass
+
+from .settings import DOCUMENTED
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """One quantized module against the baseline's weight."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    module: str
+    relative_error: float | None
+    """‖dequantized − baseline's‖ / ‖baseline's‖, Frobenius; null where it is not finite."""
+    recorded: float | None
+    """The same as the manifest says it was when the artifact was made; null where nothing is recorded."""
+
+
+@dataclass(frozen=True)
+class KindErrors:
+    """The quantized modules of one kind and format, such as all layers' `down_proj`."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    kind: str
+    """The modules' name, `*` where their layers and experts are numbered."""
+    format: str
+    modules: int
+    median: float | None
+    """Of their relative errors; null where most are not finite."""
+    spread: float
+    """Median absolute deviation of the errors' logarithms."""
+    furthest: tuple[ModuleError, ...]
+    """Those furthest from what the manifest records or, where it records nothing, from the median."""
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """A tensor that is stored unquantized, and is not the baseline's bit for bit."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    name: str
+    rows: int
+    """Rows that differ."""
+    of: int
+
+
+@dataclass(frozen=True)
+class WeightFigures:
+    """The artifact's tensors against its baseline's. Lists of names hold the first few only."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    is_ours: bool
+    """It has a manifest, which records the error of every module."""
+    is_baseline: bool
+    """Its bytes are the baseline's own: the gate is trying itself out."""
+    is_other_quantized: bool
+    """Keys and values are stored quantized, so the weights need not be."""
+    quantized: int
+    """Modules that are stored quantized."""
+    recorded: int
+    """Modules that the manifest says are."""
+    compared: int
+    """Quantized modules whose baseline was found and read."""
+    kept: int
+    """Tensors that were held against the baseline's, bit for bit."""
+    kinds: tuple[KindErrors, ...] = ()
+    not_quantized: tuple[str, ...] = ()
+    """Modules that the manifest says are quantized, and are not."""
+    not_recorded: tuple[str, ...] = ()
+    """Quantized modules that the manifest does not name."""
+    routers: tuple[str, ...] = ()
+    """Quantized modules that choose experts in the baseline."""
+    changed: tuple[ChangedTensor, ...] = ()
+    changed_tensors: int = 0
+    """All that differ; `changed` names the first."""
+    missing: tuple[str, ...] = ()
+    """Tensors of the baseline that nothing in the artifact stands for."""
+    unknown: tuple[str, ...] = ()
+    """What the artifact stores and the baseline has no counterpart of."""
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """One part of what turns text into tokens and back, and where it is not the baseline's."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    part: str
+    """One of `PARTS`."""
+    where: str
+    """In a few words: `token 'the' is 264, the baseline's 265 (and 3 more)`."""
+
+
+PARTS = (
+    "vocabulary", "merges", "normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens",
+    "tokenizer", "special_tokens", "chat_template", "token_ids", "generation_config", "config",
+)  # fmt: skip
+"""What a recipe can declare to be changed on purpose; `tokenizer` is whatever else is in its files."""
+
+
+@dataclass(frozen=True)
+class TextFigures:
+    """Tokenizer, chat template, end-of-sequence tokens and generation settings against the baseline's."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    differences: tuple[TextDifference, ...] = ()
+    declared: tuple[str, ...] = ()
+    """Parts that the artifact's recipe says it changes."""

@@ -1,0 +1,177 @@
+"""Whether the stored weights are the baseline's, but for the rounding that was declared.
+
+An artifact of ours is held to its manifest: every module's error as recorded, everything else bit for bit. Of
+another tool's, where nothing is recorded, the modules that stand out from their kind are found.
+"""
+
+import math
+from collections.abc import Iterator
+
+from ..artifact_figures import KindErrors, ModuleError, WeightFigures
+from ..verdict import CheckResult
+
+NAME = "weights"
+TOLERANCE = 1e-4
+"""Relative, between an error recorded when the artifact was made and the same computed again: sums in another
+order, and six recorded digits, differ by 1e-6 to 1e-5. One 4-bit code in a million that is another, drawn at
+random, changes it by 2e-4."""
+OUTLIER_RATIO = 2.0
+OUTLIER_DEVIATIONS = 6.0
+"""A module stands out of its kind at this many times the median error, and as many of the robust standard
+deviations (1.4826 times the median absolute deviation) of the errors' logarithms."""
+LEAST_DEVIATION = 0.05
+MAD_TO_DEVIATION = 1.4826
+SHOWN = 3
+
+
+def check_weights(figures: WeightFigures | None) -> CheckResult:
+    """None, where the baseline is itself quantized, is not known."""
+    bound = "the baseline's weights, rounded as the manifest says and otherwise equal"
+    if figures is None:
+        reason = "the baseline is quantized itself, so there are no source weights to compare with"
+        return CheckResult(NAME, "unknown", "not known", bound, reason)
+    if not figures.is_ours:
+        bound = "no module far from its kind, and no tensor that is changed in part"
+    problems = list(_count_problems(figures))
+    problems += _recorded_problems(figures) if figures.is_ours else _outliers(figures)
+    problems += _kept_problems(figures)
+    worst = max((one for one in _all(figures)), key=_size, default=None)
+    return CheckResult(
+        name=NAME,
+        status="fail" if problems else "pass",
+        measured=f"{figures.quantized} modules quantized, "
+        + (f"largest relative error {_shown(worst)}, " if worst else "")
+        + f"{figures.kept - figures.changed_tensors} of {figures.kept} other tensors equal",
+        bound=bound,
+        reason="; ".join(problems) or _praise(figures),
+        figures={
+            "quantized_modules": figures.quantized,
+            "recorded_modules": figures.recorded,
+            "compared_modules": figures.compared,
+            "kept_tensors": figures.kept,
+            "changed_tensors": figures.changed_tensors,
+            "largest_relative_error": worst.relative_error if worst else None,
+        },
+    )
+
+
+def largest_errors(figures: WeightFigures | None) -> list[str]:
+    """The modules with the largest errors among those that are named, worst first, for advice."""
+    named = sorted(_all(figures), key=_size, reverse=True) if figures else []
+    return [f"{one.module} {_shown(one)}" for one in named[:SHOWN]]
+
+
+def _count_problems(figures: WeightFigures) -> Iterator[str]:
+    """Something is quantized, and exactly what the manifest says."""
+    may_be_plain = (figures.is_baseline and not figures.is_ours) or figures.is_other_quantized
+    if not figures.quantized and not may_be_plain:
+        said = f", and its manifest says that {figures.recorded} are" if figures.recorded else ""
+        yield f"no module is quantized{said}: these are plain weights under another name"
+    elif figures.not_quantized:
+        yield f"the manifest says that {_list(figures.not_quantized)} are quantized, and they are not"
+    if figures.routers:
+        yield (
+            f"{_list(figures.routers)} choose experts, and are quantized: a router's rounding sends tokens "
+            "to other experts. Keep routers unquantized"
+        )
+    if figures.is_ours and figures.not_recorded:
+        yield f"{_list(figures.not_recorded)} are quantized, and the manifest does not say so"
+    if figures.is_ours and figures.missing:
+        yield f"nothing stands for the baseline's {_list(figures.missing)}"
+    if figures.is_ours and figures.unknown:
+        yield f"the baseline has no counterpart of {_list(figures.unknown)}, or one of another shape"
+
+
+def _recorded_problems(figures: WeightFigures) -> list[str]:
+    wrong = [one for one in _all(figures) if not _is_as_recorded(one)]
+    if not wrong:
+        return []
+    named = ", ".join(
+        f"{one.module} (relative error {_shown(one)}, recorded {one.recorded:.4g})"
+        for one in wrong[:SHOWN]
+        if one.recorded is not None
+    )
+    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return [
+        f"the weights are not those that were quantized: {named}{more}. Damaged or exchanged codes, scales "
+        "or zero points; quantize again"
+    ]
+
+
+def _is_as_recorded(one: ModuleError) -> bool:
+    if one.recorded is None:
+        return True  # named by `not_recorded`
+    if one.relative_error is None:
+        return False
+    return math.isclose(one.relative_error, one.recorded, rel_tol=TOLERANCE, abs_tol=1e-6)
+
+
+def _outliers(figures: WeightFigures) -> list[str]:
+    found = [(kind, one) for kind in figures.kinds for one in kind.furthest if _stands_out(kind, one)]
+    if not found:
+        return []
+    named = ", ".join(
+        f"{one.module} (relative error {_shown(one)}, its kind's median {kind.median or 0.0:.3f})"
+        for kind, one in found[:SHOWN]
+    )
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return [
+        f"modules far from their kind: {named}{more}. No rounding to the same format does that: look for "
+        "damaged or exchanged weights, scales or zero points"
+    ]
+
+
+def _stands_out(kind: KindErrors, one: ModuleError) -> bool:
+    if one.relative_error is None or kind.median is None:
+        return True
+    if one.relative_error <= OUTLIER_RATIO * kind.median:
+        return False
+    deviation = max(LEAST_DEVIATION, MAD_TO_DEVIATION * kind.spread)
+    return math.log(one.relative_error / kind.median) > OUTLIER_DEVIATIONS * deviation
+
+
+def _kept_problems(figures: WeightFigures) -> Iterator[str]:
+    """Of ours, every change; of another tool's, tensors of which some rows are changed and most are not.
+
+    Another tool may fold scales into norms or rotate the embeddings, which changes every row.
+    """
+    wrong = [one for one in figures.changed if figures.is_ours or 0 < one.rows <= one.of / 2]
+    if wrong:
+        named = ", ".join(f"{one.name} ({one.rows} of {one.of} rows)" for one in wrong[:SHOWN])
+        count = max(len(wrong), figures.changed_tensors if figures.is_ours else 0)
+        more = f" and {count - SHOWN} more" if count > SHOWN else ""
+        yield f"kept unquantized, and yet not the baseline's: {named}{more}"
+
+
+def _praise(figures: WeightFigures) -> str:
+    if not figures.quantized:
+        return (
+            "nothing is quantized: these are the baseline's own weights, to try the gate or a KV format with"
+            if figures.is_baseline
+            else "the weights are not quantized, keys and values are"
+        )
+    if figures.is_ours:
+        return "every module is as far from the baseline's as when it was quantized"
+    changed = (
+        f"; {figures.changed_tensors} others are changed as a whole, and quality judges them"
+        if figures.changed_tensors
+        else ""
+    )
+    return f"no manifest to hold it to; {figures.compared} modules are each like their kind{changed}"
+
+
+def _all(figures: WeightFigures) -> Iterator[ModuleError]:
+    return (one for kind in figures.kinds for one in kind.furthest)
+
+
+def _size(one: ModuleError) -> float:
+    return math.inf if one.relative_error is None else one.relative_error
+
+
+def _shown(one: ModuleError) -> str:
+    return "not finite" if one.relative_error is None else f"{one.relative_error:.4g}"
+
+
+def _list(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
