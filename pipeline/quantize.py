@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 import torch
-from tqdm import tqdm
 
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
@@ -29,8 +28,10 @@ from .conventions.convention import ExportConvention
 from .model_loader.skeleton import default_dtype
 from .quantization.all_quantizers import QUANTIZERS
 from .quantization.base_metadata import read_base_metadata
+from .quantization.progress import byte_bar
 from .quantization.shard_writer import ShardWriter, header_room
-from .quantization.tasks import QuantizationTasks, WeightTask, make_tasks
+from .quantization.shared_tensors import Shared, find_shared_tensors
+from .quantization.tasks import QuantizationTasks, WeightTask, make_tasks, source_bytes
 from .quantization.weight_tensors import WeightQuantizer, read_kept, read_linear, refuse_non_finite
 from .quantization.work_record import (
     FinishedShard,
@@ -111,9 +112,14 @@ def quantize(
         for leftover in folder.rglob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
         shards = _divide(checkpoint, job.tasks.in_order, max_shard_bytes)
-        _write_shards(job, record, shards, progress)
+        shared = find_shared_tensors(
+            checkpoint, job.tasks.in_order, job.quantizer, record, max_shard_bytes, progress
+        )
+        _write_shards(job, record, shards, shared, progress)
         _write_rest(job, record, shards, copied)
-        artifact = _artifact(job, record, parameters, {*shards, *copied, CONFIG_NAME, INDEX_NAME})
+        sidecars = job.convention.sidecars(job.quantization_config)
+        written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}
+        artifact = _artifact(job, record, parameters, written)
         artifact.left_out = travelling.left_out
         remember_source(folder, checkpoint)
         artifact.write(folder)
@@ -166,7 +172,7 @@ def _parameters(
     if checkpoint.revision is None:
         paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *copied.values()]
         total = sum(path.stat().st_size for path in paths)
-        with _bar(total, "checking the source", progress) as bar:
+        with byte_bar(total, "checking the source", progress) as bar:
             files = {}
             for path in paths:
                 name = path.relative_to(checkpoint.folder).as_posix()
@@ -208,20 +214,19 @@ def _output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
     return task.spec.nbytes(task.linear.n, task.linear.k)
 
 
-def _source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
-    info = checkpoint.tensors[task.tensor]
-    return info.nbytes if task.linear is None else task.linear.n * task.linear.k * info.dtype.itemsize
-
-
 def _write_shards(
-    job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[WeightTask]], progress: bool
+    job: QuantizeJob,
+    record: WorkRecord,
+    shards: Mapping[str, list[WeightTask]],
+    shared: Shared,
+    progress: bool,
 ) -> None:
     tasks = [task for group in shards.values() for task in group]
-    total = sum(_source_bytes(job.checkpoint, task) for task in tasks)
+    total = sum(source_bytes(job.checkpoint, task) for task in tasks)
     done_tasks = [task for name in record.shards for task in shards[name]]
-    done = sum(_source_bytes(job.checkpoint, task) for task in done_tasks)
+    done = sum(source_bytes(job.checkpoint, task) for task in done_tasks)
     count = len(done_tasks)
-    with _bar(total, "quantizing", progress, done) as bar:
+    with byte_bar(total, "quantizing", progress, done) as bar:
         for name, group in shards.items():
             if name in record.shards:
                 continue
@@ -230,10 +235,10 @@ def _write_shards(
             room = header_room(_names_with_room(group), job.file_metadata)
             with atomic_path(path) as partial, ShardWriter(partial, room, job.file_metadata) as writer:
                 for task in group:
-                    modules |= _carry_out(job, task, writer)
+                    modules |= _carry_out(job, task, shared, writer)
                     count += 1
                     bar.set_postfix_str(f"{count}/{len(tasks)} tensors", refresh=False)
-                    bar.update(_source_bytes(job.checkpoint, task))
+                    bar.update(source_bytes(job.checkpoint, task))
             record.finish(name, FinishedShard(FileRecord(path.stat().st_size, sha256_of(path)), modules))
 
 
@@ -247,7 +252,9 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
                 yield f"{task.linear.module}._weight_{tensor}_and_more"
 
 
-def _carry_out(job: QuantizeJob, task: WeightTask, writer: ShardWriter) -> dict[str, dict[str, Any]]:
+def _carry_out(
+    job: QuantizeJob, task: WeightTask, shared: Shared, writer: ShardWriter
+) -> dict[str, dict[str, Any]]:
     """Write one task's tensors; what was measured on a quantized module, by its name."""
     checkpoint, linear = job.checkpoint, task.linear
     if linear is None:
@@ -261,7 +268,7 @@ def _carry_out(job: QuantizeJob, task: WeightTask, writer: ShardWriter) -> dict[
         wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
         writer.add(task.written_name, values.to(torch.bfloat16) if wide else values)
         return {}
-    quantized = job.quantizer.quantize(checkpoint, linear, task.spec)
+    quantized = job.quantizer.quantize(checkpoint, linear, task.spec, shared.get(linear.module, {}))
     for name, tensor in job.convention.tensors(linear.module, quantized.weight).items():
         writer.add(name, tensor)
     measured = {
@@ -299,6 +306,8 @@ def _write_rest(
             config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
     config["quantization_config"] = job.quantization_config
     write_json(folder / CONFIG_NAME, config)
+    for name, content in job.convention.sidecars(job.quantization_config).items():
+        write_json(folder / name, content)
 
 
 def _write_index(folder: Path, names: list[str]) -> None:
@@ -373,12 +382,6 @@ def _writing(folder: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write in {folder} ({reason}); give a folder that can be written with --out"
         ) from error
-
-
-def _bar(total: int, what: str, progress: bool, done: int = 0) -> tqdm:
-    return tqdm(
-        total=total, initial=done, desc=what, unit="B", unit_scale=True, disable=None if progress else True
-    )
 
 
 def _say_left_out(left_out: Mapping[str, str], progress: bool) -> None:

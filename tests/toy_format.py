@@ -73,7 +73,9 @@ class RoundToNearest:
     def refuses(self, spec: Any) -> str | None:
         return None
 
-    def quantize(self, values: Tensor, spec: Any, scale_dtype: torch.dtype) -> Quantized:
+    def quantize(
+        self, values: Tensor, spec: Any, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
+    ) -> Quantized:
         x = values.float()
         scale = (x.abs().amax(1, keepdim=True) / MAX_CODE).clamp(min=1e-8).to(scale_dtype)
         codes = (x / scale.float()).round().clamp(-MAX_CODE, MAX_CODE).to(torch.int8)

@@ -109,6 +109,10 @@ class ExportConvention(Convention, Protocol):
         """
         ...
 
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """JSON files that lie beside `config.json`, by name; `config` is the `quantization_config` in it."""
+        ...
+
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
         """The spec's, but where this convention stores more than the format has."""
         ...

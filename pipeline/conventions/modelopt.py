@@ -1,24 +1,30 @@
-"""ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json or beside it.
+"""ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json and beside
 
-Read only. `W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4` quantizes the activations as well.
+`W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4`, which is read only, quantizes activations as well.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
+from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.outside_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
-from .convention import CONVENTIONS, StoredWeight
+from .convention import CONVENTIONS, EXPORTS, StoredWeight
 from .nvfp4_tensors import NVFP4Tensors
 from .stored import require_tensor
-from .targets import matches_wildcard
+from .targets import LINEAR, matches_wildcard
 
 METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"
+PRODUCER = {"name": METHOD, "version": "0.47.0"}
+"""Whose form this is: readers look for ModelOpt's name and compare its version."""
+INSTEAD = "export compressed-tensors"
 WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
 SCALE = ".weight_scale"
@@ -64,6 +70,49 @@ class ModelOpt:
         excluded = config.get("ignore") or config.get("exclude_modules") or []
         return not any(matches_wildcard(pattern, module) for pattern in excluded)
 
+    def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        if not isinstance(spec, NVFP4):
+            return f"ModelOpt's form is written in {NVFP4.name} only, not in {spec.name}; {INSTEAD}"
+        return f"ModelOpt's form holds no embeddings; {INSTEAD}" if is_embedding else None
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        if not isinstance(weight, NVFP4Weight):
+            raise ValueError(f"{module}: {self.refuses(weight.spec, module)}")
+        return TENSORS.written(module, weight)
+
+    def quantization_config(
+        self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE}
+        return {
+            "config_groups": {"group_0": {"weights": weights, "targets": [LINEAR]}},
+            "ignore": list(ignore),
+            "quant_algo": WEIGHTS_ONLY,
+            "producer": PRODUCER,
+            "quant_method": METHOD,
+        }
+
+    def file_metadata(
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
+    ) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The older form of the same, which TensorRT-LLM and ModelOpt's own tools read."""
+        section = {
+            "quant_algo": config["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": GROUP_SIZE,
+            "exclude_modules": config["ignore"],
+        }
+        return {SIDECAR: {"producer": config["producer"], "quantization": section}}
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        return spec.bits_per_weight(n, k)
+
 
 def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The quantization section, from config.json or from the sidecar that older exports write alone."""
@@ -80,3 +129,4 @@ def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 CONVENTION = ModelOpt()
 CONVENTIONS.add(METHOD, CONVENTION)
+EXPORTS.add(METHOD, CONVENTION)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
 from ..checkpoints.checkpoint import Checkpoint
@@ -52,3 +53,12 @@ class NVFP4Tensors:
 
         inputs = read_input if quantizes_input else None
         return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
+
+    def written(self, module: str, weight: NVFP4Weight) -> dict[str, Tensor]:
+        """The tensors of `module`, by full name; read back they are equal where 1/(1/global_scale) is it."""
+        multiplier = weight.global_scale.float()
+        return {
+            module + self.packed: weight.codes,
+            module + self.scale: weight.scale,
+            module + self.global_scale: multiplier.reciprocal().reshape(1) if self.divides else multiplier,
+        }

@@ -132,6 +132,9 @@ class TorchAO:
         metadata = {name: json.dumps(value) for name, value in described.items()}
         return {"format": "pt", **metadata, NAMES_KEY: json.dumps(list(described))}
 
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
         """Every zero point is stored as a shift, as wide as a scale; the padding of tiles is not counted."""
         return 4 + 2 * SCALE_BITS / _int4(spec).group_size

@@ -12,23 +12,17 @@ Groups lie along the last dimension and elements along the first ([g, groups]); 
 IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbles
-from ..cores import available_cores
+from .column_sums import fold, solve_rows, total
 from .quantizer import Quantized
 
 CLIPPING_RATIOS = tuple(1.08 - 0.04 * i for i in range(10))
 ZERO_OFFSETS = (0, -1, 1)
 REFINEMENTS = 4
 MAX_CODE = 15
-CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
-"""Weights solved at once: what stays in one core's cache, and what fills a GPU."""
 
 
 def quantize_int4(weight: Tensor, spec: Int4, scale_dtype: torch.dtype = torch.bfloat16) -> Quantized:
@@ -50,37 +44,15 @@ def quantize_int4(weight: Tensor, spec: Int4, scale_dtype: torch.dtype = torch.b
         s, z = _search(x, spec.symmetric, scale_dtype)
         d = _centred_codes(x, s, z)
         remainder = x - d * s
-        error[block] = _fold(remainder.mul_(remainder)).view(-1, groups)
-        norm[block] = _fold(x.mul_(x)).view(-1, groups)
+        error[block] = fold(remainder.mul_(remainder)).view(-1, groups)
+        norm[block] = fold(x.mul_(x)).view(-1, groups)
         shifted = d.add_(z).to(torch.uint8).T.contiguous().view(-1, k)
         codes[block] = pack_nibbles(shifted)
         scale[block] = s.view(-1, groups).to(scale_dtype)
         zero[block] = z.view(-1, groups).to(torch.uint8)
 
-    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // k)
-    blocks = [slice(start, start + rows) for start in range(0, n, rows)]
-    if device.type == "cpu":
-        _on_all_cores(solve, blocks)
-    else:
-        for block in blocks:
-            solve(block)
-    return Quantized(Int4Weight(spec, codes, scale, zero), _total(error), _total(norm))
-
-
-def _on_all_cores(work: Callable[[slice], None], blocks: Sequence[slice]) -> None:
-    """Do the blocks side by side, each on one core.
-
-    Splitting every small operation over the cores instead waits for the slowest of them each time: on a busy
-    machine, hardly anything gets done.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(available_cores()) as pool:
-            for _ in pool.map(work, blocks):
-                pass
-    finally:
-        torch.set_num_threads(threads)
+    solve_rows(solve, n, k, device)
+    return Quantized(Int4Weight(spec, codes, scale, zero), total(error), total(norm))
 
 
 def _search(x: Tensor, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -136,20 +108,5 @@ def _products(
     """`<x, d>` and `<d, d>` of each column, d being its centred codes."""
     codes, products = scratch
     d = _centred_codes(x, scale, zero, out=codes)
-    dot = _fold(torch.mul(x, d, out=products))
-    return dot, _fold(d.mul_(d))
-
-
-def _fold(x: Tensor) -> Tensor:
-    """The sum over the first dimension, in place and in an order that only its length decides."""
-    length = x.shape[0]
-    while length > 1:
-        half = length // 2
-        x[:half] += x[length - half : length]
-        length -= half
-    return x[0].clone()
-
-
-def _total(values: Tensor) -> float:
-    """numpy's pairwise sum: one thread, one order."""
-    return float(np.sum(values.cpu().numpy(), dtype=np.float64))
+    dot = fold(torch.mul(x, d, out=products))
+    return dot, fold(d.mul_(d))

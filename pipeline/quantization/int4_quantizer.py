@@ -1,5 +1,7 @@
 """The INT4 quantizer: our least squares for integer zero points, torchao's HQQ for fractional ones."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,9 @@ class Int4Quantizer:
     def refuses(self, spec: WeightFormat) -> str | None:
         return None if isinstance(spec, Int4) else f"the INT4 quantizer does not make {spec.label}"
 
-    def quantize(self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype) -> Quantized:
+    def quantize(
+        self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
+    ) -> Quantized:
         if not isinstance(spec, Int4):
             raise ValueError(self.refuses(spec))
         solve = quantize_int4 if spec.has_integer_zero else quantize_int4_fractional

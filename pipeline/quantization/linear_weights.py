@@ -32,6 +32,8 @@ class LinearWeight:
 
     module:     its name in the artifact
     tensor:     the checkpoint tensor it is read from
+    place:      where it goes in the model: a linear layer, or an expert's slice of a stacked parameter, which
+                weights that are loaded as one along N have in common
     role:       LINEAR, LM_HEAD, EMBEDDING, ROUTER, or UNKNOWN for fused experts in an order not known here
     expert:     which slice of a fused [E, ...] tensor it is; None for a tensor of its own
     rows:       which rows of that slice, first and one past the last
@@ -40,6 +42,7 @@ class LinearWeight:
 
     module: str
     tensor: str
+    place: str
     role: str
     n: int
     k: int
@@ -101,7 +104,8 @@ def _linear_weights(
         if leaf.endswith("_bias"):
             return "bias"
         if len(shape) == 2 and name.endswith(WEIGHT):
-            return [LinearWeight(name.removesuffix(WEIGHT), name, LINEAR, *shape)]
+            place = _expert_place(assignment, name)
+            return [LinearWeight(name.removesuffix(WEIGHT), name, place, LINEAR, *shape)]
         return _fused_experts(checkpoint, model, assignment, name, owner)
     if assignment.converter is None and shape != tuple(target.shape):
         raise UserError(
@@ -113,13 +117,13 @@ def _linear_weights(
     if NOT_THE_DECODER.search(owner_name):
         return "outside the text decoder"
     if isinstance(owner, nn.Embedding):
-        return [LinearWeight(module, name, EMBEDDING, *shape)]
+        return [LinearWeight(module, name, owner_name, EMBEDDING, *shape)]
     if owner is head:
-        return [LinearWeight(module, name, LM_HEAD, *shape)]
+        return [LinearWeight(module, name, owner_name, LM_HEAD, *shape)]
     if "router" in type(owner).__name__.lower() or ROUTER_PARTS.search(owner_name):
-        return [LinearWeight(module, name, ROUTER, *shape)]
+        return [LinearWeight(module, name, owner_name, ROUTER, *shape)]
     if isinstance(owner, nn.Linear):
-        return [LinearWeight(module, name, LINEAR, *shape)]
+        return [LinearWeight(module, name, owner_name, LINEAR, *shape)]
     return f"{type(owner).__name__} weight, not a Linear"
 
 
@@ -137,7 +141,7 @@ def _fused_experts(
     transposed = _is_transposed(checkpoint, assignment, owner)
     known = len(checkpoint.tensors[name].shape) == 3 and leaf in EXPERT_PARAMETERS
     if not known or any(not isinstance(operation, Transpose) for operation in operations):
-        return [LinearWeight(name, name, UNKNOWN, first, second)]
+        return [LinearWeight(name, name, name, UNKNOWN, first, second)]
     n, k = (second, first) if transposed else (first, second)
     prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{owner_name}."
     single = _single_expert_names(model, assignment.target) or [leaf]
@@ -146,12 +150,18 @@ def _fused_experts(
     size = n // len(single)
     return [
         LinearWeight(
-            f"{prefix}{expert}.{projection}", name, LINEAR, size, k,
+            f"{prefix}{expert}.{projection}", name, f"{name}[{expert}]", LINEAR, size, k,
             expert=expert, rows=(index * size, (index + 1) * size), transposed=transposed,
         )
         for expert in range(experts)
         for index, projection in enumerate(single)
     ]  # fmt: skip
+
+
+def _expert_place(assignment: Assignment, name: str) -> str:
+    """The first of the weights that lie one above the other in the expert's slice."""
+    parts = next((parts for parts in assignment.expert_parts() or [] if name in parts), [name])
+    return parts[0]
 
 
 def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Module) -> bool:
@@ -194,7 +204,7 @@ def _tied_head(
     for tensor, weights in linears.items():
         for weight in weights:
             if name and weight.role == EMBEDDING and _same_module(weight.module, owner):
-                return LinearWeight(name, tensor, LM_HEAD, weight.n, weight.k)
+                return LinearWeight(name, tensor, name, LM_HEAD, weight.n, weight.k)
     return None
 
 

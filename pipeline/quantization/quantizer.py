@@ -4,8 +4,9 @@ One file in this folder for each, by its format's name; `all_quantizers.py` regi
 no file and knows no checkpoint: `weight_tensors.py` hands it blocks of rows and puts them together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,14 +41,30 @@ class Quantizer(Protocol):
         """None where it makes weights of `spec`, otherwise the reason in a few words."""
         ...
 
-    def quantize(self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype) -> Quantized:
+    def quantize(
+        self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
+    ) -> Quantized:
         """Quantize a block of rows of a weight, on the device it lies on.
 
         values:      any float dtype [rows, K], all finite; K is one that `spec` takes
         scale_dtype: bf16 or fp16, what scales are stored in where the format leaves that open
+        shared:      the tensors that `spec.shared` names, on the same device; none for most formats
 
         A row's numbers may depend on that row alone: a weight is quantized a block of rows at a time.
         """
+        ...
+
+
+@runtime_checkable
+class SharingQuantizer(Quantizer, Protocol):
+    """Of a format with tensors that merged weights share; they are found before anything is quantized."""
+
+    def measure(self, values: Tensor) -> float:
+        """The number that decides them, of a block of rows [rows, K]; of many blocks, the largest counts."""
+        ...
+
+    def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
+        """The tensors that `spec.shared` names, from the largest number measured on what shares them."""
         ...
 
 

@@ -81,6 +81,12 @@ class QuantizationTasks:
         return [linear.module for linear in linears if linear.role == EMBEDDING]
 
 
+def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
+    """What is read for a task once."""
+    info = checkpoint.tensors[task.tensor]
+    return info.nbytes if task.linear is None else task.linear.n * task.linear.k * info.dtype.itemsize
+
+
 def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     """Apply `recipe` to `checkpoint`. UserError for an idle pattern or a shape that does not fit."""
     weights = find_linear_weights(checkpoint)

@@ -3,7 +3,7 @@
 Not for writing; `quantize.py` hands what comes out of here to the shard's writer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
 from .all_quantizers import QUANTIZERS
 from .linear_weights import LinearWeight
-from .quantizer import Quantized
+from .quantizer import Quantized, SharingQuantizer
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
 """Weights read and quantized together: besides its result, a task holds but fp32 copies of a block."""
@@ -29,18 +29,28 @@ class WeightQuantizer:
     scale_dtype: torch.dtype
     device: torch.device
 
-    def quantize(self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat) -> Quantized:
+    def quantize(
+        self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]
+    ) -> Quantized:
         """Quantize one linear weight. UserError where it holds a NaN or an infinity."""
         quantizer = QUANTIZERS[spec.name]
-        block = CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK
-        rows = max(1, block // linear.k)
+        here = {name: tensor.to(self.device) for name, tensor in shared.items()}
         parts = []
+        for values in self._blocks(checkpoint, linear):
+            part = quantizer.quantize(values, spec, self.scale_dtype, here)
+            parts.append(Quantized(part.weight.to("cpu"), part.squared_error, part.squared_norm))
+        return _merged(parts)
+
+    def measure(self, checkpoint: Checkpoint, linear: LinearWeight, quantizer: SharingQuantizer) -> float:
+        """What decides the tensors that `linear` shares. UserError where it holds a NaN or an infinity."""
+        return max(quantizer.measure(values) for values in self._blocks(checkpoint, linear))
+
+    def _blocks(self, checkpoint: Checkpoint, linear: LinearWeight) -> Iterator[Tensor]:
+        rows = max(1, (CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK) // linear.k)
         for start in range(0, linear.n, rows):
             values = read_linear(checkpoint, linear, start, min(start + rows, linear.n)).to(self.device)
             refuse_non_finite(checkpoint, linear.tensor, values)
-            part = quantizer.quantize(values, spec, self.scale_dtype)
-            parts.append(Quantized(part.weight.to("cpu"), part.squared_error, part.squared_norm))
-        return _merged(parts)
+            yield values
 
 
 def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: int) -> Tensor:

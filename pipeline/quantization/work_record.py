@@ -1,4 +1,4 @@
-"""The record of a quantize job in its output folder: what it was asked for and which shards are finished.
+"""The record of a quantize job in its output folder: what it was asked for, and what of it is finished.
 
 It makes an interrupted job resumable and another job's folder untouchable. `scalegate.json` replaces it.
 """
@@ -10,11 +10,11 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import FiniteFloat, TypeAdapter
 
 from ...layouts.errors import UserError
 from ...layouts.files import PARTIAL_SUFFIX, write_json
@@ -35,6 +35,7 @@ class FinishedShard:
 
 
 _SHARD: TypeAdapter[FinishedShard] = TypeAdapter(FinishedShard)
+_MEASURED: TypeAdapter[dict[str, FiniteFloat]] = TypeAdapter(dict[str, FiniteFloat])
 
 
 @dataclass
@@ -44,6 +45,8 @@ class WorkRecord:
     folder: Path
     parameters: dict[str, Any]
     shards: dict[str, FinishedShard]
+    measured: dict[str, float] = field(default_factory=dict)
+    """By module, what decides the tensors that it shares with others (`shared_tensors.py`)."""
 
     def finish(self, name: str, shard: FinishedShard) -> None:
         self.shards[name] = shard
@@ -51,7 +54,8 @@ class WorkRecord:
 
     def write(self) -> None:
         shards = {name: asdict(shard) for name, shard in self.shards.items()}
-        write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "shards": shards})
+        content = {"parameters": self.parameters, "shards": shards, "measured": self.measured}
+        write_json(self.folder / RECORD_NAME, content)
 
     def remove(self) -> None:
         (self.folder / RECORD_NAME).unlink(missing_ok=True)
@@ -118,6 +122,7 @@ def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
     try:
         value = read_json_object(path)
         shards = {name: _SHARD.validate_python(shard) for name, shard in value["shards"].items()}
+        measured = _MEASURED.validate_python(value["measured"])
         recorded = value["parameters"]
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not readable as a work record; {START_OVER}") from error
@@ -125,7 +130,7 @@ def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
         raise UserError(f"{path} is not readable as a work record; {START_OVER}")
     if recorded != parameters:
         _refuse_other_job(folder, recorded, parameters)
-    return WorkRecord(folder, parameters, shards)
+    return WorkRecord(folder, parameters, shards, measured)
 
 
 def _refuse_other_job(folder: Path, recorded: dict[str, Any], parameters: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, unpack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantization import int4_least_squares as hqq
+from scalegate.pipeline.quantization import column_sums
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.torchao_hqq import quantize_int4_fractional
 
@@ -76,8 +76,8 @@ def test_threads_and_chunks_do_not_change_the_bits(weight, monkeypatch: pytest.M
     expected = quantize_int4(weight, Int4(128))
     for threads in (1, 2, 5):
         for chunk in (512, 3 * 512, 1 << 20):
-            monkeypatch.setattr(hqq, "available_cores", lambda threads=threads: threads)
-            monkeypatch.setattr(hqq, "CPU_CHUNK", chunk)
+            monkeypatch.setattr(column_sums, "available_cores", lambda threads=threads: threads)
+            monkeypatch.setattr(column_sums, "CPU_CHUNK", chunk)
             again = quantize_int4(weight, Int4(128))
             assert same(again.weight, expected.weight)
             assert again.squared_error == expected.squared_error

@@ -279,8 +279,11 @@ def test_torchao_takes_integer_and_fractional_zeros(example_checkpoint: Path, tm
 def test_a_format_that_is_only_read_is_refused_with_those_that_are_made(
     example_checkpoint: Path, tmp_path: Path
 ) -> None:
-    found = refusal(example_checkpoint, Recipe("n", spec=NVFP4()), tmp_path / "out")
-    assert f"{DOWN}: Scalegate reads nvfp4 and does not make it; it makes int4" in found
+    class ReadOnly(NVFP4):
+        name = "nvfp4-of-others"
+
+    found = refusal(example_checkpoint, Recipe("n", spec=ReadOnly()), tmp_path / "out")
+    assert f"{DOWN}: Scalegate reads nvfp4-of-others and does not make it; it makes int4" in found
     assert not (tmp_path / "out").exists()
 
 
@@ -290,9 +293,9 @@ def test_a_weight_quantized_a_few_rows_at_a_time_is_the_same(
     blocks = []
     original = QUANTIZERS["int4"].quantize
 
-    def counted(values, spec, scale_dtype):
+    def counted(values, spec, scale_dtype, shared):
         blocks.append(values.shape[0])
-        return original(values, spec, scale_dtype)
+        return original(values, spec, scale_dtype, shared)
 
     monkeypatch.setattr(weight_tensors, "CPU_BLOCK", 100 * 768)
     monkeypatch.setattr(QUANTIZERS["int4"], "quantize", counted)

@@ -41,10 +41,10 @@ def interrupted(example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "out"
     original = module._carry_out
 
-    def until_the_third(job, step, writer):
+    def until_the_third(job, step, shared, writer):
         if writer.path.name.startswith("model-00003"):
             raise PowerCut
-        return original(job, step, writer)
+        return original(job, step, shared, writer)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_carry_out", until_the_third)

@@ -106,6 +106,9 @@ class CompressedTensors:
     ) -> dict[str, str]:
         return {"format": "pt"}
 
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
         return spec.bits_per_weight(n, k)
 

@@ -1,15 +1,30 @@
-"""NVFP4 in compressed-tensors, `nvfp4-pack-quantized`: read, with its activations in NVFP4 or left alone."""
+"""NVFP4 in compressed-tensors, `nvfp4-pack-quantized`: weights alone, or activations in NVFP4 as well.
+
+The latter is read only.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ....layouts.formats.nvfp4 import GROUP_SIZE, NVFP4
+from torch import Tensor
+
+from ....layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
+from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 from ..nvfp4_tensors import NVFP4Tensors
 from .scheme import SCHEMES
 
 PACKED = ".weight_packed"
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": GROUP_SIZE,
+    "symmetric": True,
+    "dynamic": False,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
 TENSORS = NVFP4Tensors(PACKED, ".weight_scale", ".weight_global_scale", ".input_global_scale", divides=True)
 
 
@@ -26,6 +41,17 @@ class NVFP4PackQuantized:
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         return TENSORS.stored(checkpoint, module, group.get("input_activations") is not None)
+
+    def refuses(self, spec: WeightFormat) -> str | None:
+        return None if isinstance(spec, NVFP4) else f"{self.format} cannot store {spec.label}"
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        if not isinstance(weight, NVFP4Weight):
+            raise ValueError(f"{module}: {self.refuses(weight.spec)}")
+        return TENSORS.written(module, weight)
+
+    def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
+        return dict(WEIGHTS)
 
 
 def _is_nvfp4(activations: Mapping[str, Any]) -> bool:

@@ -74,8 +74,13 @@ def test_asymmetric_zeros_are_never_dropped_in_silence() -> None:
 
 
 def test_a_format_that_is_read_only_is_refused_with_those_that_are_written() -> None:
-    assert EXPORTS["compressed-tensors"].refuses(NVFP4(), "m").endswith("not written in nvfp4; it is in int4")
+    class ReadOnly(NVFP4):
+        name = "nvfp4-of-others"
+
+    refused = EXPORTS["compressed-tensors"].refuses(ReadOnly(), "m")
+    assert "not written in nvfp4-of-others; it is in nvfp4, int4" in refused
     assert "written in int4 only, not in nvfp4" in EXPORTS["torchao"].refuses(NVFP4(), "m")
+    assert "written in nvfp4 only, not in int4" in EXPORTS["modelopt"].refuses(Int4(), "m")
 
 
 def test_one_group_size_targets_linear_and_several_are_told_apart_by_name() -> None:

@@ -1,0 +1,34 @@
+"""The NVFP4 quantizer: our least squares, under a global scale that merged weights share."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...layouts.formats.nvfp4 import NVFP4
+from ...layouts.formats.weight_format import WeightFormat
+from .nvfp4_least_squares import quantize_nvfp4, shared_global_scale
+from .quantizer import QUANTIZERS, Quantized
+
+
+class NVFP4Quantizer:
+    def refuses(self, spec: WeightFormat) -> str | None:
+        return None if isinstance(spec, NVFP4) else f"the NVFP4 quantizer does not make {spec.label}"
+
+    def measure(self, values: Tensor) -> float:
+        """The largest magnitude."""
+        return float(values.abs().amax())
+
+    def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
+        return {"global_scale": shared_global_scale(largest)}
+
+    def quantize(
+        self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
+    ) -> Quantized:
+        """Scales are E4M3 and fp32 by the format's definition, whatever `scale_dtype` is."""
+        if not isinstance(spec, NVFP4):
+            raise ValueError(self.refuses(spec))
+        return quantize_nvfp4(values, spec, shared["global_scale"])
+
+
+QUANTIZERS.add(NVFP4.name, NVFP4Quantizer())
