@@ -15,7 +15,7 @@ from ..artifact import Artifact
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of the artifact."
 )
-@click.option("--export", default="compressed-tensors", show_default=True, help="Or: torchao.")
+@click.option("--export", default="compressed-tensors", show_default=True, help="Or: modelopt, torchao.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--device", help="cpu, cuda or cuda:N; a GPU where there is one, unless said.")
 @click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
@@ -35,7 +35,7 @@ def command(
     It reads and writes shard by shard. Interrupted, the same command takes it up where it stopped.
 
     \b
-    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, or a YAML file of your own.
+    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, nvfp4, or a YAML file of your own.
 
     \b
     Examples:

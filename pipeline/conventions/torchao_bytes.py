@@ -69,6 +69,15 @@ def swizzled_shape(n: int, k: int) -> tuple[int, int]:
     return -(-n // 128) * 32, -(-k // 64) * 16
 
 
+def swizzle(scale: Tensor) -> Tensor:
+    """NVFP4 scales [n, groups] to blocks, padded with zeros to whole ones; undoes `unswizzle`."""
+    n, groups = scale.shape
+    raw = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -n % 128))
+    blocks = raw.view(-1, 4, 32, raw.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    shape = swizzled_shape(n, groups * 16)
+    return blocks.reshape(shape).contiguous().view(torch.float8_e4m3fn)
+
+
 def unswizzle(scale: Tensor, n: int, groups: int) -> Tensor:
     """Blocked NVFP4 scales to [n, groups]. In a block, row r and column c lie at [r mod 32, 4·(r/32) + c]."""
     row_blocks, column_blocks = -(-n // 128), -(-groups // 4)

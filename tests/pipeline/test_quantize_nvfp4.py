@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYER = "model.layers.0"
 ATTENTION = [f"{LAYER}.self_attn.{name}_proj" for name in "qkv"]
-EXPORTS = ("compressed-tensors", "modelopt")
+EXPORTS = ("compressed-tensors", "modelopt", "torchao")
+HOLD_EXPERTS = ("compressed-tensors", "modelopt")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,10 @@ def test_formats_mix_by_rule_and_scales_are_shared_within_a_format(louder: Path,
     load_model(tmp_path / "out", progress=False)
     with pytest.raises(UserError, match="written in nvfp4 only"):
         quantize(louder, Recipe("mix", spec=NVFP4(), rules=rules), tmp_path / "m", export="modelopt")
+    quantize(
+        louder, Recipe("mix", spec=NVFP4(), rules=rules), tmp_path / "t", export="torchao", progress=False
+    )
+    assert len(stored(tmp_path / "t")) == 24
 
 
 def test_a_pass_that_was_cut_off_goes_on_and_the_bytes_are_equal(
@@ -158,7 +163,7 @@ def test_names_tell_what_is_merged_where_the_model_cannot(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.parametrize("export", HOLD_EXPERTS)
 def test_an_expert_s_gate_and_up_share_and_experts_do_not(
     tmp_path: Path, model_type: str, export: str
 ) -> None:

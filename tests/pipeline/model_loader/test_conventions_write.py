@@ -13,7 +13,13 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
 from scalegate.pipeline.conventions.compressed_tensors.pack_quantized import _pack_along_n, _unpack_along_n
 from scalegate.pipeline.conventions.targets import as_patterns, matches
-from scalegate.pipeline.conventions.torchao_bytes import pack_tiles, pad_to_tiles, unpack_tiles
+from scalegate.pipeline.conventions.torchao_bytes import (
+    pack_tiles,
+    pad_to_tiles,
+    swizzle,
+    unpack_tiles,
+    unswizzle,
+)
 
 
 def random_weight(n: int, k: int, group_size: int) -> Int4Weight:
@@ -79,7 +85,7 @@ def test_a_format_that_is_read_only_is_refused_with_those_that_are_written() -> 
 
     refused = EXPORTS["compressed-tensors"].refuses(ReadOnly(), "m")
     assert "not written in nvfp4-of-others; it is in nvfp4, int4" in refused
-    assert "written in int4 only, not in nvfp4" in EXPORTS["torchao"].refuses(NVFP4(), "m")
+    assert "written in int4 and nvfp4, not in nvfp4-of" in EXPORTS["torchao"].refuses(ReadOnly(), "m")
     assert "written in nvfp4 only, not in int4" in EXPORTS["modelopt"].refuses(Int4(), "m")
 
 
@@ -127,6 +133,22 @@ def test_tiles_equal_what_the_cuda_converter_returns() -> None:
     weight = pad_to_tiles(random_weight(40, 1100 // 64 * 64, 64))
     swapped = ((weight.codes << 4) | (weight.codes >> 4)).cuda()
     assert torch.equal(torch.ops.aten._convert_weight_to_int4pack(swapped, 8).cpu(), pack_tiles(weight.codes))
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (20, 96), (300, 1040)])
+def test_torchao_rebuilds_nvfp4_as_we_mean_it(shape: tuple[int, int]) -> None:
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    weight = NVFP4().random(*shape, torch.device("cpu"))
+    convention = EXPORTS["torchao"]
+    tensors = convention.tensors("m", weight)
+    metadata = convention.file_metadata({"m": NVFP4()}, {"m": shape}, [])
+    rebuilt, left = unflatten_tensor_state_dict(tensors, metadata)
+    assert type(rebuilt["m.weight"]).__name__ == "NVFP4Tensor" and not left
+    found = rebuilt["m.weight"].dequantize(torch.float32)
+    assert torch.equal(found, weight.dequantize(torch.float32))
+    scale = weight.scale.view(torch.uint8)
+    assert torch.equal(unswizzle(swizzle(weight.scale), *scale.shape).view(torch.uint8), scale)
 
 
 def test_torchao_rebuilds_the_tensors_we_flatten() -> None:

@@ -1,0 +1,49 @@
+"""The torchao seam: one of its tensor subclasses, read from a safetensors header's entry and written.
+
+A file for each weight format, registered here; `torchao.py` is the convention that they make up.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ...layouts.formats.weight_format import Weight, WeightFormat
+from ...layouts.registry import Registry
+from ..checkpoints.checkpoint import Checkpoint
+from .convention import StoredWeight
+
+Reader = Callable[[Checkpoint, str, Mapping[str, Any]], StoredWeight]
+READERS: Registry[Reader] = Registry("torchao tensor class")
+"""By the name of the tensor class, what reads one of its weights from the header's entry."""
+
+
+class Form(Protocol):
+    """The tensor subclass that a weight format is written as."""
+
+    @property
+    def kind(self) -> str:
+        """The class's name."""
+        ...
+
+    def refuses(self, spec: WeightFormat) -> str | None:
+        """None where it can hold weights of `spec`, otherwise the reason in a few words."""
+        ...
+
+    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        """The checkpoint tensors that stand for `<module>.weight`, by full name."""
+        ...
+
+    def described(self, spec: WeightFormat, shape: tuple[int, int]) -> dict[str, Any]:
+        """Its entry in the header: `_data` and `_tensor_data_names`."""
+        ...
+
+    def config(self, spec: WeightFormat) -> dict[str, Any]:
+        """The torchao config that makes such weights, as transformers stores it."""
+        ...
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float: ...
+
+
+FORMS: Registry[Form] = Registry("torchao form")
+"""By weight format."""
