@@ -356,7 +356,7 @@ def test_a_plan_covers_what_it_timed_in_that_layout_dtype_and_device():
 def test_unmeasured_layers_get_the_first_layout_that_serves_them_exactly():
     assert default_layout(problem(dtype=torch.bfloat16)) == "cpu_int4"
     assert default_layout(problem(dtype=torch.float32)) == "dequantize"
-    assert default_layout(Problem(NVFP4(), 64, 64, torch.bfloat16, CPU)) == "dequantize"
+    assert default_layout(Problem(NVFP4(), 64, 64, torch.bfloat16, CPU)) == "cpu_dequantized"
     assert default_ms(CPU) == (1, 2, 4, 8, 16, 32)
 
 
