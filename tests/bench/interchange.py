@@ -40,6 +40,13 @@ MINMAX: dict[str, tuple[bool, dict[str, int]]] = {
     "asymmetric g128": (False, {}),
     "asymmetric g128, down_proj g64": (False, {"down_proj": 64}),
 }
+NVFP4_READERS = {
+    "compressed-tensors": "compressed-tensors",
+    "llmcompressor": "compressed-tensors",
+    "modelopt": "modelopt",
+    "torchao": "torchao",
+}
+"""Who reads our NVFP4, and the convention it is written in for that."""
 MUST_PASS = ("loads", "canary text", "no failed requests", "M reached")
 sys.path.insert(0, str(TOOLS))
 from environments import make_environments  # noqa: E402
@@ -120,6 +127,9 @@ class Interchange:
             for reader in ("compressed-tensors", "llmcompressor"):
                 yield f"our {kind}, read by {reader}", partial(self.read_by, reader, kind)
         yield "our torchao INT4 tiles g128, read by torchao", self.loaded_by_torchao
+        for reader, export in NVFP4_READERS.items():
+            what = f"our nvfp4 recipe in {export}'s form, read by {reader}"
+            yield what, partial(self.read_nvfp4_by, reader, export)
         for scheme in ("W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4"):
             yield f"llm-compressor {scheme}", partial(self.read_llmcompressor, scheme)
         for scheme in ("W4A16_NVFP4", "NVFP4"):
@@ -139,6 +149,12 @@ class Interchange:
         else:
             quantize(self.checkpoint, "int4-hqq", out=folder, progress=False)
         return compared(self.ours(folder), self.run(reader, "score.py", folder, self.windows))
+
+    def read_nvfp4_by(self, reader: str, export: str) -> dict[str, Any]:
+        folder = self.fresh(f"ours-nvfp4-{export}")
+        quantize(self.checkpoint, "nvfp4", out=folder, export=export, progress=False)
+        script = "check_modelopt.py" if reader == "modelopt" else "score.py"
+        return compared(self.ours(folder), self.run(reader, script, folder, self.windows))
 
     def loaded_by_torchao(self) -> dict[str, Any]:
         folder = self.fresh("ours-torchao")

@@ -28,9 +28,9 @@ def nats_per_token(model, windows: list[list[int]], batch_size: int = 4) -> floa
     return total / count
 
 
-def versions() -> dict[str, str]:
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    return {name: installed[name] for name in PACKAGES if name in installed}
+    return {name: installed[name] for name in packages if name in installed}
 
 
 def report(model, windows_path: str, runtime: str) -> None:

@@ -1,0 +1,184 @@
+"""NVFP4 quality: our solver beside four others on trained checkpoints, by relative L2 and by extra nats.
+
+    python -P tests/bench/nvfp4_quality.py CHECKPOINT... --heldout FILE.jsonl --work DIR \
+        --out tests/bench/results/nvfp4_quality.json
+
+All linear layers but lm_head: our recipe `nvfp4` and the checkpoints that llm-compressor and ModelOpt make
+are read back by our own readers; `fouroversix` and `qwantize` quantize the weights they are given. qwantize's
+Hessian-weighted search is shown as well and decides nothing: it is the only one that sees a text. Each tool
+runs in an environment of its own. Weights are evaluated in float32, documents cut into windows of `--context`
+tokens. What was scored is recorded a slice of the text at a time, so a run that was stopped goes on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from scalegate.layouts.files import write_json
+from scalegate.layouts.formats.weight_format import Weight
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.quantize import quantize
+from scalegate.serving_check.quality import read_texts, score, token_windows
+from torch import Tensor
+
+TOOLS = Path(__file__).parent / "interchange_tools"
+sys.path.insert(0, str(TOOLS))
+from environments import REQUIREMENTS, SOLVERS, make_environments  # noqa: E402
+
+ENVIRONMENTS = dict(REQUIREMENTS) | SOLVERS
+OURS, PLAIN = "scalegate", "unquantized"
+INFORMATION = ("qwantize, Hessian",)
+"""Shown beside the others; calibrated on a text."""
+CALIBRATION_WINDOWS, WINDOW_TOKENS = 8, 256
+SLICE_WINDOWS = 32
+RUN_TOOLS = {
+    "llm-compressor NVFP4A16": ("llmcompressor", "make_llmcompressor.py", "NVFP4A16"),
+    "ModelOpt W4A16_NVFP4": ("modelopt", "make_modelopt.py", "W4A16_NVFP4"),
+}
+
+Weights = Mapping[str, Tensor]
+
+
+def checkpoint_weights(folder: Path) -> dict[str, Tensor]:
+    """The dequantized linear weights of a checkpoint in any convention, fp32, by module."""
+    checkpoint = open_checkpoint(folder)
+    found = {}
+    for name, stored in convention_of(checkpoint).modules(checkpoint).items():
+        weight = stored.read()
+        found[name] = weight.dequantize(torch.float32) if isinstance(weight, Weight) else weight.float()
+    return found
+
+
+class Subjects:
+    """Everybody's weights of one checkpoint; made once, in `work`."""
+
+    def __init__(self, checkpoint: Path, work: Path, environments: Path):
+        self.checkpoint, self.work = checkpoint.resolve(), work.resolve()
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.pythons = make_environments(environments, ENVIRONMENTS)
+        self.calibration = self.work / "calibration.json"
+
+    def prepare(self, windows: list[Tensor]) -> dict[str, str]:
+        """Make what is missing; the versions of the tools."""
+        full = [w[:WINDOW_TOKENS].tolist() for w in windows if w.numel() >= WINDOW_TOKENS]
+        write_json(self.calibration, full[-CALIBRATION_WINDOWS:])
+        quantize(self.checkpoint, "nvfp4", self.work / OURS, device="cpu", progress=False)
+        versions: dict[str, str] = {}
+        for subject, (tool, script, scheme) in RUN_TOOLS.items():
+            arguments = [scheme, self.calibration]
+            arguments += [self.calibration] if tool == "modelopt" else []
+            versions |= self._once(subject, tool, script, *arguments)
+        return versions | self._once("solvers", "solvers", "make_nvfp4_solvers.py", self.calibration)
+
+    def weights(self) -> Iterator[tuple[str, Weights]]:
+        yield PLAIN, {}
+        for subject in (OURS, *RUN_TOOLS):
+            yield subject, checkpoint_weights(self.work / subject)
+        for path in sorted((self.work / "solvers").glob("*.safetensors")):
+            yield path.stem, load_file(path)
+
+    def _once(self, subject: str, tool: str, script: str, *arguments: object) -> dict[str, str]:
+        folder, done = self.work / subject, self.work / f"{subject}.json"
+        if not done.is_file():
+            folder.mkdir(exist_ok=True)
+            command = [str(self.pythons[tool]), str(TOOLS / script), str(self.checkpoint), str(folder)]
+            subprocess.run([*command, *map(str, arguments)], check=True)
+            listed = subprocess.run(
+                [str(self.pythons[tool]), "-m", "pip", "list", "--format", "json"],
+                check=True, capture_output=True, text=True,
+            )  # fmt: skip
+            write_json(done, {one["name"]: one["version"] for one in json.loads(listed.stdout)})
+        wanted = {requirement.split("==")[0].partition("[")[0] for requirement in ENVIRONMENTS[tool]}
+        return {name: version for name, version in json.loads(done.read_text()).items() if name in wanted}
+
+
+def relative_l2(original: Weights, changed: Weights) -> float:
+    error = sum(
+        float((changed[name] - weight.float()).double().square().sum()) for name, weight in original.items()
+    )
+    return (error / sum(float(weight.double().square().sum()) for weight in original.values())) ** 0.5
+
+
+def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Score every subject on every slice of the text that is not in `results` yet."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    windows = token_windows(tokenizer, read_texts(options.heldout), options.context)
+    environments = options.environments or options.work / "environments"
+    subjects = Subjects(checkpoint, options.work / checkpoint.name, environments.resolve())
+    entry = results.setdefault(checkpoint.name, {"subjects": {}})
+    entry["tokens"] = sum(window.numel() for window in windows)
+    entry["versions"] = subjects.prepare(windows)
+    stored = open_checkpoint(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    for subject, weights in subjects.weights():
+        cell = entry["subjects"].setdefault(subject, {"slices": []})
+        original = {name: stored.read(f"{name}.weight") for name in weights}
+        cell["relative_l2"] = relative_l2(original, weights) if weights else 0.0
+        for name, value in weights.items():
+            model.get_submodule(name).weight.data.copy_(value)
+        slices = range(0, len(windows), SLICE_WINDOWS)
+        for start in slices[len(cell["slices"]) :]:
+            found = score(model, windows[start : start + SLICE_WINDOWS])
+            cell["slices"].append([found.tokens, found.nats_per_token])
+            write_json(
+                options.out, {"context": options.context, "torch": torch.__version__, "checkpoints": results}
+            )
+        count = sum(tokens for tokens, _ in cell["slices"])
+        cell["nats_per_token"] = sum(tokens * nats for tokens, nats in cell["slices"]) / count
+        print(
+            f"{checkpoint.name} {subject}: {cell['relative_l2']:.6f} {cell['nats_per_token']:.6f}", flush=True
+        )
+
+
+def table(results: Mapping[str, Any]) -> bool:
+    """Print what was found; whether ours is at or below all that decide."""
+    holds = True
+    for name, entry in results.items():
+        cells = entry["subjects"]
+        for cell in cells.values():
+            cell["extra_nats_per_token"] = cell["nats_per_token"] - cells[PLAIN]["nats_per_token"]
+        print(f"\n{name:28}{'relative L2':>14}{'extra nats':>14}")
+        for subject, cell in cells.items():
+            rivals = subject not in (PLAIN, OURS, *INFORMATION)
+            measures = ("relative_l2", "extra_nats_per_token")
+            beaten = not rivals or all(cells[OURS][key] <= cell[key] for key in measures)
+            holds &= beaten
+            note = "" if beaten else "  OURS IS ABOVE"
+            print(f"{subject:28}{cell['relative_l2']:14.6f}{cell['extra_nats_per_token']:14.6f}{note}")
+    return holds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoints", nargs="+", type=Path)
+    parser.add_argument("--heldout", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="folder for what the tools make")
+    parser.add_argument("--environments", type=Path, help="folder of their environments; default in WORK")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    results = json.loads(options.out.read_text())["checkpoints"] if options.out.is_file() else {}
+    for path in options.checkpoints:
+        measure(path, options, results)
+    holds = table(results)
+    report = {
+        "context": options.context,
+        "evaluated_in": "float32",
+        "torch": torch.__version__,
+        "holds": holds,
+    }
+    write_json(options.out, report | {"checkpoints": results})
+
+
+if __name__ == "__main__":
+    main()
