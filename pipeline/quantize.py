@@ -18,6 +18,7 @@ import torch
 
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, atomic_path, write_json
+from ..layouts.formats.input_format import InputFormat
 from ..layouts.formats.weight_format import WeightFormat, spec_to_json
 from ..layouts.outside_names import parent_leads_out
 from .artifact import Artifact, FileRecord, record_files, sha256_of
@@ -28,6 +29,7 @@ from .conventions.convention import ExportConvention
 from .model_loader.skeleton import default_dtype
 from .quantization.all_quantizers import QUANTIZERS
 from .quantization.base_metadata import read_base_metadata
+from .quantization.input_scales import CalibrationText, calibration_text, find_input_formats
 from .quantization.progress import byte_bar
 from .quantization.shard_writer import ShardWriter, header_room
 from .quantization.shared_tensors import Shared, find_shared_tensors
@@ -57,6 +59,14 @@ LEFT_OUT_SHOWN = 10
 
 
 @dataclass(frozen=True)
+class Found:
+    """What had to be known of all weights, and of the text, before the first was quantized; by module."""
+
+    shared: Shared
+    inputs: Mapping[str, InputFormat]
+
+
+@dataclass(frozen=True)
 class QuantizeJob:
     """Everything decided before the first weight is read."""
 
@@ -68,6 +78,7 @@ class QuantizeJob:
     quantization_config: dict[str, Any]
     file_metadata: dict[str, str]
     quantizer: WeightQuantizer
+    text: CalibrationText | None
 
 
 def quantize(
@@ -78,6 +89,7 @@ def quantize(
     revision: str | None = None,
     export: str = DEFAULT_EXPORT,
     device: str | torch.device | None = None,
+    calibration: str | Path | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = True,
@@ -85,10 +97,13 @@ def quantize(
     """Quantize `model` (a folder or a Hub id) by `recipe` into the folder `out`.
 
     An interrupted call is taken up where it stopped by the same call again; a finished one returns at once.
-    The bytes written do not depend on interruptions or threads, nor, for INT4 with integer zeros, the device.
+    The bytes written do not depend on interruptions or threads, nor, where no text is read, on the device.
+
+    calibration: plain text, or .jsonl with one `{"text": ...}` a line; for formats that round inputs as well
     """
     checkpoint = open_checkpoint(model, revision)
-    job = prepare(checkpoint, load_recipe(recipe), export, device)
+    text = None if calibration is None else Path(calibration).expanduser()
+    job = prepare(checkpoint, load_recipe(recipe), export, device, text)
     folder = Path(out).expanduser()
     travelling = checkpoint.other_files(job.recipe.files)
     copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
@@ -115,7 +130,10 @@ def quantize(
         shared = find_shared_tensors(
             checkpoint, job.tasks.in_order, job.quantizer, record, max_shard_bytes, progress
         )
-        _write_shards(job, record, shards, shared, progress)
+        inputs = find_input_formats(
+            checkpoint, job.tasks.in_order, job.text, job.quantizer.device, record, progress
+        )
+        _write_shards(job, record, shards, Found(shared, inputs), progress)
         _write_rest(job, record, shards, copied)
         sidecars = job.convention.sidecars(job.quantization_config)
         written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}
@@ -128,7 +146,11 @@ def quantize(
 
 
 def prepare(
-    checkpoint: Checkpoint, recipe: Recipe, export: str, device: str | torch.device | None
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    export: str,
+    device: str | torch.device | None,
+    calibration: Path | None = None,
 ) -> QuantizeJob:
     """Decide everything about a job, refusing what cannot work before any time is spent on it."""
     convention = EXPORTS[export]
@@ -143,7 +165,8 @@ def prepare(
     metadata = convention.file_metadata(specs, tasks.shapes, plain)
     dtype = default_dtype(checkpoint)
     quantizer = WeightQuantizer(dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
-    return QuantizeJob(checkpoint, recipe, tasks, export, convention, config, metadata, quantizer)
+    text = calibration_text(checkpoint, specs, calibration)
+    return QuantizeJob(checkpoint, recipe, tasks, export, convention, config, metadata, quantizer, text)
 
 
 def _refusal(spec: WeightFormat) -> str | None:
@@ -185,6 +208,7 @@ def _parameters(
         "export": job.export,
         "shard size": max_shard_bytes,
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES},
+        **({"calibration text": job.text.parameters} if job.text else {}),
     }
 
 
@@ -218,7 +242,7 @@ def _write_shards(
     job: QuantizeJob,
     record: WorkRecord,
     shards: Mapping[str, list[WeightTask]],
-    shared: Shared,
+    found: Found,
     progress: bool,
 ) -> None:
     tasks = [task for group in shards.values() for task in group]
@@ -235,7 +259,7 @@ def _write_shards(
             room = header_room(_names_with_room(group), job.file_metadata)
             with atomic_path(path) as partial, ShardWriter(partial, room, job.file_metadata) as writer:
                 for task in group:
-                    modules |= _carry_out(job, task, shared, writer)
+                    modules |= _carry_out(job, task, found, writer)
                     count += 1
                     bar.set_postfix_str(f"{count}/{len(tasks)} tensors", refresh=False)
                     bar.update(source_bytes(job.checkpoint, task))
@@ -253,7 +277,7 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
 
 
 def _carry_out(
-    job: QuantizeJob, task: WeightTask, shared: Shared, writer: ShardWriter
+    job: QuantizeJob, task: WeightTask, found: Found, writer: ShardWriter
 ) -> dict[str, dict[str, Any]]:
     """Write one task's tensors; what was measured on a quantized module, by its name."""
     checkpoint, linear = job.checkpoint, task.linear
@@ -268,8 +292,9 @@ def _carry_out(
         wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
         writer.add(task.written_name, values.to(torch.bfloat16) if wide else values)
         return {}
-    quantized = job.quantizer.quantize(checkpoint, linear, task.spec, shared.get(linear.module, {}))
-    for name, tensor in job.convention.tensors(linear.module, quantized.weight).items():
+    inputs = found.inputs.get(linear.module)
+    quantized = job.quantizer.quantize(checkpoint, linear, task.spec, found.shared.get(linear.module, {}))
+    for name, tensor in job.convention.tensors(linear.module, quantized.weight, inputs).items():
         writer.add(name, tensor)
     measured = {
         "shape": [linear.n, linear.k],

@@ -36,6 +36,7 @@ class ReleaseOptions:
     revision: str | None = None
     """Of the model, where it is a Hub id."""
     export: str = DEFAULT_EXPORT
+    calibration: str | None = None
     overwrite: bool = False
     """Quantize anew where the work folder holds another or an older job."""
     baseline: str | None = None
@@ -165,6 +166,7 @@ def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, 
         result.artifact,
         revision=options.revision,
         export=options.export,
+        calibration=options.calibration,
         device=None if asked.engine.device == AUTO else asked.engine.device,
         overwrite=options.overwrite,
         progress=progress,

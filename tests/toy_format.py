@@ -112,7 +112,7 @@ class IntQuantized:
     def refuses(self, spec: Any) -> str | None:
         return None
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+    def tensors(self, module: str, weight: Weight, inputs: None = None) -> dict[str, Tensor]:
         return {f"{module}.weight": weight.codes, f"{module}.weight_scale": weight.scale}
 
     def weights_config(self, spec: Any) -> dict[str, Any]:
@@ -124,6 +124,9 @@ class IntQuantized:
             "symmetric": True,
             "dynamic": False,
         }
+
+    def inputs_config(self, spec: Any) -> None:
+        return None
 
 
 class ToyInt8:

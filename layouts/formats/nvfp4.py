@@ -17,13 +17,26 @@ E4M3_MAX, E4M3_SMALLEST = 448.0, 2.0**-9
 
 @dataclass(frozen=True)
 class NVFP4:
-    """NVFP4; it has no parameters. Its global scale stands for all rows, so merged weights must share it."""
+    """NVFP4. Its global scale stands for all rows, so merged weights must share it."""
 
     name: ClassVar[str] = "nvfp4"
     shared: ClassVar[tuple[str, ...]] = ("global_scale",)
     column_multiple: ClassVar[int] = GROUP_SIZE
-    label: ClassVar[str] = "NVFP4"
-    key: ClassVar[str] = "nvfp4"
+
+    activations: bool = False
+    """The layer's inputs are NVFP4 as well (W4A4), under a global scale that is found on a text."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.activations, bool):
+            raise ValueError(f"`activations` is true or false, not {self.activations!r}")
+
+    @property
+    def label(self) -> str:
+        return "NVFP4 weights and inputs (fast on Blackwell only)" if self.activations else "NVFP4"
+
+    @property
+    def key(self) -> str:
+        return "nvfp4 w4a4" if self.activations else "nvfp4"
 
     @property
     def weight_class(self) -> "type[NVFP4Weight]":

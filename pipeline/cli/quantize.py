@@ -18,6 +18,7 @@ from ..artifact import Artifact
 @click.option("--export", default="compressed-tensors", show_default=True, help="Or: modelopt, torchao.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--device", help="cpu, cuda or cuda:N; a GPU where there is one, unless said.")
+@click.option("--calibration", metavar="FILE", help="Text for recipes that round activations as well.")
 @click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def command(
@@ -27,6 +28,7 @@ def command(
     export: str,
     revision: str | None,
     device: str | None,
+    calibration: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -35,7 +37,7 @@ def command(
     It reads and writes shard by shard. Interrupted, the same command takes it up where it stopped.
 
     \b
-    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, nvfp4, or a YAML file of your own.
+    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, nvfp4, nvfp4-w4a4, or a file of your own.
 
     \b
     Examples:
@@ -46,7 +48,14 @@ def command(
     from ..quantize import quantize
 
     artifact = quantize(
-        model, recipe, out, revision=revision, export=export, device=device, overwrite=overwrite
+        model,
+        recipe,
+        out,
+        revision=revision,
+        export=export,
+        device=device,
+        calibration=calibration,
+        overwrite=overwrite,
     )
     summary = _summary(artifact, out)
     if as_json:

@@ -33,6 +33,7 @@ def _exports() -> Iterable[str]:
     show_default=True,
     help="The convention to write.",
 )
+@click.option("--calibration", metavar="FILE", help="Text for recipes that round activations as well.")
 @click.option("--overwrite", is_flag=True, help="Quantize anew where DIR holds another or older job.")
 @click.option("--baseline", metavar="MODEL", help="What to compare with; default MODEL itself.")
 @click.option(

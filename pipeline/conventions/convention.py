@@ -84,8 +84,11 @@ class ExportConvention(Convention, Protocol):
         """None where `module` can be written in `spec`, otherwise the reason and what to do instead."""
         ...
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        """The checkpoint tensors that stand for `<module>.weight`, by full name."""
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
+        """The checkpoint tensors that stand for `<module>.weight`, by full name.
+
+        inputs: how the layer's input is rounded, where the weight's spec says that it is
+        """
         ...
 
     def quantization_config(

@@ -1,6 +1,6 @@
 """ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json and beside
 
-`W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4`, which is read only, quantizes activations as well.
+`W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4` quantizes activations as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.outside_files import read_json_object
@@ -75,19 +76,28 @@ class ModelOpt:
             return f"ModelOpt's form is written in {NVFP4.name} only, not in {spec.name}; {INSTEAD}"
         return f"ModelOpt's form holds no embeddings; {INSTEAD}" if is_embedding else None
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         if not isinstance(weight, NVFP4Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec, module)}")
-        return TENSORS.written(module, weight)
+        return TENSORS.written(module, weight, inputs)
 
     def quantization_config(
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE}
+        form = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE}
+        rounds = {isinstance(spec, NVFP4) and spec.activations for spec in specs.values()}
+        if len(rounds) > 1:
+            raise UserError(
+                "ModelOpt's form has one algorithm for a checkpoint, and this recipe rounds the inputs of "
+                f"some layers only; {INSTEAD}"
+            )
+        group = {"weights": form, "targets": [LINEAR]}
+        if rounds == {True}:
+            group = {"input_activations": form, **group}
         return {
-            "config_groups": {"group_0": {"weights": weights, "targets": [LINEAR]}},
+            "config_groups": {"group_0": group},
             "ignore": list(ignore),
-            "quant_algo": WEIGHTS_ONLY,
+            "quant_algo": WITH_ACTIVATIONS if rounds == {True} else WEIGHTS_ONLY,
             "producer": PRODUCER,
             "quant_method": METHOD,
         }

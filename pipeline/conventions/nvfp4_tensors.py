@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
 from ..checkpoints.checkpoint import Checkpoint
 from .convention import StoredWeight
@@ -31,7 +32,7 @@ class NVFP4Tensors:
         global_scale, input_scale = module + self.global_scale, module + self.input_scale
         n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
         k = half * 2
-        spec = NVFP4()
+        spec = NVFP4(activations=quantizes_input)
         refuse_shape(checkpoint, packed, spec, n, k)
         require_tensor(checkpoint, scale, (torch.float8_e4m3fn,), (n, k // GROUP_SIZE))
         for scalar in (global_scale, input_scale) if quantizes_input else (global_scale,):
@@ -54,11 +55,23 @@ class NVFP4Tensors:
         inputs = read_input if quantizes_input else None
         return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
 
-    def written(self, module: str, weight: NVFP4Weight) -> dict[str, Tensor]:
-        """The tensors of `module`, by full name; read back they are equal where 1/(1/global_scale) is it."""
-        multiplier = weight.global_scale.float()
-        return {
+    def written(self, module: str, weight: NVFP4Weight, inputs: InputFormat | None) -> dict[str, Tensor]:
+        """The tensors of `module`, by full name; read back they are equal where 1/(1/global_scale) is it.
+
+        inputs: an NVFP4Input that multiplies, where the weight's spec has `activations`
+        """
+        if (inputs is not None) != weight.spec.activations:
+            raise ValueError(f"{module}: {weight.spec.label}, and a scale of its inputs is {inputs}")
+        tensors = {
             module + self.packed: weight.codes,
             module + self.scale: weight.scale,
-            module + self.global_scale: multiplier.reciprocal().reshape(1) if self.divides else multiplier,
+            module + self.global_scale: self._as_stored(weight.global_scale),
         }
+        if isinstance(inputs, NVFP4Input):
+            multiplier = inputs.global_scale.reciprocal() if inputs.divides else inputs.global_scale
+            tensors[module + self.input_scale] = self._as_stored(multiplier)
+        return tensors
+
+    def _as_stored(self, multiplier: Tensor) -> Tensor:
+        value = multiplier.float()
+        return value.reciprocal().reshape(1) if self.divides else value

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...layouts.errors import UserError
+from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.outside_files import parse_json
 from ..checkpoints.checkpoint import Checkpoint
@@ -65,7 +66,7 @@ class TorchAO:
             return f"torchao's forms hold no single experts; {INSTEAD}"
         return f"torchao's forms hold no embeddings; {INSTEAD}" if is_embedding else None
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         refusal = self.refuses(weight.spec, module)
         if refusal is not None:
             raise ValueError(f"{module}: {refusal}")

@@ -20,7 +20,9 @@ class SwizzledNVFP4:
     kind = "NVFP4Tensor"
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        return None
+        if spec == NVFP4():
+            return None
+        return "torchao's NVFP4 is written with weights alone"
 
     def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
         if not isinstance(weight, NVFP4Weight):

@@ -105,7 +105,7 @@ class WeightLoader:
         with bar, DeviceReader(self.device) if self.device.type == "cuda" else nullcontext() as reader:
             # Biases before packed weights: a packed linear takes its bias along when it replaces the old one.
             for assignment in plain:
-                self._place_plain(assignment, reader)
+                self.place_plain(assignment, reader)
                 bar.update()
             for product in products:
                 if isinstance(product, DenseProduct):
@@ -197,8 +197,10 @@ class WeightLoader:
         weight = self.stored[name].read()
         return weight if isinstance(weight, Tensor) else weight.dequantize(self.model.dtype)
 
-    def _place_plain(self, assignment: Assignment, reader: DeviceReader | None) -> None:
-        """reader: for what goes to the device as it is; what is put together first is so on the CPU."""
+    def place_plain(self, assignment: Assignment, reader: DeviceReader | None = None) -> None:
+        """Put an unquantized weight in its place.
+
+        reader: for what goes to the device as it is; what is put together first is so on the CPU."""
         if assignment.converter is None:
             names = assignment.names
             if assignment.expert_parts() is None:

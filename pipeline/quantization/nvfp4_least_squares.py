@@ -37,11 +37,11 @@ TO_HALF_SPACING = 2.0**22
 """Of fp32, which has 23 bits of mantissa: 2^(e+22) + y rounds y to multiples of 2^(e-1)."""
 
 
-def shared_global_scale(largest: float) -> Tensor:
-    """fp32 scalar: the least power of two under which 448 reaches the scale that makes `largest` 4."""
+def shared_global_scale(largest: float, code: float = LARGEST_CODE_OF_FINER_GRID) -> Tensor:
+    """fp32 scalar: the least power of two under which 448 reaches the scale of `largest` as `code`."""
     if largest == 0:
         return torch.tensor(1.0)
-    exponent = math.ceil(math.log2(largest) - math.log2(LARGEST_CODE_OF_FINER_GRID * E4M3_MAX))
+    exponent = math.ceil(math.log2(largest) - math.log2(code * E4M3_MAX))
     return torch.tensor(2.0 ** min(max(exponent, SMALLEST_EXPONENT), LARGEST_EXPONENT))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...layouts.formats.nvfp4 import NVFP4
+from ...layouts.formats.nvfp4 import E2M1_MAX, NVFP4, NVFP4Input
 from ...layouts.formats.weight_format import WeightFormat
 from .nvfp4_least_squares import quantize_nvfp4, shared_global_scale
 from .quantizer import QUANTIZERS, Quantized
@@ -29,6 +29,13 @@ class NVFP4Quantizer:
         if not isinstance(spec, NVFP4):
             raise ValueError(self.refuses(spec))
         return quantize_nvfp4(values, spec, shared["global_scale"])
+
+    def calibrates(self, spec: WeightFormat) -> bool:
+        return isinstance(spec, NVFP4) and spec.activations
+
+    def input_format(self, spec: WeightFormat, largest: float) -> NVFP4Input:
+        """The least power of two under which 448 times 6 reaches `largest`: exact as a divisor too."""
+        return NVFP4Input(shared_global_scale(largest, E2M1_MAX), divides=False)
 
 
 QUANTIZERS.add(NVFP4.name, NVFP4Quantizer())

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.registry import Registry
 
@@ -65,6 +66,19 @@ class SharingQuantizer(Quantizer, Protocol):
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
         """The tensors that `spec.shared` names, from the largest number measured on what shares them."""
+        ...
+
+
+@runtime_checkable
+class CalibratingQuantizer(Quantizer, Protocol):
+    """Of a format that may round a layer's input as well, under scales that are found on a text."""
+
+    def calibrates(self, spec: WeightFormat) -> bool:
+        """Whether inputs are rounded where weights are of `spec`."""
+        ...
+
+    def input_format(self, spec: WeightFormat, largest: float) -> InputFormat:
+        """How an input is rounded whose largest magnitude on the text is `largest`."""
         ...
 
 

@@ -47,6 +47,8 @@ class WorkRecord:
     shards: dict[str, FinishedShard]
     measured: dict[str, float] = field(default_factory=dict)
     """By module, what decides the tensors that it shares with others (`shared_tensors.py`)."""
+    inputs: dict[str, float] = field(default_factory=dict)
+    """By module, the largest of its inputs on the calibration text (`input_scales.py`)."""
 
     def finish(self, name: str, shard: FinishedShard) -> None:
         self.shards[name] = shard
@@ -54,8 +56,8 @@ class WorkRecord:
 
     def write(self) -> None:
         shards = {name: asdict(shard) for name, shard in self.shards.items()}
-        content = {"parameters": self.parameters, "shards": shards, "measured": self.measured}
-        write_json(self.folder / RECORD_NAME, content)
+        found = {"measured": self.measured, "inputs": self.inputs}
+        write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "shards": shards, **found})
 
     def remove(self) -> None:
         (self.folder / RECORD_NAME).unlink(missing_ok=True)
@@ -123,6 +125,7 @@ def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
         value = read_json_object(path)
         shards = {name: _SHARD.validate_python(shard) for name, shard in value["shards"].items()}
         measured = _MEASURED.validate_python(value["measured"])
+        inputs = _MEASURED.validate_python(value["inputs"])
         recorded = value["parameters"]
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not readable as a work record; {START_OVER}") from error
@@ -130,7 +133,7 @@ def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
         raise UserError(f"{path} is not readable as a work record; {START_OVER}")
     if recorded != parameters:
         _refuse_other_job(folder, recorded, parameters)
-    return WorkRecord(folder, parameters, shards, measured)
+    return WorkRecord(folder, parameters, shards, measured, inputs)
 
 
 def _refuse_other_job(folder: Path, recorded: dict[str, Any], parameters: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ NVFP4_READERS = {
     "torchao": "torchao",
 }
 """Who reads our NVFP4, and the convention it is written in for that."""
+W4A4_READERS = {reader: export for reader, export in NVFP4_READERS.items() if reader != "torchao"}
 MUST_PASS = ("loads", "canary text", "no failed requests", "M reached")
 sys.path.insert(0, str(TOOLS))
 from environments import make_environments  # noqa: E402
@@ -70,7 +71,8 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         windows = write_windows(checkpoint, options.text, work)
         print(f"\n{checkpoint.name}: nats per token, ours, theirs, apart; validate", flush=True)
-        for what, measure in Interchange(checkpoint.resolve(), work, *windows, pythons).rows():
+        interchange = Interchange(checkpoint.resolve(), work, *windows, options.text.resolve(), pythons)
+        for what, measure in interchange.rows():
             if options.only is None or what in options.only:
                 row = {"what": what, **measure()}
                 print(as_line(row), flush=True)
@@ -114,10 +116,16 @@ class Interchange:
     """One checkpoint, the windows, and the folder where everything is made."""
 
     def __init__(
-        self, checkpoint: Path, work: Path, windows: Path, calibration: Path, pythons: dict[str, Path]
+        self,
+        checkpoint: Path,
+        work: Path,
+        windows: Path,
+        calibration: Path,
+        text: Path,
+        pythons: dict[str, Path],
     ):
         self.checkpoint, self.work = checkpoint, work
-        self.windows, self.calibration = windows, calibration
+        self.windows, self.calibration, self.text = windows, calibration, text
         self.pythons = pythons
 
     def rows(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -129,7 +137,10 @@ class Interchange:
         yield "our torchao INT4 tiles g128, read by torchao", self.loaded_by_torchao
         for reader, export in NVFP4_READERS.items():
             what = f"our nvfp4 recipe in {export}'s form, read by {reader}"
-            yield what, partial(self.read_nvfp4_by, reader, export)
+            yield what, partial(self.read_nvfp4_by, reader, export, "nvfp4")
+        for reader, export in W4A4_READERS.items():
+            what = f"our nvfp4-w4a4 recipe in {export}'s form, read by {reader}"
+            yield what, partial(self.read_nvfp4_by, reader, export, "nvfp4-w4a4")
         for scheme in ("W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4"):
             yield f"llm-compressor {scheme}", partial(self.read_llmcompressor, scheme)
         for scheme in ("W4A16_NVFP4", "NVFP4"):
@@ -150,9 +161,10 @@ class Interchange:
             quantize(self.checkpoint, "int4-hqq", out=folder, progress=False)
         return compared(self.ours(folder), self.run(reader, "score.py", folder, self.windows))
 
-    def read_nvfp4_by(self, reader: str, export: str) -> dict[str, Any]:
-        folder = self.fresh(f"ours-nvfp4-{export}")
-        quantize(self.checkpoint, "nvfp4", out=folder, export=export, progress=False)
+    def read_nvfp4_by(self, reader: str, export: str, recipe: str) -> dict[str, Any]:
+        folder = self.fresh(f"ours-{recipe}-{export}")
+        text = self.text if recipe == "nvfp4-w4a4" else None
+        quantize(self.checkpoint, recipe, out=folder, export=export, calibration=text, progress=False)
         script = "check_modelopt.py" if reader == "modelopt" else "score.py"
         return compared(self.ours(folder), self.run(reader, script, folder, self.windows))
 

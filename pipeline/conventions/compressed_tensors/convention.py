@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ....layouts.errors import UserError
+from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import CONVENTIONS, EXPORTS, StoredWeight
@@ -72,8 +73,8 @@ class CompressedTensors:
             return f"{METHOD} is not written in {spec.name}; it is in {', '.join(writable)}"
         return writable[spec.name].refuses(spec)
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        return _writable(weight.spec).tensors(module, weight)
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
+        return _writable(weight.spec).tensors(module, weight, inputs)
 
     def quantization_config(
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
@@ -159,7 +160,7 @@ def _group(spec: WeightFormat, targets: list[str]) -> dict[str, Any]:
     return {
         "targets": targets,
         "weights": scheme.weights_config(spec),
-        "input_activations": None,
+        "input_activations": scheme.inputs_config(spec),
         "output_activations": None,
         "format": scheme.format,
     }

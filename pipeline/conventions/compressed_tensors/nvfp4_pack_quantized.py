@@ -1,13 +1,11 @@
-"""NVFP4 in compressed-tensors, `nvfp4-pack-quantized`: weights alone, or activations in NVFP4 as well.
-
-The latter is read only.
-"""
+"""NVFP4 in compressed-tensors, `nvfp4-pack-quantized`: weights alone, or activations in NVFP4 as well."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
@@ -25,6 +23,7 @@ WEIGHTS = {
     "dynamic": False,
     "scale_dtype": "torch.float8_e4m3fn",
 }
+INPUTS = WEIGHTS | {"dynamic": "local"}
 TENSORS = NVFP4Tensors(PACKED, ".weight_scale", ".weight_global_scale", ".input_global_scale", divides=True)
 
 
@@ -45,13 +44,16 @@ class NVFP4PackQuantized:
     def refuses(self, spec: WeightFormat) -> str | None:
         return None if isinstance(spec, NVFP4) else f"{self.format} cannot store {spec.label}"
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         if not isinstance(weight, NVFP4Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec)}")
-        return TENSORS.written(module, weight)
+        return TENSORS.written(module, weight, inputs)
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
         return dict(WEIGHTS)
+
+    def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
+        return dict(INPUTS) if isinstance(spec, NVFP4) and spec.activations else None
 
 
 def _is_nvfp4(activations: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....layouts.errors import UserError
+from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbles, unpack_nibbles
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ class PackQuantized:
             )
         return None
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         if not isinstance(weight, Int4Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec)}")
         if not weight.spec.has_integer_zero or weight.zero_point.is_floating_point():
@@ -77,6 +78,9 @@ class PackQuantized:
             "symmetric": spec.symmetric,
             "dynamic": False,
         }
+
+    def inputs_config(self, spec: WeightFormat) -> None:
+        return None
 
 
 def _stored(checkpoint: Checkpoint, module: str, weights: Mapping[str, Any]) -> StoredWeight:

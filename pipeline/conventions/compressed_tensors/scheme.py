@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ....layouts.registry import Registry
 from ...checkpoints.checkpoint import Checkpoint
@@ -59,12 +60,16 @@ class WritableScheme(Scheme, Protocol):
         """None where it can store weights of `spec`, otherwise the reason in a few words."""
         ...
 
-    def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         """The checkpoint tensors that stand for `<module>.weight`, by full name."""
         ...
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
         """The `weights` section of a config group."""
+        ...
+
+    def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
+        """The `input_activations` section; None where inputs are not rounded."""
         ...
 
 

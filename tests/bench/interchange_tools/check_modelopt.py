@@ -27,6 +27,17 @@ differing = [key for key in converted if converted[key] != config.get(key)]
 if differing:
     raise SystemExit(f"ModelOpt makes another {differing} of hf_quant_config.json than config.json says")
 
+
+def rounded(input_scale):
+    """A hook that rounds a layer's input to NVFP4 under the stored scale, as ModelOpt does."""
+
+    def hook(_, args):
+        codes, scale, _ = NVFP4QTensor.quantize(args[0], GROUP_SIZE, weights_scaling_factor_2=input_scale)
+        return codes.dequantize(scale=scale, double_scale=input_scale, block_sizes={-1: GROUP_SIZE})
+
+    return hook
+
+
 tensors: dict[str, torch.Tensor] = {}
 for file in folder.glob("*.safetensors"):
     tensors |= load_file(file)
@@ -39,6 +50,7 @@ for module in modules:
     tensors[f"{module}.weight"] = stored.dequantize(
         scale=scale, double_scale=double_scale, block_sizes={-1: GROUP_SIZE}
     )
+inputs = {module: tensors.pop(f"{module}.input_scale", None) for module in modules}
 plain = AutoConfig.from_pretrained(folder)
 del plain.quantization_config
 model = AutoModelForCausalLM.from_config(plain, dtype=torch.bfloat16).eval()
@@ -46,4 +58,8 @@ missing, unexpected = model.load_state_dict(tensors, strict=False)
 if unexpected or [name for name in missing if name != "lm_head.weight"]:
     raise SystemExit(f"missing {missing}, unexpected {unexpected}")
 model.tie_weights()
-report(model, sys.argv[2], f"NVFP4QTensor.dequantize of {len(modules)} layers")
+for module, input_scale in inputs.items():
+    if input_scale is not None:
+        model.get_submodule(module).register_forward_pre_hook(rounded(input_scale))
+rounding = sum(scale is not None for scale in inputs.values())
+report(model, sys.argv[2], f"NVFP4QTensor on {len(modules)} layers, and on the inputs of {rounding}")
