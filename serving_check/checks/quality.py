@@ -13,8 +13,8 @@ from ..settings import Bounds
 from ..verdict import CheckResult, Status, finite
 
 NAME = "quality"
-BEYOND_ROUNDING_KL, BEYOND_ROUNDING_AGREEMENT = 1.0, 0.5
-"""Rounding weights to 4 bits costs hundredths of a nat, and to 2 bits tenths."""
+BEYOND_ROUNDING_KL, BEYOND_ROUNDING_AGREEMENT = 0.5, 0.5
+"""Rounding weights to 4 bits costs hundredths of a nat, to 2 bits up to half a nat."""
 
 
 @dataclass(frozen=True)

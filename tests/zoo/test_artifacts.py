@@ -1,0 +1,93 @@
+"""Every broken artifact is caught by the check that it is for, which names the cause; sound ones pass.
+
+Without servers: files and in-process predictions. `whole_gate.py` takes the same through all of `validate`.
+"""
+
+from pathlib import Path
+
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.serving_check.checks import text_files, weights
+
+from .artifacts import FAULTS, INT4, ArtifactFault, break_artifact
+from .sound_artifacts import Sound, judge_files, judge_quality, make_sound
+
+SEEDS = (0, 1, 2)
+IN_FILES = [one for one in FAULTS.values() if one.check in (weights.NAME, text_files.NAME)]
+REFUSED = [one for one in FAULTS.values() if one.check == "refused"]
+TOKENS = 2048
+
+
+@pytest.fixture(scope="module")
+def sound(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sound]:
+    return make_sound(example_checkpoint, tmp_path_factory.mktemp("zoo"))
+
+
+def broken(sound: dict[str, Sound], one: ArtifactFault, folder: Path, seed: int = 0) -> Path:
+    return break_artifact(sound[one.of].copy(folder), one, seed)
+
+
+def test_sound_artifacts_pass_with_and_without_their_manifests(sound, tmp_path: Path):
+    for kind, one in sound.items():
+        foreign = one.copy(tmp_path / kind)
+        (foreign / MANIFEST_NAME).unlink()
+        for folder in (one.artifact, foreign):
+            for result in judge_files(folder, one.baseline).values():
+                assert result.status == "pass", (kind, folder, result)
+
+
+@pytest.mark.parametrize("one", IN_FILES, ids=lambda one: one.name)
+def test_a_fault_in_the_files_is_caught_by_its_check_alone_and_named(
+    sound, one: ArtifactFault, tmp_path: Path
+):
+    for seed in SEEDS:
+        folder = broken(sound, one, tmp_path / str(seed), seed)
+        results = judge_files(folder, sound[one.of].baseline)
+        assert results[one.check].status == "fail"
+        assert one.words in results[one.check].reason
+        assert [name for name, result in results.items() if result.status != "pass"] == [one.check]
+
+
+@pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.name)
+def test_a_checkpoint_that_other_engines_would_misread_is_refused(sound, one: ArtifactFault, tmp_path: Path):
+    with pytest.raises(UserError) as refusal:
+        load_model(broken(sound, one, tmp_path / "broken"), device="cpu", progress=False)
+    assert one.words in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a shared global scale corrupted", "far from their kind: model.layers.0.mlp"),
+        ("two layers swapped", "far from their kind: model.layers."),
+        ("a scale that is not a number", "(relative error not finite"),
+        ("rare embeddings shuffled", "82 of 8192 rows"),
+        ("a router quantized", "choose experts"),
+        ("nothing quantized", "no module is quantized: these are plain weights"),
+    ],
+)
+def test_another_tools_artifact_is_caught_without_a_manifest(sound, name: str, words: str, tmp_path: Path):
+    folder = broken(sound, FAULTS[name], tmp_path / "broken")
+    (folder / MANIFEST_NAME).unlink()
+    result = judge_files(folder, sound[FAULTS[name].of].baseline)[weights.NAME]
+    assert result.status == "fail" and words in result.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("the vocabulary rotated", "a finer recipe will not help"),
+        ("zero points of every linear shifted", "a finer recipe will not help"),
+        ("a scale that is not a number", "NaN or Inf"),
+        (None, "exact over the whole vocabulary"),
+    ],
+)
+def test_quality_says_whether_rounding_is_to_blame(sound, name: str | None, words: str, tmp_path: Path):
+    one = sound[INT4]
+    folder = one.artifact if name is None else broken(sound, FAULTS[name], tmp_path / "broken")
+    result = judge_quality(folder, one.baseline, TOKENS)
+    assert result.status == ("pass" if name is None else "fail")
+    assert words in result.reason and "smaller groups" not in result.reason
+    assert name is not None or result.figures["mean_kl_low"] < result.figures["mean_kl"]

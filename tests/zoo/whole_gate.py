@@ -1,0 +1,72 @@
+"""The zoo's artifacts through all of `pipeline validate`, servers and load included, a sound one beside them.
+
+    python -P -m scalegate.tests.zoo.whole_gate --runs 3 [NAME…]
+
+A row says which checks failed. Exit status 1 where a fault passed the check that it is for, or where a sound
+artifact failed. A run of all takes half an hour on two cores; `test_artifacts.py` has what needs no server.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.validate import validate
+
+from .artifacts import FAULTS, ArtifactFault, break_artifact
+from .sound_artifacts import Sound, make_sound
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
+MS = (1, 8)
+SOUND = "sound"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="Faults to run; all, unless named.")
+    parser.add_argument("--runs", type=int, default=1)
+    options = parser.parse_args()
+    chosen = [FAULTS[name] for name in options.names or FAULTS]
+    missed = 0
+    with tempfile.TemporaryDirectory() as work:
+        kinds = make_sound(EXAMPLE, Path(work))
+        for run in range(options.runs):
+            for one in (None, *chosen):
+                folder = kinds[one.of if one else "int4"].copy(
+                    Path(work) / f"{run}-{one.name if one else SOUND}"
+                )
+                missed += not caught(one, folder, kinds, run)
+    sys.exit(1 if missed else 0)
+
+
+def caught(one: ArtifactFault | None, folder: Path, kinds: dict[str, Sound], run: int) -> bool:
+    """Whether the gate said of this artifact what it should; prints a row."""
+    started = time.monotonic()
+    failed: dict[str, str] = {}
+    try:
+        if one is not None:
+            break_artifact(folder, one, run)
+        verdict = validate(
+            folder, kinds[one.of if one else "int4"].baseline, m=MS, device="cpu", seed=run, progress=False
+        )
+        failed = {check.name: check.reason for check in verdict.checks if check.status == "fail"}
+        status = verdict.status
+    except UserError as error:
+        failed, status = {"refused": error.message}, "refused"
+    right = not failed if one is None else one.words in failed.get(one.check, "")
+    row = (
+        one.name if one else SOUND,
+        status,
+        ", ".join(failed) or "-",
+        f"{time.monotonic() - started:.0f} s",
+    )
+    print("ok    " if right else "MISSED", *row, sep=" | ", flush=True)
+    return right
+
+
+if __name__ == "__main__":
+    main()
