@@ -140,7 +140,7 @@ def validate(
     report:          folder for the verdict, the page and the plots, besides those in the artifact itself
     engine:          a name in `ENGINES`, or the URL of a server that is already running
     baseline_engine: the same for the baseline; None takes `engine`, or our own where that is a URL
-    max_repeats:     blocks of four interleaved repeats at one M before it is called undecided
+    max_repeats:     blocks of two interleaved repeats at one M before it is called undecided
     floor:           least throughput ratio; None takes the recipe's, or the default
     text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
     engine_options:  the fields of EngineOptions, for both servers; sizes are the workload's unless given.

@@ -4,11 +4,12 @@ Arithmetic only: the same repeats and settings give the same curve, on any machi
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from .measurement import MeasuredM, Repeat, output_throughput
 from .settings import Bounds, WorkloadSettings
-from .statistics import Decision, SequentialTest, decide
+from .statistics import Decision, SequentialTest, decide_all, is_hopeless
 from .verdict import CurvePoint, ServingFigures, finite
 from .workload import percentile
 from .workload.engine_work import EngineWork
@@ -21,11 +22,19 @@ def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
 
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
     """A point for every M at which both sides finished a repeat."""
-    test = sequential_test(workload, bounds.throughput_floor)
+    decisions = decisions_of(measured, sequential_test(workload, bounds.throughput_floor))
+    pairs = zip(measured, decisions, strict=True)
+    return [curve_point(one, decision) for one, decision in pairs if one.artifact and one.baseline]
+
+
+def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
+    """Where every M stands; one that is hopelessly slow has failed, however few its blocks."""
+    decisions = decide_all([one.log_ratios(output_throughput) for one in measured], test)
     return [
-        curve_point(one, decide(one.log_ratios(output_throughput), test))
-        for one in measured
-        if one.artifact and one.baseline
+        replace(decision, status="fail", final=True)
+        if decision.status == "inconclusive" and is_hopeless(one.first_looks, test.floor)
+        else decision
+        for one, decision in zip(measured, decisions, strict=True)
     ]
 
 
@@ -39,6 +48,7 @@ def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:
         ratio_high=finite(decision.high),
         status=decision.status,
         log_ratios=tuple(measured.log_ratios(output_throughput)),
+        correlation=decision.correlation,
     )
 
 

@@ -5,7 +5,7 @@ It is given servers that are up, and knows nothing of checkpoints; `judge.py` sa
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
@@ -14,12 +14,12 @@ from .checks.compilations import Compilations, compilations
 from .checks.kv_capacity import kv_cache_tokens, require_capacity
 from .checks.loads import packed_layers
 from .checks.reached import most_running
-from .curve import sequential_test
+from .curve import decisions_of, sequential_test
 from .engines import Endpoint
 from .evidence import PackedLayers
-from .measurement import Block, MeasuredM, Repeat, output_throughput
+from .measurement import Block, MeasuredM, Repeat
 from .settings import WorkloadSettings
-from .statistics import FIRST_LOOK, Decision, block_order, decide
+from .statistics import LOOKS, Decision, block_order, is_far_below, is_hopeless
 from .workload import WorkloadResult, WorkloadSpec, run_workload
 
 CANARY_LENGTH = 32
@@ -27,7 +27,8 @@ CANARY_PROMPT = 32
 CANARY_REQUESTS = 16
 
 Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
-SEEDS_PER_BLOCK = 2
+WARMUP_PART = 4
+"""A warm-up gives one token for so many of a measured repeat."""
 SEEDS_PER_M = 1000
 SEEDS_PER_RUN = 1_000_000
 
@@ -93,22 +94,34 @@ def measure(
     """
     test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
-    decisions = [decide([], test) for _ in measured]
+    servers = _Servers(artifact, baseline, workload, text, run)
+    for one in measured:
+        servers.warm_up(one)
+        # So slow that it needs no statistics? One more look, and it is over.
+        if is_far_below(one.first_looks, floor) and (
+            not servers.run_block(one) or is_hopeless(one.first_looks, floor)
+        ):
+            return measured, decisions_of(measured, test)
+    decisions = decisions_of(measured, test)
     bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
     with bar:
-        for index in range(workload.max_blocks):
-            for position, one in enumerate(measured):
-                if decisions[position].final or _given_up(decisions, index):
+        for blocks in range(1, workload.max_blocks + 1):
+            for one, decision in zip(measured, decisions, strict=True):
+                if decision.final or len(one.blocks) >= blocks or _given_up(decisions, blocks):
                     continue
-                bar.set_postfix_str(f"M={one.m} block {index + 1}")
-                failed = _run_block(artifact, baseline, workload, text, run, one, index)
-                decisions[position] = decide(one.log_ratios(output_throughput), test)
-                if decisions[position].final:
+                bar.set_postfix_str(f"M={one.m} block {blocks}")
+                if not servers.run_block(one):
+                    return measured, decisions_of(measured, test)
+            if blocks not in test.looks:
+                continue
+            before, decisions = decisions, decisions_of(measured, test)
+            for one, old, new in zip(measured, before, decisions, strict=True):
+                if new.final and not old.final:
                     bar.update()
                     if progress:
-                        bar.write(_sentence(one.m, decisions[position]), file=sys.stderr)
-                if failed:
-                    return measured, decisions
+                        bar.write(_sentence(one.m, new), file=sys.stderr)
+            if all(decision.final for decision in decisions):
+                break
     return measured, decisions
 
 
@@ -117,34 +130,44 @@ def _sentence(m: int, decision: Decision) -> str:
     return f"M={m}: {decision.status}, ratio {decision.ratio:.3f} {interval} after {decision.blocks} blocks"
 
 
-def _given_up(decisions: Sequence[Decision], index: int) -> bool:
+def _given_up(decisions: Sequence[Decision], blocks: int) -> bool:
     """One M has failed, so the verdict stands; the others need no more than their first look."""
-    return index >= FIRST_LOOK and any(decision.status == "fail" for decision in decisions)
+    return blocks > LOOKS[0] and any(decision.status == "fail" for decision in decisions)
 
 
-def _run_block(
-    artifact: Endpoint,
-    baseline: Endpoint,
-    workload: WorkloadSettings,
-    text: Sequence[int],
-    run: Runner,
-    one: MeasuredM,
-    index: int,
-) -> bool:
-    """Add one block to `one`; true where a request failed, and the block is then left unfinished."""
-    if index == 0:
-        for warmup in range(workload.warmups):
-            for endpoint in (artifact, baseline):
-                run(endpoint, workload_spec(workload, one.m, text, seed=SEEDS_PER_M - 1 - warmup))
-    block = Block()
-    one.blocks.append(block)
-    for side in block_order(index):
-        endpoint, results = (artifact, block.artifact) if side == "A" else (baseline, block.baseline)
-        spec = workload_spec(workload, one.m, text, index * SEEDS_PER_BLOCK + len(results))
-        results.append(Repeat.of(run(endpoint, spec)))
-        if results[-1].errors:
-            return True
-    return False
+@dataclass(frozen=True)
+class _Servers:
+    """Both sides, and what they are sent."""
+
+    artifact: Endpoint
+    baseline: Endpoint
+    workload: WorkloadSettings
+    text: Sequence[int]
+    run: Runner
+
+    def warm_up(self, one: MeasuredM) -> None:
+        """Short repeats of both sides, which are kept as first looks."""
+        short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
+        for index in range(self.workload.warmups):
+            spec = workload_spec(short, one.m, self.text, seed=SEEDS_PER_M - 1 - index)
+            one.warmups.append(self._block(index, spec))
+
+    def run_block(self, one: MeasuredM) -> bool:
+        """Add a block to `one`; false where a request failed, and the block is then left unfinished."""
+        index = len(one.blocks)
+        one.blocks.append(self._block(index, workload_spec(self.workload, one.m, self.text, index)))
+        return not any(repeat.errors for repeat in (*one.blocks[-1].artifact, *one.blocks[-1].baseline))
+
+    def _block(self, index: int, spec: WorkloadSpec) -> Block:
+        block = Block()
+        for side in block_order(index):
+            endpoint, repeats = (
+                (self.artifact, block.artifact) if side == "A" else (self.baseline, block.baseline)
+            )
+            repeats.append(Repeat.of(self.run(endpoint, spec)))
+            if repeats[-1].errors:
+                break
+        return block
 
 
 def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:

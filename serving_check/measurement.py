@@ -73,7 +73,7 @@ class Repeat:
 
 @dataclass
 class Block:
-    """Four repeats close together in time: two of the artifact, two of the baseline."""
+    """Repeats close together in time: one of the artifact, one of the baseline."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -91,12 +91,14 @@ class Block:
 
 @dataclass
 class MeasuredM:
-    """Every measured block at one M, oldest first."""
+    """Every block at one M, oldest first."""
 
     __pydantic_config__ = DOCUMENTED
 
     m: int
     blocks: list[Block] = field(default_factory=list)
+    warmups: list[Block] = field(default_factory=list)
+    """Shorter repeats, before the first block: their figures tell only of what is hopeless."""
 
     @property
     def artifact(self) -> list[Repeat]:
@@ -107,7 +109,16 @@ class MeasuredM:
         return [result for block in self.blocks for result in block.baseline]
 
     def log_ratios(self, figure: Callable[[Repeat], float | None]) -> list[float]:
-        return [ratio for block in self.blocks if (ratio := block.log_ratio(figure)) is not None]
+        return _log_ratios(self.blocks, figure)
+
+    @property
+    def first_looks(self) -> list[float]:
+        """The log ratios of throughput of the first two blocks of all, warm-ups among them."""
+        return _log_ratios([*self.warmups, *self.blocks][:2], output_throughput)
+
+
+def _log_ratios(blocks: Sequence[Block], figure: Callable[[Repeat], float | None]) -> list[float]:
+    return [ratio for block in blocks if (ratio := block.log_ratio(figure)) is not None]
 
 
 def output_throughput(result: Repeat) -> float:

@@ -31,10 +31,10 @@ class WorkloadSettings:
     """Output tokens a request."""
     waves: int = 1
     """Requests each client sends in one repeat: short repeats, often alternated, resist noise best."""
-    max_blocks: int = 24
-    """Blocks of four repeats (artifact, baseline, baseline, artifact) at one M before giving up undecided."""
+    max_blocks: int = 96
+    """Blocks of two repeats, one of either side, at one M before giving up undecided."""
     warmups: int = 1
-    """Unmeasured repeats of each side at each M before its first block."""
+    """Shorter repeats of each side at each M before its first block."""
     seed: int = 0
     """Every repeat draws its own prompts from it; artifact and baseline get the same."""
 

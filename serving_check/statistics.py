@@ -2,34 +2,45 @@
 
 Pure arithmetic on numbers already measured: not for running workloads, and not for any other check.
 
-One *block* is four repeats close together in time, artifact-baseline-baseline-artifact (or its mirror image),
-and gives one log ratio, from which a linear drift of the machine cancels. Student's t on the blocks gives an
-interval. With eight blocks or more the extremes are trimmed (Tukey and McLaughlin, 1963): one burst of
-somebody else's work must not widen it for good. The two errors are guarded separately:
+One *block* is a repeat of the artifact and one of the baseline close together in time, in alternate order
+(ABBA), and gives one log ratio: a slow machine slows both, and a linear drift cancels over two blocks. The
+ratio is a trimmed mean of them (Tukey and McLaughlin, 1963), so that a burst of somebody else's work moves it
+little; Student's t gives its limits, as wide as the correlation between blocks makes them (`correlation.py`).
+
+The two errors are guarded separately:
 
 - wrongly failing: a fail at any one M fails the artifact, so each M gets its share (Bonferroni over the Ms);
 - wrongly passing: every M has to pass, so the worst M alone bounds the chance (an intersection-union test,
   Berger 1982).
 
-Both are divided again by the number of looks, so that stopping as soon as it is decided stays honest.
+Either is spent over a few looks, half of it on the last one. No assumption on how looks depend on each other
+is needed for that, so stopping as soon as it is decided stays honest. The error rates that come of it are in
+`tests/bench/results/operating_characteristic.json`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from .correlation import autoregression, upper_correlation
+
 Status = Literal["pass", "fail", "inconclusive"]
 
-FIRST_LOOK = 3
-"""Blocks before the first decision: the fewest from which a spread can be told with any use."""
-FIRST_FAIL = 6
-"""Blocks before the first fail: three bursts on one side alone can pass for a slow model, six hardly."""
-LOOK_GROWTH = 4 / 3
-"""Blocks at one look over those at the look before: more looks would cost more than they save."""
+LOOKS = (6, 8, 11, 15, 20, 27, 36, 48, 64, 96)
+"""After how many blocks a decision is attempted: fewer than six tell little of correlation, and more looks
+would cost more than they save."""
+LAST_SHARE = 0.5
+"""Of the error, spent on the last look; the others share the rest."""
 BLOCKS_PER_TRIM = 8
 """One block is trimmed from each end for every so many."""
+WIDEST = 1.5
+"""The upper limit over the lower one, beyond which a ratio is not known well enough to be published."""
+MOST_LOG = 700.0
+"""Beyond it, what a logarithm stands for is infinite."""
+HOPELESS = 0.5
+"""Of the floor: a ratio below this share of it, twice running from the first look, needs no statistics."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +50,26 @@ class SequentialTest:
     floor: float
     """The ratio, artifact over baseline, that must be reached."""
     number_of_ms: int
-    max_blocks: int = 24
+    max_blocks: int = LOOKS[-1]
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
 
     @property
     def looks(self) -> tuple[int, ...]:
         """After how many blocks a decision is attempted; the last is `max_blocks`."""
-        looks = [min(FIRST_LOOK, self.max_blocks)]
-        while looks[-1] < self.max_blocks:
-            looks.append(min(self.max_blocks, max(looks[-1] + 1, math.ceil(looks[-1] * LOOK_GROWTH))))
-        return tuple(looks)
+        return (*(blocks for blocks in LOOKS if blocks < self.max_blocks), self.max_blocks)
 
-    @property
-    def pass_error(self) -> float:
-        """One-sided level of the lower limit at one look."""
-        return self.error / len(self.looks)
+    def pass_error(self, blocks: int) -> float:
+        """One-sided level of the lower limit at the look after `blocks`."""
+        earlier = len(self.looks) - 1
+        if earlier == 0:
+            return self.error
+        share = LAST_SHARE if blocks >= self.max_blocks else (1 - LAST_SHARE) / earlier
+        return self.error * share
 
-    @property
-    def fail_error(self) -> float:
-        """One-sided level of the upper limit at one of the looks that can fail."""
-        failing = sum(blocks >= self.first_fail for blocks in self.looks)
-        return self.error / failing / self.number_of_ms
-
-    @property
-    def first_fail(self) -> int:
-        return min(FIRST_FAIL, self.max_blocks)
+    def fail_error(self, blocks: int) -> float:
+        """One-sided level of the upper limit at that look."""
+        return self.pass_error(blocks) / self.number_of_ms
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,13 @@ class Decision:
     blocks: int
     final: bool
     """No further block would be looked at: decided, or out of blocks."""
+    correlation: float = 0.0
+    """Between a block and the next, at most: what the limits were widened for."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether the limits are too far apart for the ratio to be published."""
+        return not self.high <= self.low * WIDEST
 
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
@@ -87,67 +99,120 @@ def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> flo
 
 def block_order(index: int) -> str:
     """The order of the repeats in block `index`: `A` the artifact, `B` the baseline."""
-    return "ABBA" if index % 2 == 0 else "BAAB"
+    return "AB" if index % 2 == 0 else "BA"
 
 
 def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
-    """The decision after these blocks of one M, oldest first.
+    """`decide_all` of one M alone."""
+    return decide_all([log_ratios], test)[0]
+
+
+def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[Decision]:
+    """The decision at each M after these blocks of each, oldest first.
 
     It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
+    What correlates one block with the next is the machine and not M, so all Ms are asked about it together.
+
+    series: log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
     """
+    final: dict[int, Decision] = {}
     for blocks in test.looks:
-        if blocks > len(log_ratios):
-            break
-        decision = _look(log_ratios[:blocks], test)
-        if decision.final:
-            return decision
-    return _estimate(log_ratios, test, "inconclusive", final=False)
+        seen = [values[:blocks] for values in series]
+        due = [m for m, values in enumerate(seen) if m not in final and len(values) == blocks]
+        if due:
+            correlation = _correlation(seen)
+            looked = {m: _look(seen[m], test, correlation) for m in due}
+            final |= {m: decision for m, decision in looked.items() if decision.final}
+    correlation = _correlation(series)
+    return [final.get(m) or _estimate(values, test, correlation) for m, values in enumerate(series)]
 
 
-def _look(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
-    low, high = interval(log_ratios, test.pass_error, test.fail_error)
-    status: Status = "inconclusive"
-    if low >= math.log(test.floor):
-        status = "pass"
-    elif high < math.log(test.floor) and len(log_ratios) >= test.first_fail:
-        status = "fail"
-    final = status != "inconclusive" or len(log_ratios) >= test.max_blocks
-    return _estimate(log_ratios, test, status, final)
+def is_far_below(log_ratios: Sequence[float], floor: float) -> bool:
+    """Whether there are some, all so far below the floor that one more look may be enough."""
+    return bool(log_ratios) and max(log_ratios) < math.log(floor * HOPELESS)
 
 
-def _estimate(log_ratios: Sequence[float], test: SequentialTest, status: Status, final: bool) -> Decision:
-    low, high = interval(log_ratios, test.pass_error, test.fail_error)
-    centre, _, _ = _trimmed(log_ratios) if log_ratios else (math.nan, math.nan, 0)
-    return Decision(status, math.exp(centre), math.exp(low), math.exp(high), len(log_ratios), final)
+def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
+    """Whether two looks in a row were that far below it: more would be a waste."""
+    return len(first_looks) >= 2 and is_far_below(first_looks, floor)
 
 
-def interval(values: Sequence[float], low_error: float, high_error: float) -> tuple[float, float]:
-    """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values."""
+def _look(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
+    decision = _estimate(values, test, correlation)
+    if decision.low >= test.floor and not decision.wide:
+        return replace(decision, status="pass", final=True)
+    if decision.high < test.floor:
+        return replace(decision, status="fail", final=True)
+    return replace(decision, final=len(values) >= test.max_blocks)
+
+
+def _estimate(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
+    """Where `values` stand, undecided."""
+    blocks = len(values)
+    low, high = interval(values, test.pass_error(blocks), test.fail_error(blocks), correlation)
+    ratio = math.exp(_trimmed(values).centre) if values else math.nan
+    return Decision("inconclusive", ratio, math.exp(low), _exp(high), blocks, False, correlation)
+
+
+def interval(
+    values: Sequence[float], low_error: float, high_error: float, correlation: float = 0.0
+) -> tuple[float, float]:
+    """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
+
+    correlation: between neighbours, at most
+    """
     if len(values) < 2:
         return -math.inf, math.inf
-    centre, standard_error, freedom = _trimmed(values)
+    found = _trimmed(values)
+    series = autoregression(len(values), correlation)
+    error = found.standard_error * math.sqrt(series.cost)
+    freedom = max(1, min(found.freedom, math.floor(series.freedom + 1e-9)))
     return (
-        centre - student_t_quantile(low_error, freedom) * standard_error,
-        centre + student_t_quantile(high_error, freedom) * standard_error,
+        found.centre - student_t_quantile(low_error, freedom) * error,
+        found.centre + student_t_quantile(high_error, freedom) * error,
     )
 
 
-def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
-    """Trimmed mean, its standard error from the winsorized values, and the degrees of freedom."""
-    ordered = sorted(values)
-    trim = len(ordered) // BLOCKS_PER_TRIM
-    kept = ordered[trim : len(ordered) - trim]
-    centre = _mean(kept)
+@dataclass(frozen=True)
+class _Trimmed:
+    centre: float
+    """The trimmed mean."""
+    standard_error: float
+    """Of it, from the winsorized values, were they independent."""
+    freedom: int
+
+
+def _trimmed(values: Sequence[float]) -> _Trimmed:
+    trim = len(values) // BLOCKS_PER_TRIM
+    kept = sorted(values)[trim : len(values) - trim]
     if len(kept) < 2:
-        return centre, math.inf, 1
-    winsorized = [kept[0]] * trim + kept + [kept[-1]] * trim
-    mean = _mean(winsorized)
-    squares = math.fsum((value - mean) ** 2 for value in winsorized)
-    return centre, math.sqrt(squares / (len(kept) * (len(kept) - 1))), len(kept) - 1
+        return _Trimmed(_mean(kept), math.inf, 1)
+    squares = _squares(_winsorized(values))
+    return _Trimmed(_mean(kept), math.sqrt(squares / (len(kept) * (len(kept) - 1))), len(kept) - 1)
+
+
+def _winsorized(values: Sequence[float]) -> list[float]:
+    """In their own order, the extremes moved in to the outermost value that is not trimmed."""
+    trim = len(values) // BLOCKS_PER_TRIM
+    ordered = sorted(values)
+    return [min(max(value, ordered[trim]), ordered[-1 - trim]) for value in values]
+
+
+def _correlation(series: Sequence[Sequence[float]]) -> float:
+    return upper_correlation([_winsorized(values) for values in series if values])
+
+
+def _squares(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.fsum((value - mean) ** 2 for value in values)
 
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < MOST_LOG else math.inf
 
 
 @lru_cache

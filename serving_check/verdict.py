@@ -92,12 +92,14 @@ class CurvePoint:
     ratio: float | None
     """Output throughput, artifact over baseline: trimmed geometric mean over blocks."""
     ratio_low: float | None
-    """Lower confidence limit, corrected for repeated looks; null where nothing can be said."""
+    """Lower confidence limit, corrected for repeated looks and for correlation; null where there is none."""
     ratio_high: float | None
-    """Upper confidence limit, corrected for repeated looks and for the number of Ms."""
+    """Upper confidence limit, corrected for those and for the number of Ms."""
     status: Status
     log_ratios: tuple[float, ...]
-    """The log ratio of each block of four interleaved repeats, in the order they ran."""
+    """The log ratio of each block of two repeats, one of either side, in the order they ran."""
+    correlation: float = 0.0
+    """Between a block and the next, at most: the limits are as wide as it makes them."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ ROOMS = {
     "serving_check": [
         INIT,
         "options",
+        "correlation",
         "statistics",
         "quality",
         "settings",

@@ -41,7 +41,7 @@ def _exports() -> Iterable[str]:
 )
 @click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
-@click.option("--max-repeats", default=24, show_default=True, help="Blocks of repeats at one M at most.")
+@click.option("--max-repeats", default=96, show_default=True, help="Blocks of repeats at one M at most.")
 @click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
 @click.option(
     "--engine",

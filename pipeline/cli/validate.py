@@ -47,11 +47,13 @@ class WholeNumbers(click.ParamType):
 @click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
 @click.option(
     "--max-repeats",
-    default=24,
+    default=96,
     show_default=True,
-    help="Blocks of four interleaved repeats at one M before giving up undecided.",
+    help="Blocks of two interleaved repeats at one M before giving up undecided.",
 )
-@click.option("--warmups", default=1, show_default=True, help="Unmeasured repeats at each M, on each side.")
+@click.option(
+    "--warmups", default=1, show_default=True, help="Shorter repeats at each M first, on each side."
+)
 @click.option("--seed", default=0, show_default=True, help="Of the prompts.")
 @click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
 @click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")

@@ -61,7 +61,7 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
         (
             "Workload",
             f"closed loop, {workload.input_len} tokens in, {workload.output_len} out, "
-            f"{workload.waves} wave(s) a repeat, at most {workload.max_blocks} blocks of four repeats at one "
+            f"{workload.waves} wave(s) a repeat, at most {workload.max_blocks} blocks of two repeats at one "
             f"M, seed {workload.seed}",
         ),
         ("Held-out text", f"{verdict.quality_tokens:,} tokens, sha256 {verdict.quality_text_sha256[:16]}…"),

@@ -5,9 +5,13 @@ The decision is `statistics.py`; this words it, and names the layer to blame fro
 
 from collections.abc import Mapping, Sequence
 
+from ..statistics import LOOKS, WIDEST
 from ..verdict import CheckResult, CurvePoint, Status
 
 NAME = "throughput"
+STRONG = 0.7
+"""A correlation between blocks from which on more of them hardly help."""
+HOPELESS_SENTENCE = "So far below the floor that a first look and a second were enough. "
 
 
 def check_throughput(
@@ -25,10 +29,19 @@ def check_throughput(
         name=NAME,
         status=status,
         measured=f"lowest {_ratio(worst)} at M={worst.m}" if worst else "nothing",
-        bound=f"at least {floor:.2f} of the baseline's output tok/s at every M",
-        reason=_reason(failed, open_points, diagnoses, max_blocks),
-        figures={f"ratio_m{point.m}": point.ratio for point in curve},
+        bound=(
+            f"at least {floor:.2f} of the baseline's output tok/s at every M, "
+            f"known to within {WIDEST:g}× from limit to limit"
+        ),
+        reason=_reason(curve, floor, diagnoses, max_blocks) if curve else "no block of repeats was finished",
+        figures={f"ratio_m{point.m}": point.ratio for point in curve}
+        | {f"width_m{point.m}": _width(point) for point in curve},
     )
+
+
+def _width(point: CurvePoint) -> float | None:
+    """The upper limit over the lower one."""
+    return point.ratio_high / point.ratio_low if point.ratio_low and point.ratio_high else None
 
 
 def _ratio(point: CurvePoint) -> str:
@@ -39,23 +52,33 @@ def _ratio(point: CurvePoint) -> str:
     return f"{point.ratio:.3f} [{low}, {high}]"
 
 
-def _reason(
-    failed: Sequence[CurvePoint],
-    open_points: Sequence[CurvePoint],
-    diagnoses: Mapping[int, str],
-    max_blocks: int,
-) -> str:
+def _reason(curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, str], max_blocks: int) -> str:
+    failed = [point for point in curve if point.status == "fail"]
+    open_points = [point for point in curve if point.status == "inconclusive"]
     if failed:
         lines = [
             f"at M={point.m}: {point.artifact.output_throughput:.0f} tok/s against "
-            f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. " + diagnoses.get(point.m, "")
+            f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. "
+            + (HOPELESS_SENTENCE if len(point.log_ratios) < LOOKS[0] else "")
+            + diagnoses.get(point.m, "")
             for point in failed
         ]
         return "\n".join(line.strip() for line in lines)
     if open_points:
-        ms = ", ".join(f"M={point.m} ({_ratio(point)})" for point in open_points)
+        ms = ", ".join(f"M={point.m} ({_ratio(point)}{_obstacle(point, floor)})" for point in open_points)
         return (
             f"could not be decided within {max_blocks} blocks of repeats: {ms}. Validate again on a quieter "
             "machine, or with more repeats (--max-repeats) or longer ones (--output-len)."
         )
-    return "every lower confidence limit is at or above the floor"
+    widest = max(curve, key=lambda point: _width(point) or 0.0)
+    return (
+        "every lower confidence limit is at or above the floor; the widest interval is "
+        f"{_width(widest) or 1:.2f}× from limit to limit, at M={widest.m}"
+    )
+
+
+def _obstacle(point: CurvePoint, floor: float) -> str:
+    """What kept it from being decided, where that is more than noise about the floor."""
+    if point.correlation >= STRONG:
+        return f", each block much like the one before, correlation up to {point.correlation:.2f}"
+    return ", too wide an interval" if (point.ratio_low or 0.0) >= floor else ""

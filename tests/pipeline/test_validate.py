@@ -165,7 +165,7 @@ def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoin
     with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
         arguments = [str(example_checkpoint), "--baseline", str(example_checkpoint), "--m", "2", "--json"]
         arguments += ["--engine", running.base_url, "--baseline-engine", running.base_url]
-        arguments += ["--floor", str(FAR_FLOOR), "--max-repeats", "6"]
+        arguments += ["--floor", str(FAR_FLOOR)]
         result = CliRunner().invoke(command, [*arguments, *SMALL_LOAD])
     verdict = Verdict.from_json(json.loads(result.stdout))
     assert result.exit_code == verdict.exit_status

@@ -75,13 +75,13 @@ def simulated_run(
     return run
 
 
-def measured_m(m: int, ratio: float, blocks: int = 6, **options: float) -> MeasuredM:
+def measured_m(m: int, ratio: float, blocks: int = 12, **options: float) -> MeasuredM:
     """Blocks at one M whose log ratios scatter a little around `ratio`."""
     one = MeasuredM(m)
     for index in range(blocks):
         wobble = 1 + 0.004 * (index % 3 - 1)
-        artifact = [Repeat.of(load_result(m, 100 * m * ratio * wobble, **options)) for _ in range(2)]
-        one.blocks.append(Block(artifact, [Repeat.of(load_result(m, 100 * m)) for _ in range(2)]))
+        artifact = Repeat.of(load_result(m, 100 * m * ratio * wobble, **options))
+        one.blocks.append(Block([artifact], [Repeat.of(load_result(m, 100 * m))]))
     return one
 
 

@@ -1,6 +1,7 @@
 """The interleaved measuring and the judging, on simulated servers."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from scalegate.serving_check.artifact_figures import TextFigures
@@ -45,7 +46,7 @@ def test_an_equal_artifact_passes_at_every_m():
 
 
 def test_one_that_is_slow_from_m_8_fails_there_with_a_diagnosis():
-    measured, decisions = run_gate(lambda m: 0.6 if m >= 8 else 1.0)
+    measured, decisions = run_gate(lambda m: 0.6 if m >= 8 else 1.0, noise=0.01)
     status, checks = verdict_of(measured, decisions)
     assert status == "fail"
     assert {m: d.status for m, d in zip(MS, decisions, strict=True)}[8] == "fail"
@@ -62,7 +63,7 @@ def test_what_is_decided_is_not_loaded_any_more():
 
 def test_after_a_fail_the_others_are_not_pursued():
     measured, _ = run_gate(lambda m: 0.5 if m == 1 else 0.93, noise=0.05)
-    assert max(len(one.blocks) for one in measured) <= 7
+    assert max(len(one.blocks) for one in measured) <= 8
 
 
 def test_repeats_alternate_and_both_sides_get_the_same_prompts():
@@ -74,13 +75,46 @@ def test_repeats_alternate_and_both_sides_get_the_same_prompts():
         return run(endpoint, spec)
 
     measure(ARTIFACT, BASELINE, WorkloadSettings((4,), warmups=0), 0.93, TEXT, recording, progress=False)
-    assert [side for side, _ in sent[:8]] == [
-        "artifact", "baseline", "baseline", "artifact", "baseline", "artifact", "artifact", "baseline",
-    ]  # fmt: skip
+    assert [side for side, _ in sent[:8]] == ["artifact", "baseline", "baseline", "artifact"] * 2
     seeds = Counter(seed for _, seed in sent)
     assert set(seeds.values()) == {2}
     first, second = (next(prompts(workload_spec(WorkloadSettings(), 4, TEXT, seed))) for seed in (0, 1))
     assert first != second
+
+
+@pytest.mark.parametrize("slow_from", [1, 32])
+def test_one_ten_times_slower_fails_after_a_short_look_and_a_second(slow_from):
+    sent = Counter()
+    run = simulated_run(lambda m: 0.1 if m >= slow_from else 1.0)
+
+    def counting(endpoint, spec):
+        sent[spec.m, spec.output_len] += 1
+        return run(endpoint, spec)
+
+    measured, decisions = measure(
+        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, counting, progress=False
+    )
+    assert {one.m: len(one.blocks) for one in measured if one.blocks} == {slow_from: 1}
+    assert sent[slow_from, 64] == sent[slow_from, 16] == 2
+    status, checks = verdict_of(measured, decisions)
+    assert (status, checks["throughput"].status) == ("fail", "fail")
+    assert f"M={slow_from}" in checks["throughput"].reason and "second" in checks["throughput"].reason
+
+
+def test_one_slow_first_look_decides_nothing():
+    """The control: a server that is slow only until it is warm."""
+    run, sent = simulated_run(lambda m: 1.0), Counter()
+
+    def slow_at_first(endpoint, spec):
+        sent[endpoint.model, spec.m] += 1
+        slow = endpoint == ARTIFACT and sent[endpoint.model, spec.m] == 1
+        result = run(endpoint, spec)
+        return replace(result, duration=result.duration * 20) if slow else result
+
+    _, decisions = measure(
+        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, slow_at_first, progress=False
+    )
+    assert {decision.status for decision in decisions} == {"pass"}
 
 
 def test_a_failed_request_ends_the_measuring_and_fails_the_gate():

@@ -3,19 +3,23 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 from scalegate.serving_check.statistics import (
+    WIDEST,
     SequentialTest,
     block_log_ratio,
     block_order,
     decide,
+    decide_all,
     interval,
+    is_hopeless,
     student_t_quantile,
 )
 
 MS = 6
-RUNS = 200
+RUNS = 60
 FLOOR = 0.93
 
 
@@ -33,83 +37,77 @@ def test_t_quantiles_are_those_of_the_tables(freedom, upper_tail, expected):
     assert student_t_quantile(upper_tail, freedom) == pytest.approx(expected, abs=1e-5)
 
 
-class Machine:
-    """Throughputs of interleaved repeats on a machine with the noise named.
+def machine(noise: str, scale: float, generator: random.Random) -> Iterator[float]:
+    """The noise of each block's log ratio.
 
-    gaussian: independent; heavy: Student's t with 2.5 degrees; bursts: one repeat in forty at half speed;
-    drift: it slows by a third over the run; correlated: a slow minute and a fast one (AR(1), 0.9)
+    heavy: Student's t with 2.5 degrees; bursts: one repeat in forty at half speed; AR: an autoregression;
+    walk: a random walk
     """
-
-    def __init__(self, noise: str, scale: float, generator: random.Random):
-        self.noise, self.scale, self.random = noise, scale, generator
-        self.repeats, self.state = 0, 0.0
-
-    def throughput(self, speed: float) -> float:
-        self.repeats += 1
-        return speed * math.exp(self._log_noise())
-
-    def _log_noise(self) -> float:
-        gauss = self.random.gauss(0, 1)
-        if self.noise == "heavy":
-            return self.scale * gauss / math.sqrt(self.random.gammavariate(1.25, 0.8))
-        if self.noise == "bursts":
-            return self.scale * gauss - (math.log(2) if self.random.random() < 0.025 else 0.0)
-        if self.noise == "drift":
-            return self.scale * gauss - 0.4 * self.repeats / 60
-        if self.noise == "correlated":
-            self.state = 0.9 * self.state + math.sqrt(1 - 0.81) * 4 * self.scale * gauss
-            return self.state
-        return self.scale * gauss
+    state = scale * generator.gauss(0, 1)
+    while True:
+        gauss = scale * generator.gauss(0, 1)
+        if noise == "heavy":
+            yield gauss / math.sqrt(generator.gammavariate(1.25, 0.8))
+        elif noise == "bursts":
+            yield gauss + math.log(2) * ((generator.random() < 0.025) - (generator.random() < 0.025))
+        elif noise == "AR":
+            yield state
+            state = 0.8 * state + 0.6 * gauss
+        elif noise == "walk":
+            yield state
+            state += gauss
+        else:
+            yield gauss
 
 
-def verdict_of(ratios: dict[int, float], noise: str, scale: float, generator: random.Random) -> str:
+def verdict_of(ratios: Sequence[float], noise: str, scale: float, generator: random.Random) -> str:
     """The throughput verdict of one whole simulated run over these true ratios."""
     test = SequentialTest(floor=FLOOR, number_of_ms=len(ratios))
-    statuses = []
-    for ratio in ratios.values():
-        machine, logs = Machine(noise, scale, generator), []
-        while not (decision := decide(logs, test)).final:
-            speeds = {"A": [], "B": []}
-            for side in block_order(len(logs)):
-                speeds[side].append(machine.throughput(ratio if side == "A" else 1.0))
-            logs.append(block_log_ratio(speeds["A"], speeds["B"]))
-        statuses.append(decision.status)
+    machines = [machine(noise, scale, generator) for _ in ratios]
+    series: list[list[float]] = [[] for _ in ratios]
+    decisions = decide_all(series, test)
+    for look in test.looks:
+        for values, ratio, noises, decision in zip(series, ratios, machines, decisions, strict=True):
+            while not decision.final and len(values) < look:
+                values.append(math.log(ratio) + next(noises))
+        decisions = decide_all(series, test)
+    statuses = {decision.status for decision in decisions}
     return "fail" if "fail" in statuses else "inconclusive" if "inconclusive" in statuses else "pass"
 
 
-def rates(ratios: dict[int, float], noise: str, scale: float, runs: int = RUNS) -> Counter[str]:
+def rates(ratios: Sequence[float], noise: str, scale: float, runs: int = RUNS) -> Counter[str]:
     generator = random.Random(f"{noise} {scale} {ratios}")
     return Counter(verdict_of(ratios, noise, scale, generator) for _ in range(runs))
 
 
-NOISES = [("gaussian", 0.05), ("heavy", 0.03), ("bursts", 0.03), ("drift", 0.04), ("correlated", 0.03)]
-SAME = dict.fromkeys((1, 2, 4, 8, 16, 32), 1.0)
-SLOWED = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1 / 1.15, 16: 1 / 1.15, 32: 1 / 1.15}
+NOISES = [("gaussian", 0.07), ("heavy", 0.04), ("bursts", 0.04), ("AR", 0.02), ("walk", 0.03)]
+DECIDED = [(noise, scale) for noise, scale in NOISES if noise != "walk"]
+SAME = [1.0] * MS
+SLOWED = [1.0] * 3 + [1 / 1.15] * 3
 
 
 @pytest.mark.parametrize(("noise", "scale"), NOISES)
 def test_a_model_never_fails_against_itself(noise, scale):
     counts = rates(SAME, noise, scale)
     assert counts["fail"] == 0
-    # The control: with so much noise it is still decided, not waved through as inconclusive.
-    assert counts["pass"] > RUNS / 2
+    # The control: but for the walk it is decided, not waved through as inconclusive.
+    assert noise == "walk" or counts["pass"] > RUNS / 2
 
 
 @pytest.mark.parametrize(("noise", "scale"), NOISES)
-def test_a_copy_slowed_by_15_percent_from_m_8_never_passes(noise, scale):
+def test_a_copy_slowed_by_15_percent_at_three_ms_never_passes(noise, scale):
     counts = rates(SLOWED, noise, scale)
     assert counts["pass"] == 0
-    assert counts["fail"] > RUNS / 2
+    assert noise == "walk" or counts["fail"] > RUNS / 2
 
 
 @pytest.mark.parametrize(("noise", "scale"), NOISES)
 def test_exactly_at_the_floor_either_error_stays_within_five_percent(noise, scale):
-    counts = rates(dict.fromkeys(range(1, MS + 1), FLOOR), noise, scale, runs=150)
-    # Three standard deviations of 150 draws at 5% are 0.053.
-    assert counts["fail"] / 150 <= 0.05 + 0.04
     # For the pass the worst case is one M at the floor and the others clear of it.
-    counts = rates({1: FLOOR} | dict.fromkeys(range(2, MS + 1), 1.5), noise, scale, runs=150)
-    assert counts["pass"] / 150 <= 0.05 + 0.04
+    counts = rates([FLOOR] + [1.5] * (MS - 1), noise, scale)
+    # Three standard deviations of 60 draws at 5% are 0.084; the bench draws a thousand.
+    assert counts["pass"] / RUNS <= 0.05 + 0.084
+    assert counts["fail"] / RUNS <= 0.05 + 0.084
 
 
 def test_looking_after_every_block_without_correction_would_err_far_more_often():
@@ -127,21 +125,38 @@ def test_looking_after_every_block_without_correction_would_err_far_more_often()
     assert wrong / 200 > 0.1
 
 
+def test_correlated_blocks_widen_the_interval():
+    values = [0.01 * math.sin(index / 3) for index in range(24)]
+    low, high = interval(values, 0.01, 0.01)
+    wide_low, wide_high = interval(values, 0.01, 0.01, correlation=0.8)
+    assert wide_high - wide_low > 2.5 * (high - low)
+
+
 def test_a_decision_once_reached_stands_whatever_comes_after():
-    test = SequentialTest(floor=FLOOR, number_of_ms=1)
-    good = [0.001, -0.001, 0.0]
-    assert decide(good, test).status == "pass"
-    assert decide([*good, *[-1.0] * 10], test).status == "pass"
+    test = SequentialTest(floor=FLOOR, number_of_ms=MS)
+    good = [[0.001, -0.001, 0.0, 0.0, 0.001, -0.001]] * MS
+    assert {decision.status for decision in decide_all(good, test)} == {"pass"}
+    slow = [*good[0], *[-1.0] * 30]
+    assert decide_all([slow, *good[1:]], test)[0].status == "pass"
 
 
 def test_a_clear_ratio_is_decided_at_the_first_look_and_a_borderline_one_never():
-    test = SequentialTest(floor=FLOOR, number_of_ms=MS, max_blocks=6)
-    fast = decide([0.5, 0.51, 0.49], test)
-    assert (fast.status, fast.blocks, fast.final) == ("pass", 3, True)
-    border = [math.log(FLOOR) + 0.03 * (-1) ** index for index in range(6)]
-    assert not decide(border[:5], test).final
-    last = decide(border, test)
+    test = SequentialTest(floor=FLOOR, number_of_ms=2, max_blocks=11)
+    quick = [0.5 + 0.01 * (-1) ** index for index in range(6)]
+    border = [math.log(FLOOR) + 0.03 * (-1) ** index for index in range(11)]
+    fast, open_ = decide_all([quick, border[:10]], test)
+    assert (fast.status, fast.blocks, fast.final) == ("pass", 6, True)
+    assert not open_.final
+    last = decide_all([quick, border], test)[1]
     assert (last.status, last.final) == ("inconclusive", True)
+
+
+def test_a_ratio_that_is_hardly_known_does_not_pass_however_high_it_is():
+    test = SequentialTest(floor=FLOOR, number_of_ms=2, max_blocks=11)
+    swinging = [1.5 + 0.5 * (-1) ** index for index in range(11)]
+    decision = decide_all([swinging, swinging], test)[0]
+    assert decision.low > FLOOR and decision.high > WIDEST * decision.low
+    assert (decision.status, decision.final) == ("inconclusive", True)
 
 
 def test_nothing_is_claimed_of_no_blocks_and_of_one():
@@ -151,9 +166,9 @@ def test_nothing_is_claimed_of_no_blocks_and_of_one():
     assert (one.status, one.low, one.high) == ("inconclusive", 0.0, math.inf)
 
 
-def test_a_linear_drift_cancels_within_a_block():
+def test_a_linear_drift_cancels_over_two_blocks():
     speeds = {"A": [], "B": []}
-    for position, side in enumerate(block_order(0)):
+    for position, side in enumerate(block_order(0) + block_order(1)):
         speeds[side].append(math.exp(-0.2 * position))
     assert block_log_ratio(speeds["A"], speeds["B"]) == pytest.approx(0.0, abs=1e-12)
 
@@ -166,5 +181,20 @@ def test_one_burst_widens_the_interval_little_once_extremes_are_trimmed():
 
 
 def test_looks_are_few_and_end_at_the_last_block():
-    assert SequentialTest(FLOOR, MS, max_blocks=15).looks == (3, 4, 6, 8, 11, 15)
+    assert SequentialTest(FLOOR, MS, max_blocks=15).looks == (6, 8, 11, 15)
     assert SequentialTest(FLOOR, MS, max_blocks=2).looks == (2,)
+
+
+@pytest.mark.parametrize("max_blocks", [2, 15, 96])
+def test_all_looks_together_spend_the_error_once(max_blocks):
+    test = SequentialTest(FLOOR, MS, max_blocks)
+    assert sum(test.pass_error(blocks) for blocks in test.looks) == pytest.approx(test.error)
+    assert sum(test.fail_error(blocks) for blocks in test.looks) == pytest.approx(test.error / MS)
+
+
+@pytest.mark.parametrize(
+    ("first_looks", "hopeless"),
+    [([-2.3, -2.3], True), ([-2.3, 0.0], False), ([0.0, -2.3], False), ([-2.3], False), ([], False)],
+)
+def test_hopeless_takes_two_looks_far_below_the_floor(first_looks, hopeless):
+    assert is_hopeless(first_looks, FLOOR) is hopeless
