@@ -1,6 +1,6 @@
 """How often the gate's throughput decision is right: its error rates under every kind of noise we know of.
 
-    python -P tests/bench/operating_characteristic.py --runs 1000
+    python -P tests/bench/operating_characteristic.py --runs 1000 [--noise gaussian ...]
 
 The gate's own measuring loop (`serving_check/gate.py`) on servers that are random numbers. Each repeat's
 throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts (one
@@ -15,6 +15,7 @@ Exit status 1 where a bar is missed: a pass at 0.90 in over 2%, at the floor in 
 """
 
 import argparse
+import json
 import math
 import random
 import sys
@@ -112,20 +113,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     chosen = [row for row in ROWS if not options.noise or row[0] in options.noise]
-    rows = []
+    rows = [row for row in kept_rows(options.out) if (row["noise"], row["scale"]) not in chosen]
     with ProcessPoolExecutor(options.processes) as pool:
         for row in pool.map(row_of, *zip(*chosen, strict=True), [options.runs] * len(chosen)):
             rows.append(row)
             print(sentence(row), flush=True)
-    write_json(options.out, {"floor": FLOOR, "runs": options.runs, "rows": rows})
+    rows.sort(key=lambda row: ROWS.index((row["noise"], row["scale"])))
+    write_json(options.out, {"floor": FLOOR, "rows": rows})
     missed = [miss for row in rows for miss in missed_bars(row)]
     if missed:
         sys.exit("\n".join(missed))
 
 
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """Those of an earlier call, of which `--noise` makes some anew."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
     """Shares of the verdicts in each case, and blocks an M that they took."""
-    row: dict[str, Any] = {"noise": noise, "scale": scale}
+    row: dict[str, Any] = {"noise": noise, "scale": scale, "runs": runs}
     for case, (first, others) in CASES.items():
         generator = random.Random(f"{noise} {scale} {case}")
         verdicts: Counter[str] = Counter()
