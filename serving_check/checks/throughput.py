@@ -34,9 +34,13 @@ def check_throughput(
             f"known to within {WIDEST:g}× from limit to limit"
         ),
         reason=_reason(curve, floor, diagnoses, max_blocks) if curve else "no block of repeats was finished",
-        figures={f"ratio_m{point.m}": point.ratio for point in curve}
-        | {f"width_m{point.m}": _width(point) for point in curve},
+        figures=_figures(curve),
     )
+
+
+def _figures(curve: Sequence[CurvePoint]) -> dict[str, float | int | str | None]:
+    figures: dict[str, float | int | str | None] = {f"ratio_m{point.m}": point.ratio for point in curve}
+    return figures | {f"width_m{point.m}": _width(point) for point in curve}
 
 
 def _width(point: CurvePoint) -> float | None:
