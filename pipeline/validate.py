@@ -4,6 +4,7 @@ The order of the work is here; what is measured and decided is `serving_check/`.
 """
 
 import functools
+import secrets
 import shlex
 import shutil
 import sys
@@ -23,6 +24,7 @@ from ..layouts.plan import LayoutPlan
 from ..serving_check.artifact_figures import TextFigures, WeightFigures
 from ..serving_check.checks.canary import scored
 from ..serving_check.checks.diagnosis import Diagnosis, diagnose
+from ..serving_check.checks.loads import weights_in
 from ..serving_check.curve import curve_of
 from ..serving_check.engine.options import SIZED, UNQUANTIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
@@ -41,7 +43,7 @@ from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import problems
 from .report.write import write_report
-from .validation.in_process import BaselineScorer, HeldOutText, LoadOptions, read_held_out, take_figures
+from .validation.in_process import HeldOutText, LoadOptions, TextScorer, read_held_out, take_figures
 from .validation.servers import (
     IN_PROCESS,
     baseline_options,
@@ -56,6 +58,7 @@ from .validation.weights import compare_weights
 
 REPORT_FOLDER = "serving_check"
 QUALITY_TOKENS = 8192
+FRESH_SEEDS = 2**31
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def validate(
     waves: int = WorkloadSettings.waves,
     max_repeats: int = WorkloadSettings.max_blocks,
     warmups: int = WorkloadSettings.warmups,
-    seed: int = WorkloadSettings.seed,
+    seed: int | None = None,
     floor: float | None = None,
     text: str | Path | None = None,
     quality_tokens: int = QUALITY_TOKENS,
@@ -141,6 +144,7 @@ def validate(
     engine:          a name in `ENGINES`, or the URL of a server that is already running
     baseline_engine: the same for the baseline; None takes `engine`, or our own where that is a URL
     max_repeats:     blocks of two interleaved repeats at one M before it is called undecided
+    seed:            of the prompts; None takes a fresh one, so that no server can have met them
     floor:           least throughput ratio; None takes the recipe's, or the default
     text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
     engine_options:  the fields of EngineOptions, for both servers; sizes are the workload's unless given.
@@ -148,6 +152,7 @@ def validate(
                      old verdict
     """
     started = time.monotonic()
+    seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
     workload = WorkloadSettings(tuple(sorted(m)), input_len, output_len, waves, max_repeats, warmups, seed)
     options = sized_options(engine_options, workload)
     if baseline_engine is None:
@@ -194,15 +199,18 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     weights, texts = files.result()
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     used = figures.loaded.layouts if ours.packs_with_layouts else {}
-    score = BaselineScorer(run.baseline, run.in_process)
+    longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
+    score = TextScorer(run.artifact, run.baseline, run.in_process, longest)
     explain = _explainer(run, used)
     curve = curve_of(served.measured, run.workload, run.bounds)
     evidence = Evidence(
-        loaded=_as_served(figures.loaded, ours),
-        baseline_loaded=_as_served(figures.baseline_loaded, theirs),
+        loaded=_as_served(figures.loaded, ours, run.artifact),
+        baseline_loaded=_as_served(figures.baseline_loaded, theirs, run.baseline),
         quality=figures.comparison,
-        canary=scored(served.canary, score),
-        baseline_canary=scored(served.baseline_canary, score),
+        canary=scored(served.canary, score.baseline_nats),
+        baseline_canary=scored(served.baseline_canary, score.baseline_nats),
+        answers=tuple(map(score, served.texts)),
+        repeated=served.repeated,
         measured=tuple(served.measured),
         weights=weights,
         texts=texts,
@@ -246,9 +254,13 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     )
 
 
-def _as_served(loaded: Loaded, engine: Engine) -> Loaded:
-    """Only our own servers, on this machine, load as this process does."""
-    return loaded if engine.packs_with_layouts else replace(loaded, packed=None)
+def _as_served(loaded: Loaded, engine: Engine, checkpoint: Checkpoint) -> Loaded:
+    """Only our own servers, on this machine, load as this process does; others are taken by their files."""
+    if engine.packs_with_layouts:
+        return loaded
+    stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
+    packed = None if loaded.packed is None else weights_in(loaded.packed)
+    return replace(loaded, packed=None, packed_weights=packed, weight_bytes=stored)
 
 
 def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
@@ -283,7 +295,7 @@ def _serve(run: _Run, text: HeldOutText, ready: Callable[[], object]) -> Served:
         ready()
         floor = run.bounds.throughput_floor
         served = serve_and_measure(
-            artifact, baseline, run.workload, floor, text.token_ids, text.tokenize, progress=run.progress
+            artifact, baseline, run.workload, floor, text.token_ids, text.token_text, progress=run.progress
         )
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)

@@ -75,7 +75,19 @@ def serving_figures(results: Sequence[Repeat]) -> ServingFigures:
         step_ms=engine.step_ms,
         host_ms=engine.host_ms,
         device_idle_share=engine.device_idle_share,
+        streamed_share=_median([result.streamed_share for result in results]),
+        itl_p999_ms=_milliseconds(_median([result.itl_p999 for result in results])),
+        itl_max_ms=_milliseconds(_largest([result.itl_max for result in results])),
     )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
 
 
 def _largest(values: Sequence[float | None]) -> float | None:

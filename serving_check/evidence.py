@@ -29,6 +29,10 @@ class Loaded:
     layouts: Mapping[str, str] = field(default_factory=dict)
     """The layout of every packed product, by its name, in which merged layers are one."""
     packed: PackedLayers = None
+    packed_weights: int | None = None
+    """How many weights are packed, where a server elsewhere may pack them in other layouts; else None."""
+    weight_bytes: int = 0
+    """Of all parameters as they lie in memory; 0 where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,34 @@ class ScoredText:
     text: str
     nats_per_token: float | None
     """Mean over `tokens` under the baseline; null where nothing was written."""
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """One answer of the artifact's server under load, its tokens held to logits computed in process."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    m: int
+    tokens: int
+    off: int
+    """Tokens whose logit under the artifact is further below the best one than rounding explains."""
+    baseline_off: int
+    """The same under the baseline's logits."""
+    beginning: str
+    """Of the text, to recognize it by."""
+
+
+@dataclass(frozen=True)
+class RepeatedPrompts:
+    """The artifact's TPOT, median over requests, on the prompts of one repeat that were sent twice."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    m: int
+    first_tpot: float
+    """Seconds."""
+    second_tpot: float
 
 
 @dataclass(frozen=True)
@@ -70,5 +102,9 @@ class Evidence:
     """By the artifact's server since its warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """By the artifact's server, and by the baseline's."""
+    answers: tuple[TextScore, ...] = ()
+    """Answers under load of the artifact's server, most of them at the largest M."""
+    repeated: RepeatedPrompts | None = None
+    """Null where nothing was measured to its end."""
     diagnoses: Mapping[int, str] = field(default_factory=dict)
     """For each M that failed, what the layers' own timings say."""

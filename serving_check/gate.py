@@ -4,29 +4,35 @@ It is given servers that are up, and knows nothing of checkpoints; `judge.py` sa
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
+from .answer_figures import ServedText, TokenText
 from .checks.canary import Continuation, continuations
 from .checks.compilations import Compilations, compilations
 from .checks.kv_capacity import kv_cache_tokens, require_capacity
 from .checks.loads import packed_layers
 from .checks.reached import most_running
+from .checks.stalls import needs_another_look
 from .curve import decisions_of, sequential_test
 from .engines import Endpoint
-from .evidence import PackedLayers
-from .measurement import Block, MeasuredM, Repeat
+from .engines.one_server import refuse_one_address, refuse_shared_counter
+from .evidence import PackedLayers, RepeatedPrompts
+from .measurement import Block, MeasuredM
+from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .settings import WorkloadSettings
 from .statistics import LOOKS, Decision, block_order, is_far_below, is_hopeless
-from .workload import WorkloadResult, WorkloadSpec, run_workload
+from .workload import WorkloadSpec, run_workload
 
 CANARY_LENGTH = 32
 CANARY_PROMPT = 32
 CANARY_REQUESTS = 16
 
-Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
+ANOTHER_LOOK_S = 20.0
+"""Seconds spent at most on more repeats where a stall or two of the artifact could be the machine's."""
 WARMUP_PART = 4
 """A warm-up gives one token for so many of a measured repeat."""
 SEEDS_PER_M = 1000
@@ -48,6 +54,9 @@ class Served:
     """By the artifact's server since its warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """By the artifact's server, and by the baseline's."""
+    texts: list[ServedText] = field(default_factory=list)
+    """Answers of the artifact's server under load, to be scored."""
+    repeated: RepeatedPrompts | None = None
 
 
 def serve_and_measure(
@@ -56,47 +65,61 @@ def serve_and_measure(
     workload: WorkloadSettings,
     floor: float,
     text: Sequence[int],
-    tokenize: Callable[[str], Sequence[int]],
+    tokenizer: TokenText,
     run: Runner = run_workload,
     progress: bool = True,
 ) -> Served:
     """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
-    text: token ids that prompts are cut from
+    text: token ids that prompts are cut from. UserError where one server is behind both endpoints.
     """
+    refuse_one_address(artifact, baseline)
     said, baseline_said = artifact.metrics(), baseline.metrics()
     series, baseline_series = artifact.series, baseline.series
     capacity = kv_cache_tokens(said, series)
     require_capacity("the artifact's server", capacity, workload)
     require_capacity("the baseline's server", kv_cache_tokens(baseline_said, baseline_series), workload)
     prompts = canary_prompts(text)
-    canary = continuations(artifact, prompts, CANARY_LENGTH, tokenize)
-    baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenize)
-    measured, _ = measure(artifact, baseline, workload, floor, text, run, progress)
+    started = time.perf_counter()
+    baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenizer.encode)
+    deadline = deadline_from(time.perf_counter() - started)
+    tokens = sum(len(one.tokens) for one in baseline_canary)
+    refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
+    canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
+    repeats = Repeats(run, baseline, tokenizer)
+    servers = Servers(artifact, baseline, workload, text, repeats)
+    measured, _ = measure(servers, floor, progress)
+    look_again(servers, measured)
+    repeated = repeat_prompts(servers, measured)
     compiled = compilations(said, series), compilations(artifact.metrics(), series)
     packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
-    return Served(canary, baseline_canary, measured, capacity, most_running(said, series), compiled, packed)
+    return Served(
+        canary,
+        baseline_canary,
+        measured,
+        capacity,
+        most_running(said, series),
+        compiled,
+        packed,
+        repeats.texts_to_score(),
+        repeated,
+    )
 
 
 def measure(
-    artifact: Endpoint,
-    baseline: Endpoint,
-    workload: WorkloadSettings,
-    floor: float,
-    text: Sequence[int],
-    run: Runner = run_workload,
-    progress: bool = True,
+    servers: "Servers", floor: float, progress: bool = True
 ) -> tuple[list[MeasuredM], list[Decision]]:
     """Block after block over all undecided Ms, so that a slow minute of the machine meets every M alike.
 
     Ends early where every M is decided, where one M has failed and all have their first look, and at the
     first failed request, which decides by itself.
     """
+    workload = servers.workload
     test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
-    servers = _Servers(artifact, baseline, workload, text, run)
     for one in measured:
-        servers.warm_up(one)
+        if not servers.warm_up(one):
+            return measured, decisions_of(measured, test)
         # So slow that it needs no statistics? One more look, and it is over.
         if is_far_below(one.first_looks, floor) and (
             not servers.run_block(one) or is_hopeless(one.first_looks, floor)
@@ -136,27 +159,35 @@ def _given_up(decisions: Sequence[Decision], blocks: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Servers:
+class Servers:
     """Both sides, and what they are sent."""
 
     artifact: Endpoint
     baseline: Endpoint
     workload: WorkloadSettings
     text: Sequence[int]
-    run: Runner
+    repeat: Repeats
 
-    def warm_up(self, one: MeasuredM) -> None:
-        """Short repeats of both sides, which are kept as first looks."""
+    def warm_up(self, one: MeasuredM) -> bool:
+        """Short repeats of both sides, which are kept as first looks; false where a request failed.
+
+        The baseline's come first: its speed gives the artifact its deadline.
+        """
         short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
         for index in range(self.workload.warmups):
             spec = workload_spec(short, one.m, self.text, seed=SEEDS_PER_M - 1 - index)
-            one.warmups.append(self._block(index, spec))
+            block = self._block(index + 1, spec)
+            # A failed request is the end of it, whichever repeat it was in.
+            (one.blocks if block.errors else one.warmups).append(block)
+            if block.errors:
+                return False
+        return True
 
     def run_block(self, one: MeasuredM) -> bool:
         """Add a block to `one`; false where a request failed, and the block is then left unfinished."""
         index = len(one.blocks)
         one.blocks.append(self._block(index, workload_spec(self.workload, one.m, self.text, index)))
-        return not any(repeat.errors for repeat in (*one.blocks[-1].artifact, *one.blocks[-1].baseline))
+        return not one.blocks[-1].errors
 
     def _block(self, index: int, spec: WorkloadSpec) -> Block:
         block = Block()
@@ -164,10 +195,34 @@ class _Servers:
             endpoint, repeats = (
                 (self.artifact, block.artifact) if side == "A" else (self.baseline, block.baseline)
             )
-            repeats.append(Repeat.of(self.run(endpoint, spec)))
+            repeats.append(self.repeat(endpoint, spec))
             if repeats[-1].errors:
                 break
         return block
+
+
+def look_again(servers: Servers, measured: Sequence[MeasuredM]) -> None:
+    """More blocks at the largest M where the artifact alone has stalled, but too seldom to be sure."""
+    until = time.monotonic() + ANOTHER_LOOK_S
+    one = measured[-1]
+    while (
+        needs_another_look(measured)
+        and time.monotonic() < until
+        and 0 < len(one.blocks) < servers.workload.max_blocks
+        and not any(block.errors for block in one.blocks)
+    ):
+        servers.run_block(one)
+
+
+def repeat_prompts(servers: Servers, measured: Sequence[MeasuredM]) -> RepeatedPrompts | None:
+    """Send the prompts of the artifact's last repeat once more: an answer that was kept comes at once."""
+    one = next((each for each in reversed(measured) if each.artifact), None)
+    first = None if one is None else tpot_of(one.artifact)
+    if one is None or first is None or any(block.errors for block in one.blocks):
+        return None
+    spec = workload_spec(servers.workload, one.m, servers.text, seed=0)
+    second = tpot_of([servers.repeat(servers.artifact, replace(spec, seed=one.artifact[-1].seed))])
+    return None if second is None else RepeatedPrompts(one.m, first, second)
 
 
 def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:

@@ -11,8 +11,13 @@ from .checks.failures import check_failures
 from .checks.kv_capacity import check_kv_capacity
 from .checks.latency import check_latency
 from .checks.loads import check_loads
+from .checks.plausible import check_plausible
 from .checks.quality import check_quality
 from .checks.reached import check_reached
+from .checks.received import check_received
+from .checks.served_text import check_served_text
+from .checks.stalls import check_stalls
+from .checks.streamed import check_streamed
 from .checks.text_files import check_text_files
 from .checks.throughput import check_throughput
 from .checks.weights import check_weights, largest_errors
@@ -34,16 +39,22 @@ class Judgement:
 def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
     """Every check, in the order in which they are shown; each is a pure function of what it is given here."""
     curve = curve_of(evidence.measured, workload, bounds)
+    broken_off = next((one.m for one in evidence.measured if any(block.errors for block in one.blocks)), None)
     checks = (
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
         check_weights(evidence.weights),
         check_text_files(evidence.texts),
         check_canary(evidence.canary, evidence.baseline_canary, bounds),
         check_quality(evidence.quality, bounds, largest_errors(evidence.weights)),
+        check_served_text(evidence.answers, evidence.measured, bounds),
         check_failures(evidence.measured),
+        check_received(evidence.measured),
         check_reached(curve, bounds.min_reached, evidence.limit),
-        check_throughput(curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks),
+        check_throughput(curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks, broken_off),
+        check_plausible(curve, evidence.loaded, evidence.baseline_loaded, evidence.repeated, bounds),
+        check_streamed(curve),
         check_latency(evidence.measured, bounds),
+        check_stalls(evidence.measured),
         check_kv_capacity(curve, workload, evidence.capacity),
         check_compilations(*evidence.compiled),
     )

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .answer_figures import AnswerFigures, TokenText, answer_figures
+from .gaps import NO_GAPS, LongestGaps, longest_gaps
 from .settings import DOCUMENTED
 from .statistics import block_log_ratio
 from .workload import RequestRecord, WorkloadResult, percentile
@@ -47,9 +49,19 @@ class Repeat:
     """Of each request that failed."""
     engine: EngineWork = field(default_factory=EngineWork)
     """What the server counted of its own work meanwhile."""
+    began: float = 0.0
+    """Seconds, on a clock that all repeats of a run share."""
+    itl_p999: float | None = None
+    """Seconds between two chunks of one stream, the 99.9th percentile; null where there is one chunk."""
+    itl_max: float | None = None
+    streamed_share: float | None = None
+    """Of a request's time, the part after its first chunk, 0 to 1, median; null for requests of one token."""
+    gaps: LongestGaps = NO_GAPS
+    answers: AnswerFigures | None = None
+    """Null where they were not kept."""
 
     @classmethod
-    def of(cls, result: WorkloadResult) -> "Repeat":
+    def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":
         return cls(
             seed=result.spec.seed,
             duration=result.duration,
@@ -63,6 +75,12 @@ class Repeat:
             preemptions=result.preemptions,
             errors=tuple(result.errors),
             engine=result.engine,
+            began=round(result.began, DIGITS),
+            itl_p999=percentile(result.itls, 99.9),
+            itl_max=percentile(result.itls, 100),
+            streamed_share=percentile(result.streamed_shares, 50),
+            gaps=longest_gaps(result),
+            answers=None if tokenizer is None else answer_figures(result, tokenizer),
         )
 
     @property
@@ -79,6 +97,10 @@ class Block:
 
     artifact: list[Repeat] = field(default_factory=list)
     baseline: list[Repeat] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[str]:
+        return [error for repeat in (*self.artifact, *self.baseline) for error in repeat.errors]
 
     def log_ratio(self, figure: Callable[[Repeat], float | None]) -> float | None:
         """The block's log ratio of `figure`; None where a repeat has none, or the block was broken off."""
@@ -119,6 +141,11 @@ class MeasuredM:
 
 def _log_ratios(blocks: Sequence[Block], figure: Callable[[Repeat], float | None]) -> list[float]:
     return [ratio for block in blocks if (ratio := block.log_ratio(figure)) is not None]
+
+
+def answers_of(repeats: Sequence[Repeat]) -> AnswerFigures:
+    """Of all `repeats` that kept any, added up."""
+    return AnswerFigures.sum(repeat.answers for repeat in repeats if repeat.answers is not None)
 
 
 def output_throughput(result: Repeat) -> float:

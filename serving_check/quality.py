@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+BFLOAT16_ROUNDING = 2.0**-8
+"""Largest relative error of a number rounded to bfloat16."""
 LOGIT_ROWS = 512
 """Rows of logits [rows, vocab] turned to fp32 at once: bounds memory on a large vocabulary."""
 RUN = 256
@@ -191,6 +193,22 @@ def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Seq
     window = torch.tensor([*prompt, *continuation], dtype=torch.int64)
     losses = [_nll(logits.log_softmax(-1), targets) for logits, targets in _predictions(model, window)]
     return torch.cat(losses)[len(prompt) - 1 :].double().mean().item()
+
+
+def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
+    """By how much the logit of each token of `continuation` lies below the best one there, in nats.
+
+    A gap of no more than two roundings of the best logit to bfloat16 is 0: those are ties, which another
+    order of summation decides otherwise.
+    """
+    ids = torch.tensor([[*prompt, *continuation]], device=next(iter(model.parameters())).device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(continuation) + 1).logits
+    logits = logits[0, -len(continuation) - 1 : -1].float()
+    best = logits.amax(-1)
+    gaps = best - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    ties = gaps <= 2 * BFLOAT16_ROUNDING * best.abs()
+    return gaps.masked_fill(ties, 0.0).tolist()
 
 
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

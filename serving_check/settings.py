@@ -36,7 +36,7 @@ class WorkloadSettings:
     warmups: int = 1
     """Shorter repeats of each side at each M before its first block."""
     seed: int = 0
-    """Every repeat draws its own prompts from it; artifact and baseline get the same."""
+    """Fresh in every run unless given. Every repeat draws its own prompts from it, alike on both sides."""
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "waves", "max_blocks"):
@@ -72,6 +72,20 @@ class Bounds:
     """Most time per output token of the slowest requests, artifact over baseline, at every M."""
     max_ttft_ratio: float = 2.0
     """Most time to first token of the slowest requests, artifact over baseline, at every M."""
+    max_itl_ratio: float = 3.0
+    """Most time between two chunks at a repeat's 99.9th percentile, artifact over baseline, at every M."""
+    max_speedup: float = 3.0
+    """Most throughput ratio, times the ratio of the weights' bytes: what is faster was not computed."""
+    max_foreign_tokens: float = 0.02
+    """Largest share of served greedy tokens that the artifact's own logits do not put first."""
+    max_foreign_text: float = 0.125
+    """The same of any one text."""
+    max_duplicates: float = 0.1
+    """Largest share of answers under load that equal another one, beyond the baseline's."""
+    max_one_token: float = 0.05
+    """Largest share of answers under load that are one token again and again, beyond the baseline's."""
+    min_variety: float = 0.5
+    """Least share of an answer's tokens that are distinct, artifact over baseline."""
     min_reached: float = 0.75
     """Least number of requests decoding together, as the average output token saw it, as a share of M."""
 

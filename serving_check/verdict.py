@@ -78,6 +78,11 @@ class ServingFigures:
     """Of it, time on the host: not waiting for the GPU, nor (on a CPU) in the model."""
     device_idle_share: float | None = None
     """Share of the time that the GPU had nothing to do between two launches, 0 to 1; null without a GPU."""
+    streamed_share: float | None = None
+    """Of a request's time, the part after its first chunk, 0 to 1, median; null for requests of one token."""
+    itl_p999_ms: float | None = None
+    """Time between two chunks of one stream: of each repeat the 99.9th percentile, median over repeats."""
+    itl_max_ms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class WholeNumbers(click.ParamType):
 @click.option(
     "--warmups", default=1, show_default=True, help="Shorter repeats at each M first, on each side."
 )
-@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--seed", type=int, help="Of the prompts; default a fresh one, which the verdict records.")
 @click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
 @click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
 @click.option(

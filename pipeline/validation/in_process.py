@@ -18,10 +18,19 @@ from ...layouts.errors import UserError
 from ...layouts.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
+from ...serving_check.answer_figures import ServedText, TokenText
+from ...serving_check.checks.served_text import text_score
 from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
 from ...serving_check.engine.stored_kv import OverStoredKV
-from ...serving_check.evidence import Loaded
-from ...serving_check.quality import Comparison, compare, continuation_nats, read_texts, token_windows
+from ...serving_check.evidence import Loaded, TextScore
+from ...serving_check.quality import (
+    Comparison,
+    compare,
+    continuation_nats,
+    greedy_gaps,
+    read_texts,
+    token_windows,
+)
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..device import resolve_dtype
@@ -43,8 +52,15 @@ class HeldOutText:
     def token_ids(self) -> list[int]:
         return torch.cat(self.windows).tolist()
 
-    def tokenize(self, text: str) -> Sequence[int]:
+    @property
+    def token_text(self) -> TokenText:
+        return TokenText(self._encode, self._decode)
+
+    def _encode(self, text: str) -> Sequence[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True)
@@ -102,21 +118,31 @@ def take_figures(
         )
     total = sum(window.numel() for window in text.windows)
     with tqdm(total=total, desc="quality", unit="tok", disable=None if options.progress else True) as bar:
-        comparison = compare(_as_served(ours, options), theirs.model, text.windows, bar.update)
+        comparison = compare(_as_served(ours, options, WINDOW), theirs.model, text.windows, bar.update)
     dtypes = [str(side.model.dtype).removeprefix("torch.") for side in (ours, theirs)]
     del ours, theirs
     _release_memory()
     return InProcessFigures(loaded, baseline_loaded, comparison, *dtypes)
 
 
-class BaselineScorer:
-    """How likely text is to the baseline, which is loaded again for it: the servers have gone by then."""
+class TextScorer:
+    """How text lies to both models, which are loaded again for it: the servers have gone by then."""
 
-    def __init__(self, baseline: Checkpoint, options: LoadOptions):
-        self._model = _load(baseline, options, None).model
+    def __init__(self, artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions, longest: int):
+        """longest: tokens of a prompt and what followed it, at most"""
+        ours = _load(artifact, options, options.engine.layout)
+        self._artifact = _as_served(ours, options, longest)
+        self._baseline = _load(baseline, options, None).model
 
-    def __call__(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
-        return continuation_nats(self._model, prompt, continuation)
+    def baseline_nats(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
+        """Mean nats per token under the baseline."""
+        return continuation_nats(self._baseline, prompt, continuation)
+
+    def __call__(self, served: ServedText) -> TextScore:
+        """Its tokens held to the logits of either model."""
+        ours = greedy_gaps(self._artifact, served.prompt, served.tokens)
+        theirs = greedy_gaps(self._baseline, served.prompt, served.tokens)
+        return text_score(served.m, ours, theirs, served.text)
 
 
 def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> LoadedModel:
@@ -129,12 +155,12 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> L
     )
 
 
-def _as_served(loaded: LoadedModel, options: LoadOptions) -> nn.Module:
+def _as_served(loaded: LoadedModel, options: LoadOptions, longest: int) -> nn.Module:
     """The model with its keys and values as they are stored while it serves."""
     kv_cache = kv_cache_of(loaded.checkpoint, options.engine.kv_cache_dtype)
     if kv_cache.kv_format == UNQUANTIZED:
         return loaded.model
-    return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, WINDOW)
+    return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, longest)
 
 
 def _describe(loaded: LoadedModel) -> Loaded:
@@ -143,7 +169,14 @@ def _describe(loaded: LoadedModel) -> Loaded:
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         layouts=loaded.layouts,
         packed=packed_layers(loaded.model),
+        weight_bytes=weight_bytes(loaded.model),
     )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all parameters and packed weights, those that are shared counted once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

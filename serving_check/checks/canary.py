@@ -37,14 +37,18 @@ class Continuation:
 
 
 def continuations(
-    endpoint: Endpoint, prompts: Sequence[Tokens], length: int, tokenize: Callable[[str], Tokens]
+    endpoint: Endpoint,
+    prompts: Sequence[Tokens],
+    length: int,
+    tokenize: Callable[[str], Tokens],
+    timeout: float = 600.0,
 ) -> list[Continuation]:
     """Greedy continuations of all `prompts` at once, so that they decode as one batch.
 
     An empty text stands for a request that failed.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
-        texts = list(pool.map(lambda prompt: _complete(endpoint, prompt, length), prompts))
+        texts = list(pool.map(lambda prompt: _complete(endpoint, prompt, length, timeout), prompts))
     return [
         Continuation(tuple(prompt), tuple(tokenize(text)), text)
         for prompt, text in zip(prompts, texts, strict=True)
@@ -113,7 +117,7 @@ def _variety(texts: Sequence[ScoredText]) -> float:
     return fmean(len(set(one.tokens)) / len(one.tokens) for one in texts)
 
 
-def _complete(endpoint: Endpoint, prompt: Tokens, length: int) -> str:
+def _complete(endpoint: Endpoint, prompt: Tokens, length: int, timeout: float) -> str:
     body = {"model": endpoint.model, "prompt": list(prompt), "max_tokens": length, "temperature": 0}
     request = urllib.request.Request(
         endpoint.base_url + "/v1/completions",
@@ -121,7 +125,7 @@ def _complete(endpoint: Endpoint, prompt: Tokens, length: int) -> str:
         headers={"Content-Type": "application/json", **endpoint.headers()},
     )
     try:
-        with urllib.request.urlopen(request, timeout=600) as response:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
             return str(json.load(response)["choices"][0]["text"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError):
         return ""

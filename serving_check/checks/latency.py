@@ -2,63 +2,114 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from ..measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
 from ..settings import Bounds
 from ..statistics import interval
 from ..verdict import CheckResult, Status
 from ..workload import percentile
+from .streamed import is_streamed
 
 NAME = "latency"
 ERROR = 0.05
 TTFT_ALLOWANCE_S = 0.02
 """Added to both sides before dividing: nobody notices 6 ms against 3, everybody 600 against 300."""
+ITL_ALLOWANCE_S = 0.02
+
+
+@dataclass(frozen=True)
+class _Ratio:
+    """One figure at one M."""
+
+    name: str
+    one: MeasuredM
+    value: float
+    """Artifact over baseline."""
+    bound: float
+    sure: bool
+    """Whether the lower confidence limit is above the bound as well."""
 
 
 def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
-    """The slowest requests' TPOT and TTFT, artifact over baseline, at every M.
+    """The slowest requests' TPOT, TTFT and time between tokens, artifact over baseline, at every M.
 
     A guard with slack in its bounds, so the estimate decides a pass; a fail needs the lower confidence limit
     above the bound, and an estimate above it that could be chance is inconclusive.
     """
+    ratios = _ratios(measured, bounds)
+    slow = [ratio for ratio in ratios if ratio.value > ratio.bound]
+    worst: dict[str, _Ratio] = {}
+    for ratio in ratios:
+        worst[ratio.name] = max(worst.get(ratio.name, ratio), ratio, key=lambda one: one.value)
+    status: Status = "pass" if ratios and not slow else "inconclusive"
+    if any(ratio.sure for ratio in slow):
+        status = "fail"
+    reason = "the slowest requests keep up with the baseline's at every M"
+    if not ratios:
+        reason = "nothing was measured to its end, so there is nothing to compare"
+    elif slow:
+        reason = "; ".join(_problem(ratio, measured) for ratio in slow)
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=", ".join(f"{name} {one.value:.2f}× at M={one.one.m}" for name, one in worst.items())
+        or "nothing",
+        bound=f"the baseline's TPOT ×{bounds.max_tpot_ratio:g}, TTFT ×{bounds.max_ttft_ratio:g} and 99.9th "
+        f"percentile of ITL ×{bounds.max_itl_ratio:g} at most",
+        reason=reason,
+        figures={f"{ratio.name.lower()}_ratio_m{ratio.one.m}": ratio.value for ratio in ratios},
+    )
+
+
+def _ratios(measured: Sequence[MeasuredM], bounds: Bounds) -> list[_Ratio]:
+    """Those that there are: one output token has no TPOT, and a block that was broken off has nothing."""
     error = ERROR / max(1, len(measured))
-    statuses: list[Status] = []
-    worst: dict[str, tuple[float, int]] = {}
-    problems = []
-    figures: dict[str, float | int | str | None] = {}
+    ratios = []
     for one in measured:
         for name, figure, bound in (
             ("TPOT", slowest_tpot, bounds.max_tpot_ratio),
             ("TTFT", _allowed_ttft, bounds.max_ttft_ratio),
+            ("ITL", _allowed_itl, bounds.max_itl_ratio),
         ):
-            logs = one.log_ratios(figure)
-            if not logs:
-                # One output token has no TPOT; that there is a TTFT is the zero-failures check's affair.
-                continue
-            ratio = math.exp(sum(logs) / len(logs))
-            low, _ = interval(logs, error, error)
-            figures[f"{name.lower()}_ratio_m{one.m}"] = ratio
-            worst[name] = max(worst.get(name, (0.0, 0)), (ratio, one.m))
-            if ratio > bound:
-                sure = low > math.log(bound)
-                statuses.append("fail" if sure else "inconclusive")
-                cause = _ttft_cause(one) if name == "TTFT" else _tpot_cause(one, measured, bound)
-                problems.append(_problem(name, one, ratio, bound, cause, sure))
-    status: Status = "fail" if "fail" in statuses else "inconclusive" if statuses or not worst else "pass"
-    return CheckResult(
-        name=NAME,
-        status=status,
-        measured=", ".join(f"{name} {ratio:.2f}× at M={m}" for name, (ratio, m) in worst.items())
-        or "nothing",
-        bound=f"the baseline's TPOT ×{bounds.max_tpot_ratio:g} and TTFT ×{bounds.max_ttft_ratio:g} at most",
-        reason="; ".join(problems) or "the slowest requests keep up with the baseline's at every M",
-        figures=figures,
+            if logs := one.log_ratios(figure):
+                low, _ = interval(logs, error, error)
+                mean = math.fsum(logs) / len(logs)
+                ratios.append(_Ratio(name, one, math.exp(mean), bound, low > math.log(bound)))
+    return ratios
+
+
+def _allowed_ttft(repeat: Repeat) -> float | None:
+    ttft = slowest_ttft(repeat)
+    return None if ttft is None else ttft + TTFT_ALLOWANCE_S
+
+
+def _allowed_itl(repeat: Repeat) -> float | None:
+    return None if repeat.itl_p999 is None else repeat.itl_p999 + ITL_ALLOWANCE_S
+
+
+def _problem(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
+    certainty = "" if ratio.sure else ", but that could be noise: validate again on a quieter machine"
+    what = {
+        "TPOT": "the slowest requests' TPOT",
+        "TTFT": "the slowest requests' TTFT",
+        "ITL": "the 99.9th percentile of the time between tokens",
+    }[ratio.name]
+    return (
+        f"at M={ratio.one.m} {what} is {ratio.value:.2f}× the baseline's, bound {ratio.bound:g}×: "
+        f"{_cause(ratio, measured)}{certainty}"
     )
 
 
-def _allowed_ttft(result: Repeat) -> float | None:
-    ttft = slowest_ttft(result)
-    return None if ttft is None else ttft + TTFT_ALLOWANCE_S
+def _cause(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
+    if not is_streamed(_streamed_share(ratio.one.artifact), _streamed_share(ratio.one.baseline)):
+        return "nothing is streamed, so the first token comes with the last"
+    if ratio.name == "ITL":
+        return "single steps take far longer than others: something runs in them now and then"
+    if ratio.name == "TTFT":
+        return _ttft_cause(ratio.one)
+    return _tpot_cause(ratio.one, measured, ratio.bound)
 
 
 def _ttft_cause(one: MeasuredM) -> str:
@@ -90,9 +141,6 @@ def _typical_ratio(one: MeasuredM) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _problem(name: str, one: MeasuredM, ratio: float, bound: float, cause: str, sure: bool) -> str:
-    certainty = "" if sure else ", but that could be noise: validate again on a quieter machine"
-    return (
-        f"at M={one.m} the slowest requests' {name} is {ratio:.2f}× the baseline's, bound {bound:g}×: "
-        f"{cause}{certainty}"
-    )
+def _streamed_share(repeats: Sequence[Repeat]) -> float | None:
+    shares = [repeat.streamed_share for repeat in repeats if repeat.streamed_share is not None]
+    return median(shares) if shares else None

@@ -3,6 +3,8 @@
 A checkpoint whose tensors contradict its config is refused before any check, with the loader's own message.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -24,6 +26,13 @@ def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIE
     return {f"{labels['layout']} {labels['shape']}": int(count) for labels, count in said if count}
 
 
+def weights_in(packed: Mapping[str, int]) -> int:
+    """All weights of packed layers: however they are merged and wherever they are packed, the same number."""
+    return sum(
+        count * math.prod(map(int, re.findall(r"\d+", name.split()[1]))) for name, count in packed.items()
+    )
+
+
 def check_loads(
     artifact: Loaded, baseline: Loaded, served: PackedLayers = None, baseline_served: PackedLayers = None
 ) -> CheckResult:
@@ -35,6 +44,12 @@ def check_loads(
             problems.append(
                 f"the {side}'s server packed its layers as {_listed(there)}, the check in this process as "
                 f"{_listed(loaded.packed)}: the verdict would be on layouts that nobody serves"
+            )
+        weights = None if there is None else weights_in(there)
+        if loaded.packed_weights is not None and weights not in (None, loaded.packed_weights):
+            problems.append(
+                f"the {side}'s server holds {weights} quantized weights, the checkpoint "
+                f"{loaded.packed_weights}: it serves another one"
             )
     if artifact.vocab_size != baseline.vocab_size:
         problems.append(

@@ -15,11 +15,16 @@ HOPELESS_SENTENCE = "So far below the floor that a first look and a second were 
 
 
 def check_throughput(
-    curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, str], max_blocks: int
+    curve: Sequence[CurvePoint],
+    floor: float,
+    diagnoses: Mapping[int, str],
+    max_blocks: int,
+    broken_off: int | None = None,
 ) -> CheckResult:
     """Fail where any M is surely below `floor`, pass where every M is surely at or above it.
 
-    diagnoses: for an M that failed, what the layers' own timings say.
+    diagnoses:  for an M that failed, what the layers' own timings say
+    broken_off: the M at which a request failed, which ends the measuring
     """
     failed = [point for point in curve if point.status == "fail"]
     open_points = [point for point in curve if point.status == "inconclusive"]
@@ -33,7 +38,7 @@ def check_throughput(
             f"at least {floor:.2f} of the baseline's output tok/s at every M, "
             f"known to within {WIDEST:g}× from limit to limit"
         ),
-        reason=_reason(curve, floor, diagnoses, max_blocks) if curve else "no block of repeats was finished",
+        reason=_reason(curve, floor, diagnoses, max_blocks, broken_off),
         figures=_figures(curve),
     )
 
@@ -56,7 +61,13 @@ def _ratio(point: CurvePoint) -> str:
     return f"{point.ratio:.3f} [{low}, {high}]"
 
 
-def _reason(curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, str], max_blocks: int) -> str:
+def _reason(
+    curve: Sequence[CurvePoint],
+    floor: float,
+    diagnoses: Mapping[int, str],
+    max_blocks: int,
+    broken_off: int | None,
+) -> str:
     failed = [point for point in curve if point.status == "fail"]
     open_points = [point for point in curve if point.status == "inconclusive"]
     if failed:
@@ -68,12 +79,16 @@ def _reason(curve: Sequence[CurvePoint], floor: float, diagnoses: Mapping[int, s
             for point in failed
         ]
         return "\n".join(line.strip() for line in lines)
+    if broken_off is not None:
+        return f"not measured to its end: a request failed at M={broken_off}, and the measuring stopped there"
     if open_points:
         ms = ", ".join(f"M={point.m} ({_ratio(point)}{_obstacle(point, floor)})" for point in open_points)
         return (
             f"could not be decided within {max_blocks} blocks of repeats: {ms}. Validate again on a quieter "
             "machine, or with more repeats (--max-repeats) or longer ones (--output-len)."
         )
+    if not curve:
+        return "no block of repeats was finished"
     widest = max(curve, key=lambda point: _width(point) or 0.0)
     return (
         "every lower confidence limit is at or above the floor; the widest interval is "

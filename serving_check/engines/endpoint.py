@@ -6,11 +6,15 @@ Not for starting servers (`subprocess_endpoint.py`) nor for sending them a workl
 import json
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...layouts.errors import UserError
 from .prometheus_text import parse_metrics
 from .series import SCALEGATE_SERIES, Series
+
+REFUSALS = (400, 422)
+"""What servers answer to a field that they do not know."""
+PROBE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Endpoint:
     api_key: str | None = None
     series: Series = SCALEGATE_SERIES
     """What its `/metrics` calls each figure."""
+    takes_return_token_ids: bool = True
+    """Whether a request may ask for token ids beside the text, as vLLM and our server let it."""
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -47,7 +53,8 @@ class UrlEndpoint:
     def start(self) -> Endpoint:
         """The endpoint, its model read from `/v1/models` where none was given."""
         model = self.model or first_model(self.url, self.api_key)
-        return Endpoint(self.url, model, self.api_key)
+        endpoint = Endpoint(self.url, model, self.api_key)
+        return replace(endpoint, takes_return_token_ids=_takes(endpoint, {"return_token_ids": True}))
 
     def stop(self) -> None:
         """Leave the server as it was."""
@@ -86,6 +93,22 @@ def is_healthy(base_url: str) -> bool:
         _get(base_url + "/health", {})
     except OSError:
         return False
+    return True
+
+
+def _takes(endpoint: Endpoint, extra: dict[str, object]) -> bool:
+    """Whether a completion of one token is not refused with these fields added."""
+    body = {"model": endpoint.model, "prompt": [1], "max_tokens": 1, **extra}
+    headers = {"Content-Type": "application/json", **endpoint.headers()}
+    request = urllib.request.Request(
+        endpoint.base_url + "/v1/completions", json.dumps(body).encode(), headers
+    )
+    try:
+        urllib.request.urlopen(request, timeout=PROBE_S).close()
+    except urllib.error.HTTPError as error:
+        return error.code not in REFUSALS
+    except OSError:
+        return True
     return True
 
 

@@ -22,6 +22,7 @@ class EngineWork:
     """Of these, not waiting for the GPU, nor (on a CPU) in the model."""
     device_busy_seconds: float | None = None
     device_idle_seconds: float | None = None
+    generation_tokens: float | None = None
 
     @classmethod
     def between(
@@ -34,6 +35,7 @@ class EngineWork:
             host_seconds=difference(before, after, series.host_seconds),
             device_busy_seconds=difference(before, after, series.device_busy_seconds),
             device_idle_seconds=difference(before, after, series.device_idle_seconds),
+            generation_tokens=difference(before, after, series.generation_tokens),
         )
 
     @classmethod

@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import aiohttp
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from ..engines.endpoint import Endpoint
 from ..engines.prometheus_text import by_label, parse_metrics, total
 from ..engines.series import Series
+from .answers import read_answer
 from .engine_work import EngineWork, difference
 from .prompts import prompts
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
@@ -68,6 +70,7 @@ async def run_workload_async(
         steps_by_running=_steps_by_running(before, after, endpoint.series),
         preemptions=_whole(difference(before, after, endpoint.series.preemptions)),
         engine=EngineWork.between(before, after, endpoint.series),
+        began=start,
     )
 
 
@@ -82,23 +85,30 @@ async def _closed_loop(
 ) -> list[RequestRecord]:
     """Send `count` requests, at most `spec.m` at a time; their records in the order they were sent."""
     url = endpoint.base_url + "/v1/completions"
-    bodies = iter([_body(endpoint.model, next(source), spec) for _ in range(count)])
-    records: list[RequestRecord] = []
+    asked = [next(source) for _ in range(count)]
+    bodies = iter([(prompt, _body(endpoint, prompt, spec)) for prompt in asked])
+    sent: list[tuple[RequestRecord, list[int], list[bytes]]] = []
 
     async def client() -> None:
-        for body in bodies:
-            record = await _send(session, url, body, spec.output_len, origin)
-            records.append(record)
+        for prompt, body in bodies:
+            record, events = await _send(session, url, body, spec, origin)
+            sent.append((record, prompt, events))
             if bar is not None:
                 bar.update()
 
     await asyncio.gather(*(client() for _ in range(min(spec.m, count))))
+    records = [record for record, _, _ in sent]
+    if spec.keep_answers:
+        records = [
+            replace(record, prompt=tuple(prompt), answer=read_answer(events))
+            for record, prompt, events in sent
+        ]
     return sorted(records, key=lambda record: record.start)
 
 
-def _body(model: str, prompt: list[int], spec: WorkloadSpec) -> bytes:
+def _body(endpoint: Endpoint, prompt: list[int], spec: WorkloadSpec) -> bytes:
     body = {
-        "model": model,
+        "model": endpoint.model,
         "prompt": prompt,
         "max_tokens": spec.output_len,
         "temperature": spec.temperature,
@@ -106,15 +116,18 @@ def _body(model: str, prompt: list[int], spec: WorkloadSpec) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if spec.keep_answers and endpoint.takes_return_token_ids:
+        body["return_token_ids"] = True
     return json.dumps(body).encode()
 
 
 async def _send(
-    session: aiohttp.ClientSession, url: str, body: bytes, output_len: int, origin: float
-) -> RequestRecord:
-    """One request, streamed to its end."""
+    session: aiohttp.ClientSession, url: str, body: bytes, spec: WorkloadSpec, origin: float
+) -> tuple[RequestRecord, list[bytes]]:
+    """One request, streamed to its end, and the events with a choice where answers are kept."""
     sent = time.perf_counter()
     stamps: list[float] = []
+    kept: list[bytes] = []
     usage: dict[str, int] = {}
     error = None
     try:
@@ -122,16 +135,16 @@ async def _send(
             if response.status != 200:
                 error = f"HTTP {response.status}: {_message(await response.read())}"
             else:
-                usage, error = await _read_stream(response, stamps)
+                usage, error = await _read_stream(response, stamps, kept if spec.keep_answers else None)
     except TimeoutError:
-        error = "timed out"
+        error = f"no end within {spec.request_timeout:.3g} s"
     except aiohttp.ClientError as exception:
         error = f"{type(exception).__name__}: {exception}"
     ended = time.perf_counter()
     output_tokens = usage.get("completion_tokens", 0)
-    if error is None and output_tokens != output_len:
-        error = f"asked for {output_len} tokens, usage says {output_tokens}"
-    return RequestRecord(
+    if error is None and output_tokens != spec.output_len:
+        error = f"asked for {spec.output_len} tokens, usage says {output_tokens}"
+    record = RequestRecord(
         start=sent - origin,
         ttft=stamps[0] - sent if stamps else None,
         itls=tuple(later - earlier for earlier, later in itertools.pairwise(stamps)),
@@ -140,12 +153,16 @@ async def _send(
         prompt_tokens=usage.get("prompt_tokens", 0),
         error=error,
     )
+    return record, kept
 
 
 async def _read_stream(
-    response: aiohttp.ClientResponse, stamps: list[float]
+    response: aiohttp.ClientResponse, stamps: list[float], kept: list[bytes] | None
 ) -> tuple[dict[str, int], str | None]:
-    """Note the time of every event with a choice; return the usage and what went wrong, if anything did."""
+    """Note the time of every event with a choice; return the usage and what went wrong, if anything did.
+
+    kept: gets those events, unless it is None
+    """
     usage: dict[str, int] = {}
     pending = b""
     async for data in response.content.iter_any():
@@ -154,6 +171,8 @@ async def _read_stream(
         for event in events:
             if _HAS_CHOICE.search(event):
                 stamps.append(now)
+                if kept is not None:
+                    kept.append(event)
             elif event.startswith(_DONE):
                 return usage, None if usage else "the stream carried no usage"
             elif _HAS_ERROR.search(event):

@@ -3,10 +3,12 @@
 Not for sending anything: that is `generator.py`.
 """
 
+import itertools
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .answers import Answer
 from .engine_work import EngineWork
 
 MILLISECONDS = 1000.0
@@ -37,6 +39,8 @@ class WorkloadSpec:
     """Seconds between two looks at `/metrics` for running and waiting; 0 for none."""
     request_timeout: float = 600.0
     """Seconds after which a request without an end counts as failed."""
+    keep_answers: bool = False
+    """Keep what each stream said, and ask the server for its token ids, for judging what was served."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,24 @@ class RequestRecord:
     """As the server's usage says."""
     prompt_tokens: int
     error: str | None = None
+    prompt: tuple[int, ...] = field(default=(), repr=False)
+    """Empty unless answers are kept."""
+    answer: Answer | None = field(default=None, repr=False)
+    """None unless answers are kept."""
+
+    @property
+    def arrivals(self) -> list[float]:
+        """When each chunk came, on the clock of `start`."""
+        if self.ttft is None:
+            return []
+        return list(itertools.accumulate(self.itls, initial=self.start + self.ttft))
+
+    @property
+    def streamed_share(self) -> float | None:
+        """Of the time from sending to the end, the part after the first chunk, 0 to 1."""
+        if self.error is not None or self.ttft is None or self.output_tokens < 2 or self.e2el <= 0:
+            return None
+        return (self.e2el - self.ttft) / self.e2el
 
     @property
     def tpot(self) -> float | None:
@@ -92,6 +114,8 @@ class WorkloadResult:
     """Preemptions during the measurement; None where the server does not say."""
     engine: EngineWork = field(default_factory=EngineWork)
     """What else the server counted meanwhile."""
+    began: float = 0.0
+    """When the clock of `RequestRecord.start` was zero, in seconds of `time.perf_counter`."""
 
     @property
     def errors(self) -> list[str]:
@@ -137,6 +161,10 @@ class WorkloadResult:
     @property
     def tpots(self) -> list[float]:
         return [tpot for record in self.requests if (tpot := record.tpot) is not None]
+
+    @property
+    def streamed_shares(self) -> list[float]:
+        return [share for record in self.requests if (share := record.streamed_share) is not None]
 
     @property
     def itls(self) -> list[float]:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.layouts.files import write_json
+from scalegate.serving_check import gate
 from scalegate.serving_check.engines import Endpoint
-from scalegate.serving_check.gate import measure
+from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
@@ -140,7 +141,9 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
         for _ in range(runs):
             ratios = {m: first if m == WORKLOAD.ms[0] else others for m in WORKLOAD.ms}
             servers = Servers(ratios, noise, scale, generator)
-            measured, decisions = measure(ARTIFACT, BASELINE, WORKLOAD, FLOOR, [0], servers, progress=False)
+            repeats = Repeats(servers, BASELINE, None)
+            sides = gate.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
+            measured, decisions = gate.measure(sides, FLOOR, progress=False)
             statuses = {decision.status for decision in decisions}
             verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
             blocks += sum(len(one.blocks) for one in measured)

@@ -42,8 +42,10 @@ def passed(artifact: Path) -> Verdict:
 def test_a_good_artifact_passes_every_check(passed: Verdict):
     assert passed.status == "pass", [check for check in passed.checks if check.status != "pass"]
     assert [check.name for check in passed.checks] == [
-        "loads", "weights", "tokenizer and templates", "canary text", "quality",
-        "no failed requests", "M reached", "throughput", "latency", "KV capacity", "compilations in traffic",
+        "loads", "weights", "tokenizer and templates", "canary text", "quality", "served text",
+        "no failed requests", "tokens received",
+        "M reached", "throughput", "plausible speed", "streamed", "latency", "stalls", "KV capacity",
+        "compilations in traffic",
     ]  # fmt: skip
     assert [point.m for point in passed.curve] == [1, 4]
     assert passed.curve[1].artifact.running_mean == pytest.approx(4, abs=1)
@@ -164,7 +166,7 @@ def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoin
     serve += ["--port", "0", "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
     with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
         arguments = [str(example_checkpoint), "--baseline", str(example_checkpoint), "--m", "2", "--json"]
-        arguments += ["--engine", running.base_url, "--baseline-engine", running.base_url]
+        arguments += ["--engine", running.base_url, "--baseline-engine", "embedded"]
         arguments += ["--floor", str(FAR_FLOOR)]
         result = CliRunner().invoke(command, [*arguments, *SMALL_LOAD])
     verdict = Verdict.from_json(json.loads(result.stdout))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from scalegate.serving_check.answer_figures import AnswerFigures
 from scalegate.serving_check.artifact_figures import KindErrors, ModuleError, TextFigures, WeightFigures
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
-from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText
+from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText, TextScore
 from scalegate.serving_check.judge import judge
 from scalegate.serving_check.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.quality import Comparison
@@ -80,9 +81,16 @@ def measured_m(m: int, ratio: float, blocks: int = 12, **options: float) -> Meas
     one = MeasuredM(m)
     for index in range(blocks):
         wobble = 1 + 0.004 * (index % 3 - 1)
-        artifact = Repeat.of(load_result(m, 100 * m * ratio * wobble, **options))
-        one.blocks.append(Block([artifact], [Repeat.of(load_result(m, 100 * m))]))
+        artifact = answered(load_result(m, 100 * m * ratio * wobble, **options))
+        one.blocks.append(Block([artifact], [answered(load_result(m, 100 * m))]))
     return one
+
+
+def answered(result: WorkloadResult) -> Repeat:
+    """The repeat, as if its streams had held all tokens that are claimed, half of them distinct."""
+    answers, tokens = len(result.requests), result.output_tokens
+    figures = AnswerFigures(answers, True, tokens, tokens, tokens, 0, 0, 0, 0, answers / 2)
+    return replace(Repeat.of(result), answers=figures)
 
 
 SHAPES = {"layers.0.up": (768, 256), "layers.0.down": (256, 768)}
@@ -101,6 +109,7 @@ def sample_evidence(ratios: Mapping[int, float], **changes: Any) -> Evidence:
         baseline_canary=(text,),
         measured=tuple(measured_m(m, ratio) for m, ratio in ratios.items()),
         capacity=1 << 20,
+        answers=(TextScore(max(ratios), 64, 0, 3, "the text"),),
     )
     return replace(sound, **changes)
 

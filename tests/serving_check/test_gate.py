@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from scalegate.serving_check.artifact_figures import TextFigures
 from scalegate.serving_check.evidence import Evidence, Loaded
-from scalegate.serving_check.gate import canary_prompts, measure, workload_spec
+from scalegate.serving_check.gate import Servers, canary_prompts, measure, workload_spec
 from scalegate.serving_check.judge import judge
 from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload.prompts import prompts
 
@@ -20,7 +21,12 @@ MS = (1, 2, 4, 8, 16, 32)
 
 def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings | None = None):
     load = load or WorkloadSettings(MS)
-    return measure(ARTIFACT, BASELINE, load, 0.93, TEXT, simulated_run(ratio, noise, seed), progress=False)
+    return measured_by(simulated_run(ratio, noise, seed), load)
+
+
+def measured_by(run, load: WorkloadSettings):
+    servers = Servers(ARTIFACT, BASELINE, load, TEXT, Repeats(run, BASELINE, None))
+    return measure(servers, 0.93, progress=False)
 
 
 def verdict_of(measured, decisions) -> tuple[str, dict]:
@@ -74,7 +80,7 @@ def test_repeats_alternate_and_both_sides_get_the_same_prompts():
         sent.append((endpoint.model, spec.seed))
         return run(endpoint, spec)
 
-    measure(ARTIFACT, BASELINE, WorkloadSettings((4,), warmups=0), 0.93, TEXT, recording, progress=False)
+    measured_by(recording, WorkloadSettings((4,), warmups=0))
     assert [side for side, _ in sent[:8]] == ["artifact", "baseline", "baseline", "artifact"] * 2
     seeds = Counter(seed for _, seed in sent)
     assert set(seeds.values()) == {2}
@@ -91,9 +97,7 @@ def test_one_ten_times_slower_fails_after_a_short_look_and_a_second(slow_from):
         sent[spec.m, spec.output_len] += 1
         return run(endpoint, spec)
 
-    measured, decisions = measure(
-        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, counting, progress=False
-    )
+    measured, decisions = measured_by(counting, WorkloadSettings(MS))
     assert {one.m: len(one.blocks) for one in measured if one.blocks} == {slow_from: 1}
     assert sent[slow_from, 64] == sent[slow_from, 16] == 2
     status, checks = verdict_of(measured, decisions)
@@ -111,9 +115,7 @@ def test_one_slow_first_look_decides_nothing():
         result = run(endpoint, spec)
         return replace(result, duration=result.duration * 20) if slow else result
 
-    _, decisions = measure(
-        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, slow_at_first, progress=False
-    )
+    _, decisions = measured_by(slow_at_first, WorkloadSettings(MS))
     assert {decision.status for decision in decisions} == {"pass"}
 
 
@@ -126,13 +128,12 @@ def test_a_failed_request_ends_the_measuring_and_fails_the_gate():
             object.__setattr__(result.requests[0], "error", "HTTP 500")
         return result
 
-    measured, decisions = measure(
-        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, failing, progress=False
-    )
+    measured, decisions = measured_by(failing, WorkloadSettings(MS))
     status, checks = verdict_of(measured, decisions)
     assert status == "fail"
     assert checks["no failed requests"].status == "fail"
     assert checks["throughput"].status == "inconclusive"
+    assert "a request failed at M=8" in checks["throughput"].reason
     assert not measured[-1].blocks
 
 

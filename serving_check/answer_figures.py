@@ -1,0 +1,149 @@
+"""What the answers under load held: tokens received beside tokens claimed, text beside tokens, likeness.
+
+Counting only, on answers that the workload generator kept; whether it is good enough, `checks/` say.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .settings import DOCUMENTED
+from .workload import RequestRecord, WorkloadResult
+
+T = TypeVar("T")
+LEAST_RETOKENIZED = 0.8
+"""Of the tokens claimed: text alone, tokenized again, need not give as many tokens as were generated."""
+LEAST_FOR_LIKENESS = 4
+"""Tokens that an answer needs before sameness within it says anything."""
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A tokenizer, as far as answers need one."""
+
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class AnswerFigures:
+    """The answers of one repeat, or of several added up; failed requests are left out."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    answers: int = 0
+    token_ids_told: bool = True
+    """Whether the server streams token ids beside the text; otherwise the text is tokenized again."""
+    claimed_tokens: int = 0
+    """As `usage` says."""
+    received_tokens: int = 0
+    """In the streams' chunks."""
+    counted_tokens: int | None = 0
+    """By how much the server's own counter of generated tokens rose; null where it has none."""
+    short: int = 0
+    """Answers with fewer tokens than `usage` claims for them."""
+    not_its_tokens: int = 0
+    """Answers whose text is not what their token ids stand for."""
+    duplicates: int = 0
+    """Answers that equal another one of the same repeat, whose prompt was another."""
+    one_token: int = 0
+    """Answers that are one token again and again."""
+    distinct_share: float = 0.0
+    """Share of an answer's tokens that are distinct, summed over answers."""
+
+    @property
+    def variety(self) -> float:
+        """Mean share of an answer's tokens that are distinct, 0 to 1."""
+        return self.distinct_share / self.answers if self.answers else 0.0
+
+    @classmethod
+    def sum(cls, several: Iterable["AnswerFigures"]) -> "AnswerFigures":
+        total = cls()
+        for one in several:
+            counts = (total.counted_tokens, one.counted_tokens)
+            total = cls(
+                total.answers + one.answers,
+                total.token_ids_told and one.token_ids_told,
+                total.claimed_tokens + one.claimed_tokens,
+                total.received_tokens + one.received_tokens,
+                None if counts[0] is None or counts[1] is None else counts[0] + counts[1],
+                total.short + one.short,
+                total.not_its_tokens + one.not_its_tokens,
+                total.duplicates + one.duplicates,
+                total.one_token + one.one_token,
+                total.distinct_share + one.distinct_share,
+            )
+        return total
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """One answer under load, as it is scored."""
+
+    m: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+
+
+def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigures:
+    """Count over one repeat's answers, as far as they were kept."""
+    records = [record for record in result.requests if _is_kept(record)]
+    tokens = [_received(record, tokenizer) for record in records]
+    told = all(record.answer and record.answer.token_ids is not None for record in records)
+    least = 1.0 if told else LEAST_RETOKENIZED
+    pairs = list(zip(records, tokens, strict=True))
+    counted = result.engine.generation_tokens
+    return AnswerFigures(
+        answers=len(records),
+        token_ids_told=told,
+        claimed_tokens=sum(record.output_tokens for record in records),
+        received_tokens=sum(map(len, tokens)),
+        counted_tokens=None if counted is None else int(counted),
+        short=sum(len(ids) < least * record.output_tokens for record, ids in pairs),
+        not_its_tokens=sum(not _text_is_of_its_tokens(record, tokenizer) for record in records),
+        duplicates=len(records) - len({_text(record) for record in records}),
+        one_token=sum(len(ids) >= LEAST_FOR_LIKENESS and len(set(ids)) == 1 for ids in tokens),
+        distinct_share=sum(len(set(ids)) / len(ids) for ids in tokens if ids),
+    )
+
+
+def spread_evenly(several: Sequence[T], count: int) -> list[T]:
+    """At most `count` of them, from all over."""
+    step = max(1.0, len(several) / count)
+    return [several[int(index * step)] for index in range(min(count, len(several)))]
+
+
+def served_texts(result: WorkloadResult, tokenizer: TokenText, count: int) -> list[ServedText]:
+    """At most `count` of one repeat's answers, from all over it."""
+    kept = [record for record in result.requests if _is_kept(record)]
+    return [
+        ServedText(result.spec.m, record.prompt, tuple(_received(record, tokenizer)), _text(record))
+        for record in spread_evenly(kept, count)
+    ]
+
+
+def _is_kept(record: RequestRecord) -> bool:
+    return record.error is None and record.answer is not None
+
+
+def _received(record: RequestRecord, tokenizer: TokenText) -> Sequence[int]:
+    """The tokens of an answer that was kept: as they were told, or its text tokenized again."""
+    if record.answer is None or record.answer.token_ids is None:
+        return tokenizer.encode(_text(record))
+    return list(record.answer.token_ids)
+
+
+def _text(record: RequestRecord) -> str:
+    return "" if record.answer is None else record.answer.text
+
+
+def _text_is_of_its_tokens(record: RequestRecord, tokenizer: TokenText) -> bool:
+    """White space at either end, and a character cut in two, depend on who decodes."""
+    if record.answer is None or record.answer.token_ids is None:
+        return True
+    return _bare(tokenizer.decode(list(record.answer.token_ids))) == _bare(record.answer.text)
+
+
+def _bare(text: str) -> str:
+    return text.replace("\N{REPLACEMENT CHARACTER}", "").strip()

@@ -1,0 +1,136 @@
+"""Whether what was served under load is the judged artifact's text: each token held to its own logits.
+
+Greedy tokens lie at the top of the logits of the model that wrote them, but for rounding. Text that does not
+was written by another model or by a kernel that is wrong for a batch, or was changed on its way.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..answer_figures import AnswerFigures
+from ..evidence import TextScore
+from ..measurement import MeasuredM, answers_of
+from ..settings import Bounds
+from ..verdict import CheckResult, Status
+
+NAME = "served text"
+LOGIT_TOLERANCE = 0.25
+"""Nats by which a greedy token may lie below the best one: another order of summation in 16 bits."""
+SURELY = 3.0
+"""Standard deviations by which fewer tokens are off under the baseline's logits than under the artifact's."""
+FEWEST_OFF = 4
+"""Tokens of one text that are off before that text is: near ties fall together now and then."""
+SHOWN = 3
+SHOWN_CHARACTERS = 40
+
+
+def text_score(
+    m: int, artifact_gaps: Sequence[float], baseline_gaps: Sequence[float], text: str
+) -> TextScore:
+    """gaps: for each token, by how many nats it lies below the best one; NaN counts as off."""
+    off, baseline_off = (
+        sum(not gap <= LOGIT_TOLERANCE for gap in gaps) for gaps in (artifact_gaps, baseline_gaps)
+    )
+    return TextScore(m, len(artifact_gaps), off, baseline_off, text[:SHOWN_CHARACTERS])
+
+
+def check_served_text(
+    scores: Sequence[TextScore], measured: Sequence[MeasuredM], bounds: Bounds
+) -> CheckResult:
+    """Fail where tokens are not the artifact's own, or answers are more alike than the baseline's."""
+    bound = (
+        f"at most {bounds.max_foreign_tokens:.0%} of tokens further than {LOGIT_TOLERANCE:g} below the "
+        f"artifact's best logit, {bounds.max_foreign_text:.0%} of any one text"
+    )
+    tokens = sum(score.tokens for score in scores)
+    if not tokens:
+        return CheckResult(NAME, "inconclusive", "nothing", bound, "no text was served under load")
+    off = sum(score.off for score in scores)
+    baseline_off = sum(score.baseline_off for score in scores)
+    foreign = [
+        score
+        for score in scores
+        if score.off >= FEWEST_OFF and score.off > bounds.max_foreign_text * score.tokens
+    ]
+    artifact = {one.m: answers_of(one.artifact) for one in measured}
+    baseline = {one.m: answers_of(one.baseline) for one in measured}
+    problems = _changed(artifact)
+    is_baselines = off - baseline_off > SURELY * math.sqrt(off + baseline_off)
+    if is_baselines:
+        problems.append(
+            f"{off} of {tokens} tokens are not the artifact's and only {baseline_off} not the baseline's: "
+            "the artifact's server serves the baseline, or another model like it"
+        )
+    elif off > bounds.max_foreign_tokens * tokens or foreign:
+        problems.append(_wrong(scores, foreign, off, tokens))
+    problems += _likeness(artifact, baseline, bounds)
+    status: Status = "fail" if problems else "pass"
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"{off / tokens:.1%} of {tokens} tokens are not the artifact's own greedy ones",
+        bound=bound,
+        reason="; ".join(problems)
+        or f"{len(scores)} texts served under load, each token held to logits computed in this process",
+        figures={
+            "texts": len(scores),
+            "tokens": tokens,
+            "off": off,
+            "baseline_off": baseline_off,
+            "foreign_texts": len(foreign),
+        },
+    )
+
+
+def _changed(artifact: Mapping[int, AnswerFigures]) -> list[str]:
+    return [
+        f"at M={m} the text of {one.not_its_tokens} of {one.answers} answers is not what their token ids "
+        "stand for: it was changed between the engine and the client, or decoded wrongly"
+        for m, one in artifact.items()
+        if one.not_its_tokens
+    ]
+
+
+def _wrong(scores: Sequence[TextScore], foreign: Sequence[TextScore], off: int, tokens: int) -> str:
+    """Which of the causes it looks like: all texts are wrong, or those of some batch size alone."""
+    by_m = {m: sum(score.m == m for score in foreign) for m in sorted({score.m for score in foreign})}
+    where = ", ".join(f"{count} of {_texts(scores, m)} at M={m}" for m, count in by_m.items())
+    shown = "; ".join(repr(score.beginning) for score in foreign[:SHOWN])
+    texts = f" (texts: {where}, such as {shown})" if foreign else ""
+    clean = [score for score in scores if score.m not in by_m]
+    cause = (
+        "another model is served, or text is changed on its way"
+        if not foreign or not clean
+        else "it is wrong under that load only: the kernel for that batch size, or what the server does when "
+        "requests run together"
+    )
+    return f"{off} of {tokens} tokens are not what the artifact's own logits give{texts}: {cause}"
+
+
+def _texts(scores: Sequence[TextScore], m: int) -> int:
+    return sum(score.m == m for score in scores)
+
+
+def _likeness(
+    artifact: Mapping[int, AnswerFigures], baseline: Mapping[int, AnswerFigures], bounds: Bounds
+) -> list[str]:
+    problems = []
+    for m, ours in artifact.items():
+        theirs = baseline[m]
+        if not theirs.answers or not ours.answers:
+            continue
+        for what, count, usual, most in (
+            ("equal another one", ours.duplicates, theirs.duplicates, bounds.max_duplicates),
+            ("are one token again and again", ours.one_token, theirs.one_token, bounds.max_one_token),
+        ):
+            if count / ours.answers > usual / theirs.answers + most:
+                problems.append(
+                    f"at M={m} {count} of {ours.answers} answers {what}, {usual} of the baseline's "
+                    f"{theirs.answers}"
+                )
+        if ours.variety < bounds.min_variety * theirs.variety:
+            problems.append(
+                f"at M={m} answers repeat themselves: {ours.variety:.0%} of an answer's tokens are distinct, "
+                f"{theirs.variety:.0%} of the baseline's"
+            )
+    return problems

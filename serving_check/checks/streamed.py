@@ -1,0 +1,52 @@
+"""Whether tokens reach clients as they are made, rather than all of them at the end.
+
+Without that, TTFT is the whole request and TPOT is nothing, and every other latency check would mislead.
+"""
+
+from collections.abc import Sequence
+
+from ..verdict import CheckResult, CurvePoint
+
+NAME = "streamed"
+LEAST_OF_BASELINE = 0.25
+"""Of the baseline's share: an artifact that decodes faster spends a smaller part of its time on it."""
+LEAST_SHARE = 0.05
+"""Of the baseline: where even it spends less on decoding, a stream cannot be told from a burst."""
+
+
+def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
+    """Fail where the artifact's first chunk comes at the end of the request, and the baseline's does not."""
+    bound = f"at least {LEAST_OF_BASELINE:.0%} of the baseline's share of the time after the first chunk"
+    known = {
+        point.m: (point.artifact.streamed_share, point.baseline.streamed_share)
+        for point in curve
+        if point.artifact.streamed_share is not None
+        and point.baseline.streamed_share is not None
+        and point.baseline.streamed_share >= LEAST_SHARE
+    }
+    if not known:
+        reason = "the baseline's requests have no time after their first chunk to compare with"
+        return CheckResult(NAME, "unknown", "not known", bound, reason)
+    burst = [m for m, shares in known.items() if not is_streamed(*shares)]
+    lowest = burst[0] if burst else min(known, key=lambda m: known[m][0])
+    ours, theirs = known[lowest]
+    return CheckResult(
+        name=NAME,
+        status="fail" if burst else "pass",
+        measured=f"{ours:.0%} of a request's time comes after its first chunk at M={lowest}",
+        bound=bound,
+        reason=(
+            f"not streamed at M={', '.join(map(str, burst))}: everything comes in one burst at the end, "
+            f"the first chunk after {1 - ours:.0%} of a request's time (the baseline's after "
+            f"{1 - theirs:.0%}). Something between the engine and the client holds the tokens back: "
+            "a proxy's buffer, or a server that does not flush"
+            if burst
+            else "tokens come while others are being made, at every M"
+        ),
+        figures={f"streamed_share_m{m}": share for m, (share, _) in known.items()},
+    )
+
+
+def is_streamed(ours: float | None, theirs: float | None) -> bool:
+    """Of shares of a request's time after its first chunk; True where that cannot be told."""
+    return ours is None or theirs is None or theirs < LEAST_SHARE or ours >= LEAST_OF_BASELINE * theirs

@@ -1,0 +1,48 @@
+"""Refuses one server behind both URLs: it would be compared with itself, whatever it serves.
+
+By address, and by its counters: requests sent to one side must not be counted by the other.
+"""
+
+import socket
+from urllib.parse import urlsplit
+
+from ...layouts.errors import UserError
+from .endpoint import Endpoint
+from .prometheus_text import total
+
+SAME = 0.9
+"""Of the tokens one side generated, seen in the other's counter."""
+
+
+def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
+    """UserError where both endpoints are one port of one machine, under whatever name."""
+    if _addresses(artifact.base_url) & _addresses(baseline.base_url):
+        raise UserError(
+            f"{artifact.base_url} and {baseline.base_url} are one server; "
+            "give the artifact and its baseline a server each"
+        )
+
+
+def refuse_shared_counter(
+    artifact: Endpoint, before: dict[str, float], after: dict[str, float], tokens: int
+) -> None:
+    """UserError where the artifact's counter rose by the `tokens` that only the baseline was asked for."""
+    series = artifact.series.generation_tokens
+    first, last = total(before, series), total(after, series)
+    if first is None or last is None or not tokens or last - first < SAME * tokens:
+        return
+    raise UserError(
+        f"the artifact's server at {artifact.base_url} generated {last - first:.0f} tokens while only the "
+        f"baseline's was asked, for {tokens}: one server is behind both URLs, or others use it; "
+        "give each side a server of its own"
+    )
+
+
+def _addresses(url: str) -> set[tuple[str, int]]:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return {(parts.hostname or "", port)}
+    return {(str(address[4][0]), port) for address in found}

@@ -1,0 +1,57 @@
+"""The times in which a server gave nothing to anybody, in what its clients saw of one repeat.
+
+Not for slow requests: in such a gap no stream moves at all. Which gap is a stall, `checks/stalls.py` says.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .settings import DOCUMENTED
+from .workload import WorkloadResult
+
+DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time between two events of any stream, while requests were open."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    at: float
+    """Seconds since the repeat began."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LongestGaps:
+    """Of one repeat."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    filling: Gap
+    """While some request had no token yet, so that prompts may have been computed meanwhile."""
+    decoding: Gap
+    """While every request had."""
+
+
+NO_GAPS = LongestGaps(Gap(0.0, 0.0), Gap(0.0, 0.0))
+
+
+def longest_gaps(result: WorkloadResult) -> LongestGaps:
+    longest = {True: NO_GAPS.filling, False: NO_GAPS.decoding}
+    for gap, filling in _gaps(result):
+        if gap.seconds > longest[filling].seconds:
+            longest[filling] = gap
+    return LongestGaps(longest[True], longest[False])
+
+
+def _gaps(result: WorkloadResult) -> Iterator[tuple[Gap, bool]]:
+    moments: list[float] = []
+    filled = 0.0
+    for record in result.requests:
+        moments += [record.start, *record.arrivals, record.start + record.e2el]
+        filled = max(filled, record.start + (record.ttft or record.e2el))
+    for earlier, later in pairwise(sorted(moments)):
+        yield Gap(round(earlier, DIGITS), round(later - earlier, DIGITS)), later <= filled

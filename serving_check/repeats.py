@@ -1,0 +1,77 @@
+"""One repeat after another: sent with a deadline from the baseline's speed, and boiled down to its figures.
+
+Which repeats are sent, and in which order, is `gate.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .answer_figures import ServedText, TokenText, served_texts, spread_evenly
+from .engines import Endpoint
+from .measurement import Repeat
+from .workload import WorkloadResult, WorkloadSpec
+
+Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
+
+DEADLINE_FACTOR = 20.0
+"""Times the baseline's slowest request: what is ten times slower is for the throughput check to fail."""
+DEADLINE_S = 5.0
+"""Seconds beyond that."""
+TEXTS_AT_LARGEST_M = 12
+TEXTS_AT_OTHER_MS = 1
+"""Answers that are scored: each costs a pass over prompt and answer on both models."""
+
+
+class Repeats:
+    """Runs repeats of both sides, and keeps some of the artifact's answers of every M."""
+
+    def __init__(self, run: Runner, baseline: Endpoint, tokenizer: TokenText | None):
+        self._run = run
+        self._baseline = baseline
+        self._tokenizer = tokenizer
+        self._slowest: dict[int, float] = {}
+        """By M, of the baseline's slowest request so far: its seconds over its output tokens."""
+        self._texts: dict[int, list[ServedText]] = {}
+
+    def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> Repeat:
+        spec = replace(
+            spec,
+            keep_answers=self._tokenizer is not None,
+            request_timeout=self._deadline(spec),
+        )
+        result = self._run(endpoint, spec)
+        if endpoint == self._baseline:
+            slowest = [seconds / spec.output_len for seconds in result.e2els]
+            self._slowest[spec.m] = max([self._slowest.get(spec.m, 0.0), *slowest])
+        elif self._tokenizer is not None:
+            texts = served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
+            self._texts.setdefault(spec.m, []).extend(texts)
+        return Repeat.of(result, self._tokenizer)
+
+    def _deadline(self, spec: WorkloadSpec) -> float:
+        """Seconds for a request; the spec's own while the baseline's speed is not known at any M so low."""
+        known = [m for m in self._slowest if m <= spec.m]
+        if not known:
+            return spec.request_timeout
+        nearest = max(known)
+        return deadline_from(self._slowest[nearest] * spec.output_len * spec.m / nearest)
+
+    def texts_to_score(self) -> list[ServedText]:
+        """From all over the repeats, most of them of the largest M."""
+        largest = max(self._texts, default=0)
+        return [
+            text
+            for m, texts in sorted(self._texts.items())
+            for text in spread_evenly(texts, TEXTS_AT_LARGEST_M if m == largest else TEXTS_AT_OTHER_MS)
+        ]
+
+
+def deadline_from(seconds: float) -> float:
+    """For the artifact, where the baseline's slowest request took `seconds`."""
+    return DEADLINE_FACTOR * seconds + DEADLINE_S
+
+
+def tpot_of(repeats: Sequence[Repeat]) -> float | None:
+    """The quickest repeat's median seconds per token."""
+    medians = [sorted(repeat.tpots)[len(repeat.tpots) // 2] for repeat in repeats if repeat.tpots]
+    return min(medians, default=None)
