@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", metavar="I/N", help="every Nth test, from the Ith on")
+    parser.addoption("--all-faults", action="store_true", help="every fault of tests/zoo, not the quick ones")
+    parser.addoption("--zoo-runs", type=int, default=1, help="how often each fault of tests/zoo is tried")
 
 
 @pytest.hookimpl(trylast=True)  # a share of what `-m` has left

@@ -1,0 +1,117 @@
+"""The zoo's gate: two real servers, one of which can be made faulty, and both models to judge by."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.validation.in_process import (
+    HeldOutText,
+    InProcessFigures,
+    LoadOptions,
+    TextScorer,
+    read_held_out,
+    take_figures,
+)
+from scalegate.pipeline.validation.servers import server_of, sized_options
+from scalegate.serving_check.artifact_figures import TextFigures
+from scalegate.serving_check.checks.canary import scored
+from scalegate.serving_check.curve import curve_of
+from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.evidence import Evidence
+from scalegate.serving_check.gate import serve_and_measure
+from scalegate.serving_check.judge import Judgement, judge
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
+
+from .servers import M
+
+FAULTY_SERVER = Path(__file__).with_name("faulty_server.py")
+WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=20, seed=1)
+OPTIONS = sized_options({"device": "cpu"}, replace(WORKLOAD, ms=(2 * M,)))
+"""Room for the canary's sixteen requests."""
+# The zoo is of faults that no noise hides; seven percent on a busy machine is the gate's own bench's affair.
+BOUNDS = replace(Bounds(), throughput_floor=0.5)
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """Both servers are up, and sound until a fault is switched on."""
+
+    artifact: Endpoint
+    baseline: Endpoint
+    fault_file: Path
+    text: HeldOutText
+    figures: InProcessFigures
+    score: TextScorer
+
+    def judged(self, fault: str = "", artifact: Endpoint | None = None, seed: int = 1) -> Judgement:
+        """The real gate on the artifact's server with this fault, or on another server in its place."""
+        workload = replace(WORKLOAD, seed=seed)
+        self.fault_file.write_text(fault)
+        try:
+            served = serve_and_measure(
+                artifact or self.artifact,
+                self.baseline,
+                workload,
+                BOUNDS.throughput_floor,
+                self.text.token_ids,
+                self.text.token_text,
+                progress=False,
+            )
+        finally:
+            self.fault_file.write_text("")
+        evidence = Evidence(
+            loaded=self.figures.loaded,
+            baseline_loaded=self.figures.baseline_loaded,
+            quality=self.figures.comparison,
+            weights=None,
+            texts=TextFigures(),
+            canary=scored(served.canary, self.score.baseline_nats),
+            baseline_canary=scored(served.baseline_canary, self.score.baseline_nats),
+            measured=tuple(served.measured),
+            capacity=served.capacity,
+            limit=served.limit,
+            compiled=served.compiled,
+            packed=served.packed,
+            answers=tuple(map(self.score, served.texts)),
+            repeated=served.repeated,
+            diagnoses={point.m: "" for point in curve_of(served.measured, workload, BOUNDS)},
+        )
+        return judge(evidence, workload, BOUNDS)
+
+
+@pytest.fixture(scope="session")
+def artifact_folder(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zoo") / "artifact"
+    quantize(str(example_checkpoint), "int4-hqq", out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("servers")
+    fault_file = folder / "fault"
+    fault_file.write_text("")
+    embedded = server_of("embedded", "artifact", artifact_folder, OPTIONS, folder, progress=False)
+    assert isinstance(embedded, SubprocessEndpoint)
+    words = embedded.command[embedded.command.index("serve") + 1 :]
+    command = [sys.executable, "-P", str(FAULTY_SERVER), str(fault_file), *words]
+    faulty = SubprocessEndpoint(command, "the faulty server", log=folder / "faulty.log", progress=False)
+    sound = server_of("embedded", "baseline", example_checkpoint, OPTIONS, folder, progress=False)
+    with faulty as artifact, sound as baseline:
+        ours, theirs = open_checkpoint(str(artifact_folder)), open_checkpoint(str(example_checkpoint))
+        text = read_held_out(None, ours, theirs, 2048)
+        load = LoadOptions(OPTIONS, progress=False)
+        figures = take_figures(ours, theirs, text, load)
+        score = TextScorer(ours, theirs, load, WORKLOAD.input_len + WORKLOAD.output_len)
+        yield Zoo(artifact, baseline, fault_file, text, figures, score)
+
+
+@pytest.fixture(scope="session")
+def another_baseline(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A second server of the baseline, at a URL of its own."""
+    logs = tmp_path_factory.mktemp("another")
+    with server_of("embedded", "artifact", example_checkpoint, OPTIONS, logs, progress=False) as endpoint:
+        yield endpoint

@@ -1,0 +1,51 @@
+"""Every faulty server is caught by the real gate, by the check that names the cause; a sound one passes."""
+
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.serving_check.engines import Endpoint
+from scalegate.serving_check.judge import Judgement
+
+from .conftest import Zoo
+from .servers import FAULTS
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fault" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-faults")
+        names = [name for name, one in FAULTS.items() if every or one.quick]
+        runs = range(metafunc.config.getoption("--zoo-runs"))
+        cases = [(name, run) for run in runs for name in names]
+        metafunc.parametrize(("fault", "run"), cases, ids=[f"{name}-{run}" for name, run in cases])
+
+
+def not_passed(judgement: Judgement) -> dict[str, str]:
+    return {check.name: check.reason for check in judgement.checks if check.status not in ("pass", "unknown")}
+
+
+def test_a_sound_server_passes(zoo: Zoo):
+    judgement = zoo.judged()
+    assert judgement.status == "pass", not_passed(judgement)
+
+
+def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
+    one = FAULTS[fault]
+    judgement = zoo.judged(fault, seed=2 + run)
+    caught = not_passed(judgement)
+    assert judgement.status == "fail", caught
+    assert one.check in caught, caught
+    assert one.words in caught[one.check] or one.words in measured(judgement, one.check), caught
+
+
+def measured(judgement: Judgement, name: str) -> str:
+    return next(check.measured for check in judgement.checks if check.name == name)
+
+
+def test_the_baseline_in_the_artifacts_place_is_caught(zoo: Zoo, another_baseline: Endpoint):
+    caught = not_passed(zoo.judged(artifact=another_baseline))
+    assert "the artifact's server serves the baseline" in caught["served text"]
+    assert "packed its layers as none" in caught["loads"]
+
+
+def test_one_server_behind_both_urls_is_refused(zoo: Zoo):
+    with pytest.raises(UserError, match="are one server"):
+        zoo.judged(artifact=zoo.baseline)
