@@ -11,6 +11,7 @@ from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedUnquantized
 from .humming import Humming
 from .layout import LAYOUTS, AnyLayout
+from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from .per_expert import PerExpert
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
@@ -19,8 +20,10 @@ from .torch_linear import TorchLinear
 IN_ORDER: tuple[AnyLayout, ...] = (
     TorchLinear(),
     SWAP_AB,
+    NVFP4_SWAP_AB,
     Tinygemm(),
     SWAP_AB_INVARIANT,
+    NVFP4_SWAP_AB_INVARIANT,
     CPU_INT4,
     CpuDequantized(),
     # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was

@@ -13,17 +13,18 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
+from scalegate.layouts.formats.weight_format import WeightFormat
+
 
 @dataclass(frozen=True)
 class Job:
-    """One layout at one shape and M; weights are INT4 in bfloat16."""
+    """One layout at one shape and M, in bfloat16."""
 
     layout: str
     n: int
     k: int
     m: int
-    group_size: int
-    fractional: bool
+    spec: WeightFormat
 
     def __str__(self) -> str:
         return f"{self.layout} {self.n}x{self.k} M={self.m}"
@@ -61,13 +62,13 @@ def compile_ahead(jobs: Iterable[Job], seconds: float) -> dict[Job, str]:
 def call_once(job: Job) -> float:
     """Seconds until the product was there."""
     import torch
-    from linear import random_int4
+    from linear import random_weight
     from scalegate.layouts.all_layouts import LAYOUTS
 
     started = time.perf_counter()
     device = torch.device("cuda")
     tune_with(called_once)
-    weight = random_int4(job.n, job.k, job.group_size, job.fractional, device)
+    weight = random_weight(job.spec, job.n, job.k, device)
     packed = LAYOUTS[job.layout].pack(weight, torch.bfloat16)
     x = torch.randn(job.m, job.k, device=device, dtype=torch.bfloat16)
     LAYOUTS[job.layout].matmul(x, packed)

@@ -64,6 +64,7 @@ def bench(name: str, limit: int, script: str, *options: str, times: bool = True)
     return Part(name, [str(BENCH / script), *options], limit, times)
 
 
+NVFP4 = ["--format", "nvfp4", "--layouts", "nvfp4_swap_ab,nvfp4_swap_ab_invariant,humming"]
 IN_MEMORY = ["--folder", "/dev/shm"]
 PARTS = [
     *tests("tests", marked_gpu(), 8),
@@ -83,6 +84,9 @@ PARTS = [
     bench("linear-8b", 60, "linear.py", "--model", "qwen3-8b", "--layouts", "swap_ab"),
     bench("linear-4b", 60, "linear.py", "--model", "qwen3-4b", "--layouts", "swap_ab"),
     bench("linear-70b", 90, "linear.py", "--model", "llama3-70b", "--layouts", "swap_ab"),
+    bench("nvfp4-8b", 60, "linear.py", "--model", "qwen3-8b", *NVFP4),
+    bench("nvfp4-4b", 60, "linear.py", "--model", "qwen3-4b", *NVFP4),
+    bench("nvfp4-70b", 90, "linear.py", "--model", "llama3-70b", *NVFP4),
     bench("linear-peers", 300, "linear.py", "--m", "1,8,16,32,64,128,256,512", "--tuning-ms", "20"),
     bench("experts", 120, "experts.py"),
     bench("moe", 180, "moe.py"),

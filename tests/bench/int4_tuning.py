@@ -22,7 +22,7 @@ from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
-from scalegate.layouts.swap_ab import SWAP_AB, operand_of
+from scalegate.layouts.swap_ab import PACKING, SWAP_AB
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def heads_for(m: int, n: int, k: int) -> list[tuple[int, int]]:
 
 def product(packed: PackedWeight, x: Tensor, config: Config) -> Tensor:
     y = torch.empty(len(x), packed.shape[0], dtype=x.dtype, device=x.device)
-    stream_k.launch(x, operand_of(packed), y, config)
+    stream_k.launch(x, PACKING.operand(packed), y, config)
     return y
 
 

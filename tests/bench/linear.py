@@ -1,6 +1,7 @@
 """Times every registered layout that serves a problem beside the unquantized product, on real models' shapes.
 
     python -P tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
+    python -P tests/bench/linear.py --format nvfp4 --layouts nvfp4_swap_ab,humming
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -23,6 +24,9 @@ import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.weight_format import Weight, WeightFormat
+from scalegate.layouts.hopper import HopperLayout
 from scalegate.layouts.layout import Layout, PackedWeight, Problem
 from scalegate.layouts.timing import HOPELESS, TimingBudget, interleaved_microseconds
 from torch import Tensor
@@ -52,7 +56,8 @@ MAX_ERROR, OTHERS_MAX_ERROR = 4e-3, 1e-2
 """Relative; other people's kernels are compared, not guaranteed."""
 SLOW_FROM = 512
 """A layout more than `HOPELESS` times behind at some M is not timed from here on: that would take minutes."""
-OURS = "swap_ab"
+OURS = {"int4": "swap_ab", "nvfp4": "nvfp4_swap_ab"}
+"""By format, what is compared with the best other."""
 COMPILING_BY_SHAPE, COMPILING_BY_M = "humming", "gemlite"
 """Layouts whose packages compile for each shape, for all M at once; for each M, for all shapes alike."""
 
@@ -72,8 +77,16 @@ def random_int4(n: int, k: int, group_size: int, fractional: bool, device: torch
     return Int4Weight(spec, codes, scale, zero)
 
 
-def exact_weight(weight: Int4Weight) -> Tensor:
+def random_weight(spec: WeightFormat, n: int, k: int, device: torch.device) -> Weight:
+    if isinstance(spec, Int4):
+        return random_int4(n, k, spec.group_size, not spec.has_integer_zero, device)
+    return spec.random(n, k, device)
+
+
+def exact_weight(weight: Weight) -> Tensor:
     """The weight in float64, from the definition."""
+    if not isinstance(weight, Int4Weight):
+        return weight.dequantize(torch.float64)
     (n, k), size = weight.shape, weight.spec.group_size
     codes = torch.stack((weight.codes & 0xF, weight.codes >> 4), -1).view(n, -1, size).double()
     return ((codes - weight.zero_point.double()[..., None]) * weight.scale.double()[..., None]).view(n, k)
@@ -86,7 +99,7 @@ def checked_error(layout: Layout, packed: PackedWeight, x: Tensor, expected: Ten
         poison = torch.full(expected.shape, math.nan, dtype=x.dtype, device=x.device)
         del poison  # the allocator hands the same memory to the answer
         answers.append(layout.matmul(x, packed))
-    if layout.name.startswith(OURS) and not torch.equal(answers[0], answers[1]):
+    if is_ours(layout.name) and not torch.equal(answers[0], answers[1]):
         return math.inf
     errors = [(answer.double() - expected).norm() / expected.norm() for answer in answers]
     return float(torch.stack(errors).max())  # not a number where one of them is not
@@ -107,8 +120,12 @@ def multiply_dense(copies: list[Tensor], x: Tensor) -> Callable[[int], Tensor]:
     return lambda i: functional.linear(x, copies[i % len(copies)])
 
 
-def problem_of(n: int, k: int, group_size: int, fractional: bool, device: torch.device) -> Problem:
-    return Problem(int4(group_size, fractional), n, k, torch.bfloat16, device)
+def problem_of(spec: WeightFormat, n: int, k: int, device: torch.device) -> Problem:
+    return Problem(spec, n, k, torch.bfloat16, device)
+
+
+def is_ours(name: str) -> bool:
+    return isinstance(LAYOUTS[name], HopperLayout)
 
 
 @dataclass
@@ -131,7 +148,7 @@ class Patience:
 
     def failed(self, place: str, name: str, error: Exception) -> None:
         """Other people's kernels may fail; ours must not."""
-        if name.startswith(OURS):
+        if is_ours(name):
             raise error
         self.leave_out(name, place, f"failed: {type(error).__name__}: {str(error)[:200]}")
 
@@ -140,18 +157,17 @@ class Patience:
 
 
 def measure_shape(
+    spec: WeightFormat,
     n: int,
     k: int,
     ms: list[int],
     names: list[str],
-    group_size: int,
-    fractional: bool,
     patience: Patience,
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    weight = random_int4(n, k, group_size, fractional, device)
+    weight = random_weight(spec, n, k, device)
     exact = exact_weight(weight)
-    problem = problem_of(n, k, group_size, fractional, device)
+    problem = problem_of(spec, n, k, device)
     packed = {}
     for name in names:
         refusal = LAYOUTS[name].refuses(problem)
@@ -193,7 +209,7 @@ def measure_shape(
             calls, graph_calls if m < SLOW_FROM else 3, device, budget, leave_out
         )
         behind = {name for name, us in times.items() if us > HOPELESS * times[BASELINE]}
-        hopeless |= behind - {OURS}
+        hopeless |= {name for name in behind if not is_ours(name)}
         if turn:
             rows.append({"m": m, "microseconds": times, "errors": errors})
             figures = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
@@ -205,7 +221,7 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str]) -> bool:
+def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str], ours: str) -> bool:
     """One table a shape and one of geometric means; False where an answer was wrong."""
     right = True
     head = "".join(f"{f'M={m}':>12}" for m in ms)
@@ -219,8 +235,9 @@ def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str]
                 cells.append(f"{us:6.1f} {row['microseconds'][BASELINE] / us:4.2f}x" if us else "left out")
                 right &= row["errors"].get(name, 0.0) <= bound_of(name)
             print(f"{name:<30}" + "".join(f"{cell:>12}" for cell in cells))
-        if OURS in names:
-            print(f"{OURS + ', best other = 1':<30}" + "".join(f"{beside_others(row):>12}" for row in rows))
+        if ours in names:
+            beside = "".join(f"{beside_others(row, ours):>12}" for row in rows)
+            print(f"{ours + ', best other = 1':<30}{beside}")
     print(f"\n{'geometric mean of ratios':<30}{head}")
     for name in names:
         cells = []
@@ -241,15 +258,13 @@ def bound_of(name: str) -> float:
     return OTHERS_MAX_ERROR if name in (COMPILING_BY_SHAPE, COMPILING_BY_M) else MAX_ERROR
 
 
-def beside_others(row: dict[str, Any]) -> str:
+def beside_others(row: dict[str, Any], ours: str) -> str:
     """How fast ours is as a multiple of the best of the others, with that one's name."""
-    others = {
-        name: us for name, us in row["microseconds"].items() if name != BASELINE and not name.startswith(OURS)
-    }
+    others = {name: us for name, us in row["microseconds"].items() if name != BASELINE and not is_ours(name)}
     if not others:
         return "-"
     best = min(others, key=lambda name: others[name])
-    return f"{others[best] / row['microseconds'][OURS]:.2f} {best[:5]}"
+    return f"{others[best] / row['microseconds'][ours]:.2f} {best[:5]}"
 
 
 def record(arguments: argparse.Namespace, results: dict[str, list[dict]], patience: Patience) -> None:
@@ -258,8 +273,7 @@ def record(arguments: argparse.Namespace, results: dict[str, list[dict]], patien
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "model": arguments.model,
-        "group_size": arguments.group_size,
-        "fractional_zero": arguments.fractional,
+        "weights": spec_of(arguments).label,
         "left_out": patience.left_out,
         "results": results,
     }
@@ -270,18 +284,22 @@ def jobs_for(
     names: list[str],
     ms: list[int],
     shapes: dict[str, tuple[int, int]],
-    form: tuple[int, bool],
+    spec: WeightFormat,
     device: torch.device,
 ) -> list[Job]:
     """What is worth a process: each shape of one package, each M of the other."""
-    jobs = [Job(COMPILING_BY_SHAPE, n, k, max(ms), *form) for n, k in shapes.values()]
-    jobs += [Job(COMPILING_BY_M, *next(iter(shapes.values())), m, *form) for m in ms]
+    jobs = [Job(COMPILING_BY_SHAPE, n, k, max(ms), spec) for n, k in shapes.values()]
+    jobs += [Job(COMPILING_BY_M, *next(iter(shapes.values())), m, spec) for m in ms]
     return [
         job
         for job in jobs
         if job.layout in names
-        if LAYOUTS[job.layout].refuses(problem_of(job.n, job.k, *form, device)) is None
+        if LAYOUTS[job.layout].refuses(problem_of(spec, job.n, job.k, device)) is None
     ]
+
+
+def spec_of(arguments: argparse.Namespace) -> WeightFormat:
+    return NVFP4() if arguments.format == "nvfp4" else int4(arguments.group_size, arguments.fractional)
 
 
 def main() -> None:
@@ -291,7 +309,8 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--m", default="1,8,16,32,64,128,256,512,2048,8192", help="comma-separated")
     parser.add_argument("--layouts", default="", help="comma-separated; all that serve the problem if empty")
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--format", choices=OURS, default="int4")
+    parser.add_argument("--group-size", type=int, default=128, help="of INT4")
     parser.add_argument("--fractional", action="store_true")
     parser.add_argument("--compile-seconds", type=float, default=600, help="for all that is compiled ahead")
     parser.add_argument("--first-call-seconds", type=float, default=600, help="for a layout's own tuning")
@@ -301,23 +320,23 @@ def main() -> None:
     device = torch.device("cuda")
     ms = [int(m) for m in arguments.m.split(",")]
     names = [name for name in arguments.layouts.split(",") if name] or list(LAYOUTS)
-    form = arguments.group_size, arguments.fractional
+    spec = spec_of(arguments)
     shapes = MODELS[arguments.model]
     patience = Patience(arguments.first_call_seconds)
     tune_for(arguments.tuning_ms)
     for job, why in compile_ahead(
-        jobs_for(names, ms, shapes, form, device), arguments.compile_seconds
+        jobs_for(names, ms, shapes, spec, device), arguments.compile_seconds
     ).items():
         for n, k in [(job.n, job.k)] if job.layout == COMPILING_BY_SHAPE else shapes.values():
             for m in ms if job.layout == COMPILING_BY_SHAPE else [job.m]:
                 patience.leave_out(job.layout, f"{n}x{k} M={m}", why)
     results = {}
     for shape, (n, k) in shapes.items():
-        results[f"{shape} {n}x{k}"] = measure_shape(n, k, ms, names, *form, patience, device)
+        results[f"{shape} {n}x{k}"] = measure_shape(spec, n, k, ms, names, patience, device)
         if arguments.out:
             record(arguments, results, patience)
     served = [name for name in names if any(name in r["errors"] for rows in results.values() for r in rows)]
-    right = print_tables(results, ms, served)
+    right = print_tables(results, ms, served, OURS[arguments.format])
     sys.exit(0 if right else 1)
 
 

@@ -80,3 +80,16 @@ def assembler_notes(kernel, tmp_path: Path) -> str:
 def name_of(tile) -> str:
     kernel = type(tile).__module__.rpartition(".")[2]
     return f"{kernel}-{tile.m}x{tile.n}-{tile.ctas_per_sm}"
+
+
+def loop_instructions(instructions: list[str]) -> list[str]:
+    """The shortest loop with all wgmmas of a kernel; each instruction takes 16 bytes."""
+    products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
+    loops = []
+    for end, text in enumerate(instructions):
+        branch = re.search(r"\bBRA (0x[0-9a-f]+)", text)
+        start = int(branch[1], 16) // 16 if branch else end
+        inside = sum(start <= i <= end for i in products)
+        if start < end and inside:
+            loops.append((-inside, end - start, instructions[start : end + 1]))
+    return min(loops)[2]

@@ -8,7 +8,7 @@ from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.layout import Problem
-from scalegate.layouts.swap_ab import SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE, operand_of
+from scalegate.layouts.swap_ab import PACKING, SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def packed_operand(weight: Int4Weight, dtype: torch.dtype) -> PackedOperand:
     refusal = SWAP_AB.refuses(Problem.of(weight, dtype, torch.device("cuda")))
     if refusal is not None:
         pytest.skip(refusal)
-    return operand_of(SWAP_AB.pack(weight, dtype))
+    return PACKING.operand(SWAP_AB.pack(weight, dtype))
 
 
 def exact(weight: Int4Weight) -> torch.Tensor:

@@ -14,7 +14,7 @@ from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.kernels.int4 import swap_ab
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from scalegate.layouts.swap_ab import SWAP_AB, operand_of, pack
+from scalegate.layouts.swap_ab import PACKING, SWAP_AB, SWAP_AB_PORTABLE
 
 INT4 = Int4Decoder(half=False, group_size=128, fractional=False)
 INTERPRETED = Path(__file__).with_name("interpreted_int4.py")
@@ -57,7 +57,7 @@ def test_a_word_holds_the_pairs_that_the_matrix_unit_wants_in_one_register():
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional"), SHAPES)
 def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group_size, fractional, dtype):
     weight = random_weight(n, k, group_size, fractional)
-    packed = pack("swap_ab", weight, dtype)
+    packed = SWAP_AB_PORTABLE.pack(weight, dtype)
     got = swap_ab.reference_weight(
         packed.tensors["words"],
         packed.tensors["scale_words"],
@@ -72,7 +72,7 @@ def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group
 
 def test_padding_adds_nothing():
     weight = random_weight(65, 96, 32, False)
-    tensors = pack("swap_ab", weight, torch.bfloat16).tensors
+    tensors = SWAP_AB_PORTABLE.pack(weight, torch.bfloat16).tensors
     assert torch.all(tensors["scale_words"][:, 65:] == 0)
     whole = swap_ab.reference_weight(tensors["words"], tensors["scale_words"], 32, False, torch.bfloat16)
     assert torch.all(whole[65:] == 0)
@@ -346,7 +346,7 @@ def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monk
     monkeypatch.setattr(module, name, recorder)
     for m in (1, 40, 128, 512):
         x = torch.randn(m, k).bfloat16()
-        gemm.matmul(x, operand_of(packed), n, batch_invariant)
+        gemm.matmul(x, PACKING.operand(packed), n, batch_invariant)
         grid, given, options = recorder.launches.pop()
         assert not recorder.launches
         tile = given["TILE"]

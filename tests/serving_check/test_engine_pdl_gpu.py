@@ -6,6 +6,8 @@ import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.linear import QuantizedLinear
 from scalegate.layouts.merged_linear import layers_with_one_input, merge_unquantized
 from scalegate.serving_check.engine import compiled_layers, forward
@@ -33,25 +35,31 @@ SIZES = {
 }
 
 
-def random_model(int4: bool) -> PreTrainedModel:
-    """The same one every time; with INT4 weights its products let the next kernel start before they wait."""
+LAYOUTS_OF = {None: "", Int4(128): "swap_ab", NVFP4(): "nvfp4_swap_ab"}
+
+
+def random_model(spec: WeightFormat | None) -> PreTrainedModel:
+    """The same one every time; products of packed weights let the next kernel start before they wait."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), dtype=torch.bfloat16).eval()
     merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
     packed: dict[nn.Linear, QuantizedLinear] = {}
-    for parent in list(model.model.layers.modules()) if int4 else ():
+    for parent in list(model.model.layers.modules()) if spec else ():
         for name, linear in list(parent.named_children()):
             if type(linear) is nn.Linear:
                 if linear not in packed:  # A merged one is a child of each layer that it stands for.
-                    weight = Int4(128).random(*linear.weight.shape, model.device)
-                    packed[linear] = QuantizedLinear(LAYOUTS["swap_ab"].pack(weight, torch.bfloat16), None)
+                    weight = spec.random(*linear.weight.shape, model.device)
+                    layout = LAYOUTS[LAYOUTS_OF[spec]]
+                    packed[linear] = QuantizedLinear(layout.pack(weight, torch.bfloat16), None)
                 setattr(parent, name, packed[linear])
     return model
 
 
-@pytest.mark.parametrize("int4", [False, True], ids=["bf16", "int4"])
-def test_tokens_are_those_of_kernels_launched_one_by_one(int4: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("spec", LAYOUTS_OF, ids=["bf16", "int4", "nvfp4"])
+def test_tokens_are_those_of_kernels_launched_one_by_one(
+    spec: WeightFormat | None, monkeypatch: pytest.MonkeyPatch
+):
     prompts = torch.randint(0, 4096, (32, 40), generator=torch.Generator().manual_seed(0)).tolist()
     greedy = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     answers = []
@@ -59,7 +67,7 @@ def test_tokens_are_those_of_kernels_launched_one_by_one(int4: bool, monkeypatch
         tunings = (replace(TUNINGS[0], pdl=pdl), *TUNINGS[1:])
         monkeypatch.setattr(compiled_layers, "TUNINGS", tunings)
         monkeypatch.setattr(forward, "TUNINGS", tunings)
-        engine = Engine(random_model(int4), CONFIG, frozenset())
+        engine = Engine(random_model(spec), CONFIG, frozenset())
         engine.warm_up(progress=False)
         for _ in range(3):
             answers.append([engine.generate(prompts[:n], greedy) for n in (1, 8, 32)])

@@ -1,0 +1,163 @@
+"""NVFP4 to wgmma's register operand on Hopper: the decoder of the stream-K and the batch-invariant kernel.
+
+The bytes are those of `packing.py`, where the reference is. For two weights, always of one row and group:
+
+    rotate, and   two bf16 numbers, code times 2^-126, in the register where wgmma wants them
+    mul           times one half of a register that holds the scales of rows r and r + 8, times 2^119
+
+Every product is exact. For activations in bf16 only: no such interleaving is that short for fp16.
+
+Instructions a weight (SASS): the decoding 1.9, of them 0.25 for scales; all of the main loop 2.8 up
+to 32 rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..hopper import nibbles
+from ..hopper.decoder import Decoder
+from ..hopper.nibbles import PLAIN_1D, words_offset, words_register_layout
+from ..hopper.ptx import load_shared_v2, ptx
+from ..hopper.tile import HopperTile
+from . import packing
+
+PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.constexpr_function
+def both_halves(*bits):
+    """A mask with these bits in each half."""
+    return hex(sum(1 << bit for bit in bits) * 0x00010001)
+
+
+@gluon.constexpr_function
+def rotate(target, source, by):
+    """Left, by a shift where no bit that counts comes around."""
+    if by < 8:
+        return f"shl.b32 {target}, {source}, {by};"
+    return f"shf.l.wrap.b32 {target}, {source}, {source}, {by};"
+
+
+@gluon.constexpr_function
+def decode_asm(first_slice, slices):
+    """PTX that turns the words of two rows, r and r+8, into their operand registers of `slices` slices.
+
+    Operands, with row 0 for r and row 1 for r+8:
+        out{slice}_row{row}       two weights
+        word_row{row}             a word of each row
+        scale{slice}_row{row}     the scales of both rows, the same for row 0 and 1
+    """
+    rows = (0, 1)
+    operands = [f"out{i}_row{row}" for i in range(slices) for row in rows]
+    operands += [f"word_row{row}" for row in rows]
+    operands += [f"scale{i}_row{row}" for i in range(slices) for row in rows]
+    lines = [".reg .b32 t;", ".reg .b16 half0, half1;"]
+    for i in range(slices):
+        j = first_slice + i
+        lines.append(f"mov.b32 {{half0, half1}}, $scale{i}_row0;")
+        for row in rows:
+            out, word = f"$out{i}_row{row}", f"$word_row{row}"
+            if j == packing.STRAY:
+                lines.append(f"shr.u32 t, {word}, {packing.STRAY_SHIFT};")
+                lines.append(f"and.b32 t, t, {both_halves(*packing.MANTISSA)};")
+                kept = both_halves(*packing.SIGN, *packing.EXPONENT)
+                lines.append(f"lop3.b32 {out}, {word}, {kept}, t, 0xEA;")
+            else:
+                lines.append(rotate("t", word, packing.SHIFTS[j]))
+                lines.append(f"and.b32 {out}, t, {both_halves(*packing.CODE_BITS)};")
+            lines.append(f"mov.b32 t, {{half{row}, half{row}}};")
+            lines.append(f"mul.rn.bf16x2 {out}, {out}, t;")
+    return ptx(" ".join(operands), *lines)
+
+
+@gluon.constexpr_function
+def decode_constraints(slices):
+    return ",".join(["=&r"] * (2 * slices) + ["r"] * (2 + 2 * slices))
+
+
+@gluon.constexpr_function
+def slice_types(slices):
+    return (gl.bfloat16,) * (2 * slices)
+
+
+@gluon.constexpr_function
+def scale_asm(second):
+    """PTX that makes the two scales of a slice, of rows r and r+8, from a word of them."""
+    mask = both_halves(*range(packing.SCALE_BIT, packing.SCALE_BIT + 8))
+    turned = rotate("t", "$word", packing.SCALE_SHIFT) if second else "mov.b32 t, $word;"
+    return ptx("scales word", ".reg .b32 t;", turned, f"lop3.b32 $scales, t, {mask}, 0x70007000, 0xEA;")
+
+
+@gluon.jit
+def slice_scales(scales, SLICE: gl.constexpr):
+    """Of a slice the scales of rows r and r + 8, times 2^119, in one register."""
+    asm: gl.constexpr = scale_asm(SLICE % 2)
+    return gl.inline_asm_elementwise(asm, "=r,r", [scales[SLICE // 2]], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
+    """Slices of a tile, as `Decoder` wants them."""
+    inputs = (words,)
+    for i in gl.static_range(SLICES):
+        inputs = inputs + (slice_scales(scales, FIRST + i),)  # type: ignore[assignment]  # noqa: RUF005
+    asm: gl.constexpr = decode_asm(FIRST, SLICES)
+    constraints: gl.constexpr = decode_constraints(SLICES)
+    types: gl.constexpr = slice_types(SLICES)
+    return gl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=False, pack=2)
+
+
+@gluon.jit
+def lane_offsets(warp, r, quad, t):
+    """Byte offsets in a stage of a lane's words of a tile, and of the two words of scales of its rows."""
+    scales = (warp // 4) * (t.K_TILES * 256) + ((warp % 4) * 8 + r) * 8 + quad * 0
+    return words_offset(warp, r, quad, t), scales
+
+
+@gluon.jit
+def scale_corner(k_stage, tile_n, t):
+    return tile_n * (t.BN // 64), k_stage * t.K_TILES, 0
+
+
+@gluon.jit
+def read_scales(slot, row, TILE: gl.constexpr, t, smem):
+    """The two words of scales of the lane's rows, [row / 16, r, t, v, u] each: one register."""
+    a, b = load_shared_v2(row + slot * smem.SCALE_BYTES, smem.SCALES + TILE * 256)
+    return gl.join(gl.join(a, a), gl.join(a, a)), gl.join(gl.join(b, b), gl.join(b, b))
+
+
+@gluon.jit
+def load_scales(scale_smem, TILE: gl.constexpr, t):
+    """`read_scales` for the batch-invariant kernel; BN=128 only of stages of one tile."""
+    spread: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words_register_layout(t.BN)))
+    flat = scale_smem._reinterpret(gl.int32, [scale_smem.shape[0] * scale_smem.shape[1] * 64], PLAIN_1D)
+    both = flat.slice(TILE * 64, t.BN)._reinterpret(gl.int32, [t.BN // 16, 8, 2], PLAIN_3D).load(spread)
+    a, b = gl.split(both)
+    return spread_over_tile(a, spread), spread_over_tile(b, spread)
+
+
+@gluon.jit
+def spread_over_tile(word, SPREAD: gl.constexpr):
+    """[row / 16, r] as [row / 16, r, 1, 1, 1], which is broadcast over t, v and u."""
+    word = gl.convert_layout(word, gl.SliceLayout(2, SPREAD), assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(word, 2), 2), 3)
+
+
+@dataclass(frozen=True)
+class NVFP4Decoder(Decoder):
+    """NVFP4; its global scale is in `PackedOperand.factor`."""
+
+    name = "nvfp4"
+    word_rows = nibbles.WORD_ROWS
+    lane_offsets = lane_offsets
+    scale_corner = scale_corner
+    read_words = nibbles.read_words
+    read_scales = read_scales
+    load_words = nibbles.load_words
+    load_scales = load_scales
+    decode = decode
+
+    def scale_block(self, tile: HopperTile) -> list[int]:
+        return [tile.n // 64, tile.k_tiles, 64]

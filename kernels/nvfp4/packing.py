@@ -1,0 +1,139 @@
+"""NVFP4 weights in the order of wgmma's register operand ("swap AB"): byte layout, packing, reference.
+
+`decoder.py` turns the bytes into bf16 on Hopper. A packed weight stands for w [N, K], K whole groups of 16:
+
+    words   int32 [N/64, K/64, 512]  E2M1 codes: tiles of 64 rows and 64 columns, along K first
+    scales  int32 [N/64, K/64, 64]   the tiles' E4M3 scales, recoded
+    factor  fp32 [1]                 128 times the global scale; the kernel multiplies y by it
+
+One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t rows r and r+8, columns 2t, 2t+1, 2t+8
+and 2t+9 of each of the four slices j of 16 columns, which are the four groups of a row. So
+
+    word index   w . r . t . v . u         v: columns + 8    u: rows + 8    h: the second of two columns
+    bits         2   3   2   1   1
+
+and a word holds eight codes, s e1 e0 m: for each slice j columns 8v + 2t and 8v + 2t + 1. bf16 has its sign
+in bit 15, its exponent's last bits in 8 and 7 and its mantissa's first in 6: with a code's bits there the
+number is the code's value times 2^-126, subnormal where that is 0.5. The bits lie so that for three of the
+slices one rotation and one mask put them there, and for the last one more `or`:
+
+    slice   rotated left by   mask of a half
+      0            2            0x81C0
+      1            6            0x81C0
+      2           12            0x81C0
+      3            0            0x8180, and m in bit 14 of its half, moved to 6
+
+A scale is recoded so that it, too, is a mask away from bf16: a byte of five bits of exponent, + 22, and three
+of mantissa, in bits 11 to 4 of a half under 0x7000 is the scale times 2^119 (2^126 of its own would not fit:
+E4M3 reaches 448). Two words for each row r of each warp, [w, r, 2]:
+
+    word 0: slice 0; rotated left by 8, slice 1        low half: row r
+    word 1: slice 2; rotated left by 8, slice 3        high half: row r + 8
+
+E4M3's own subnormals become normal in this; a negative scale gives its sign to the codes, a zero its zero.
+So bf16(code) * bf16(scale) = code * scale / 128, exact: at most six bits of mantissa. 4.5 bits a weight.
+"""
+
+import torch
+from torch import Tensor
+
+TILE = 64
+GROUP = 16
+SHIFTS = (2, 6, 12, 0)
+"""By slice, how far its codes are rotated left to where bf16 wants them."""
+SIGN, EXPONENT, MANTISSA = (15,), (8, 7), (6,)
+CODE_BITS = (*SIGN, *EXPONENT, *MANTISSA)
+"""Where bf16 wants the bits of a code, its highest first."""
+STRAY = 3
+"""The slice whose mantissa is not where its rotation would have it."""
+STRAY_SHIFT = 8
+"""By how much that mantissa is to be shifted right."""
+SCALE_BIT = 4
+"""Where the byte of a scale begins in its half."""
+SCALE_SHIFT = 8
+"""How far the second slice's scales are rotated left."""
+EXPONENT_OFFSET = 22
+FACTOR = 128.0
+"""What the product of bf16 numbers lacks: 2^126 / 2^119."""
+
+
+def bit_position(slice_: int, half: int, bit: int) -> int:
+    """Where in a word bit 3 .. 0 of a code lies."""
+    target = 16 * half + CODE_BITS[3 - bit]
+    if slice_ == STRAY and bit == 0:
+        return target + STRAY_SHIFT
+    return (target - SHIFTS[slice_]) % 32
+
+
+def scale_position(second: int, below: int, bit: int) -> int:
+    """Where in a word of scales bit 7 .. 0 of a recoded scale lies, of row r or r + 8."""
+    return (16 * below + SCALE_BIT + bit - SCALE_SHIFT * second) % 32
+
+
+def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [N, K] of 0..15 and their scales float8_e4m3fn [N, K/16] to words and scales."""
+    bits = scale.float().view(torch.int32)
+    groups = codes.view(*scale.shape, GROUP) ^ ((bits >> 28) & 8).to(torch.uint8)[..., None]
+    groups = groups.masked_fill((scale.float() == 0)[..., None], 0)
+    recoded = ((bits >> 20) & 0x7FF) - ((127 - EXPONENT_OFFSET) << 3)
+    return _pack_words(groups.view(codes.shape)), _pack_scales(recoded.clamp(min=0))
+
+
+def _pack_words(codes: Tensor) -> Tensor:
+    n, k = codes.shape
+    tiles_n, tiles_k = -(-n // TILE), -(-k // TILE)
+    codes = torch.nn.functional.pad(codes, (0, tiles_k * TILE - k, 0, tiles_n * TILE - n))
+    parts = codes.view(tiles_n, 4, 2, 8, tiles_k, 4, 2, 4, 2)  # tile, w, u, r, tile, j, v, t, h
+    parts = parts.permute(0, 4, 1, 3, 7, 6, 2, 5, 8).reshape(tiles_n, tiles_k, 512, 4, 2)
+    words = torch.zeros((tiles_n, tiles_k, 512), dtype=torch.int32, device=codes.device)
+    for slice_ in range(4):
+        for half in range(2):
+            for bit in range(4):
+                one = (parts[..., slice_, half] >> bit & 1).int()
+                words |= one << bit_position(slice_, half, bit)
+    return words
+
+
+def _pack_scales(recoded: Tensor) -> Tensor:
+    n, groups = recoded.shape
+    tiles_n, tiles_k = -(-n // TILE), -(-groups // 4)
+    recoded = torch.nn.functional.pad(recoded, (0, tiles_k * 4 - groups, 0, tiles_n * TILE - n))
+    parts = recoded.view(tiles_n, 4, 2, 8, tiles_k, 2, 2)  # tile, w, u, r, tile, word, second
+    parts = parts.permute(0, 4, 1, 3, 5, 6, 2).reshape(tiles_n, tiles_k, 64, 2, 2)
+    words = torch.zeros((tiles_n, tiles_k, 64), dtype=torch.int32, device=recoded.device)
+    for second in range(2):
+        for below in range(2):
+            for bit in range(8):
+                words |= ((parts[..., second, below] >> bit) & 1) << scale_position(second, below, bit)
+    return words
+
+
+def reference_weight(words: Tensor, scales: Tensor) -> Tensor:
+    """What the kernel multiplies by, bf16 [N, K] in whole tiles: the weight over `FACTOR` and global."""
+    tiles_n, tiles_k, _ = words.shape
+    halves = [[_code_bits(words, slice_, half) for half in range(2)] for slice_ in range(4)]
+    codes = torch.stack([torch.stack(pair, -1) for pair in halves], -2)  # tile, tile, word, j, h
+    parts = codes.view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4, 2)  # ..., w, r, t, v, u, j, h
+    weight = parts.permute(0, 2, 6, 3, 1, 7, 5, 4, 8).reshape(tiles_n * TILE, tiles_k * TILE)
+    pairs = [[_scale_bits(scales, second, below) for below in range(2)] for second in range(2)]
+    factors = torch.stack([torch.stack(pair, -1) for pair in pairs], -2)  # tile, tile, word, second, u
+    parts = factors.view(tiles_n, tiles_k, 4, 8, 2, 2, 2)  # ..., w, r, word, second, u
+    factor = parts.permute(0, 2, 6, 3, 1, 4, 5).reshape(tiles_n * TILE, tiles_k * 4)
+    return weight * factor.repeat_interleave(GROUP, 1)
+
+
+def _code_bits(words: Tensor, slice_: int, half: int) -> Tensor:
+    """One code of each word as a bf16 number, times 2^-126."""
+    bits = torch.zeros_like(words)
+    for bit in range(4):
+        at = bit_position(slice_, half, bit)
+        bits |= ((words >> at) & 1) << CODE_BITS[3 - bit]
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _scale_bits(scales: Tensor, second: int, below: int) -> Tensor:
+    """One scale of each word as a bf16 number, times 2^119."""
+    bits = torch.full_like(scales, 0x7000)
+    for bit in range(8):
+        bits |= ((scales >> scale_position(second, below, bit)) & 1) << (SCALE_BIT + bit)
+    return bits.to(torch.int16).view(torch.bfloat16)

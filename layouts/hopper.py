@@ -1,0 +1,82 @@
+"""Our own layouts for Hopper: a weight in the order of the matrix unit's registers, whatever its format.
+
+What is the same for all formats is here; each has a file beside this one with its `Packing`, and its bytes
+and their decoder in `kernels/`. Not for the CPU, nor for other chips.
+
+    NAME            stream-K; tile and split by the bucket of M and the shape
+    NAME_invariant  split-K; one order of summation for every M: a row's bits are its own
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.hopper import gemm
+from ..kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
+from .formats.weight_format import Weight
+from .layout import Numerics, PackedWeight, Problem, Serves
+
+HOPPER = (9, 0)
+
+
+class Packing(Protocol):
+    """How a format's weights become the Hopper kernels' operands."""
+
+    @property
+    def format(self) -> type:
+        """The spec's class."""
+        ...
+
+    @property
+    def kernel_prefix(self) -> str:
+        """Its decoder's name."""
+        ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Activations that its decoder makes weights for."""
+        ...
+
+    def refuses(self, problem: Problem) -> str | None:
+        """None where the format's parameters are served, otherwise the reason in a few words."""
+        ...
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[Mapping[str, Tensor], Mapping[str, int]]:
+        """The tensors and the attributes of a `PackedWeight`."""
+        ...
+
+    def operand(self, packed: PackedWeight) -> PackedOperand: ...
+
+
+class HopperLayout:
+    """The Hopper kernels on one format's packed bytes."""
+
+    def __init__(self, name: str, packing: Packing, batch_invariant: bool):
+        self.name = name
+        self.packing = packing
+        self.batch_invariant = batch_invariant
+        self.kernel = f"{packing.kernel_prefix}_{'invariant' if batch_invariant else 'stream_k'}_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        numerics: tuple[Numerics, ...] = ("tuned", "pin", "per-token") if self.batch_invariant else ("tuned",)
+        packing = self.packing
+        serves = Serves((packing.format,), "cuda", packing.dtypes, numerics=numerics, capability=HOPPER)
+        refusal = serves.refuses(problem) or packing.refuses(problem)
+        if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
+            return "is written for compute capability 9.0 (Hopper)"
+        return refusal
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        tensors, attributes = self.packing.pack(weight, dtype)
+        device = next(iter(tensors.values())).device
+        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=device)
+        tensors = {**tensors, "semaphores": semaphores}
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors, attributes)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        x = x.contiguous()
+        if x.data_ptr() % 16:
+            x = x.clone()
+        return gemm.matmul(x, self.packing.operand(packed), packed.shape[0], self.batch_invariant)
