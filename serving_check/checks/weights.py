@@ -11,10 +11,10 @@ from ..artifact_figures import KindErrors, ModuleError, WeightFigures
 from ..verdict import CheckResult
 
 NAME = "weights"
-TOLERANCE = 1e-4
-"""Relative, between an error recorded when the artifact was made and the same computed again: sums in another
-order, and six recorded digits, differ by 1e-6 to 1e-5. One 4-bit code in a million that is another, drawn at
-random, changes it by 2e-4."""
+TOLERANCE = 1e-3
+"""Relative, between an error recorded when the artifact was made and the same computed again. Sums in another
+order and six recorded digits differ by 1e-6 to 1e-5, torchao's zero points, stored in bf16, by 5e-4 at most.
+Of 4-bit codes, five in a million that are others, drawn at random, are beyond it."""
 OUTLIER_RATIO = 2.0
 OUTLIER_DEVIATIONS = 6.0
 """A module stands out of its kind at this many times the median error, and as many of the robust standard
