@@ -92,7 +92,7 @@ def build_engine(folder: Path, options: EngineOptions) -> "Engine":
 def describe(folder: Path) -> ModelDescription:
     """What the API process has to know of the model: its tokenizer and its maker's sampling defaults."""
     from .checkpoints.checkpoint import open_checkpoint
-    from .model_loader.load_model import load_tokenizer
+    from .checkpoints.tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(str(folder))
     defaults = sampling_defaults(checkpoint)

@@ -3,20 +3,19 @@
 The order of the work is here; what is measured and decided is `serving_check/`.
 """
 
+import contextlib
 import functools
 import secrets
 import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..layouts.choose import choose
 from ..layouts.errors import UserError
@@ -29,12 +28,17 @@ from ..serving_check.curve import curve_of
 from ..serving_check.engine.options import SIZED, UNQUANTIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.engine import Engine
+from ..serving_check.engines.starting import restart, starting
+from ..serving_check.engines.subprocess_endpoint import SubprocessEndpoint
 from ..serving_check.environment import describe_environment
 from ..serving_check.evidence import Evidence, Loaded
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, serve_and_measure
 from ..serving_check.judge import judge
 from ..serving_check.options import flag, takes, words_of
+from ..serving_check.record import parse_verdict
 from ..serving_check.settings import Bounds, WorkloadSettings
+from ..serving_check.stage_clock import StageClock, in_words
+from ..serving_check.statistics import LOOKS
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.baseline import open_baseline
@@ -43,10 +47,19 @@ from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import problems
 from .report.write import write_report
-from .validation.in_process import HeldOutText, LoadOptions, TextScorer, read_held_out, take_figures
+from .validation.cpu_dtype import baseline_dtype
+from .validation.in_process import (
+    HeldOutText,
+    InProcessFigures,
+    LoadOptions,
+    TextScorer,
+    read_held_out,
+    take_figures,
+)
 from .validation.servers import (
     IN_PROCESS,
     baseline_options,
+    has_room,
     recorded_options,
     refuse_unreached,
     server_of,
@@ -59,6 +72,7 @@ from .validation.weights import compare_weights
 REPORT_FOLDER = "serving_check"
 QUALITY_TOKENS = 8192
 FRESH_SEEDS = 2**31
+Looked = TypeVar("Looked")
 
 
 @dataclass(frozen=True)
@@ -75,13 +89,19 @@ class _Run:
     baseline_engine: str
     options: EngineOptions
     """The artifact's side."""
+    baseline_dtype: str
     text: Path | None
     quality_tokens: int
     progress: bool
+    clock: StageClock
+
+    @property
+    def baseline_options(self) -> EngineOptions:
+        return replace(baseline_options(self.options), dtype=self.baseline_dtype)
 
     @property
     def in_process(self) -> LoadOptions:
-        return LoadOptions(self.options, self.progress)
+        return LoadOptions(self.options, self.baseline_dtype, self.progress)
 
     @property
     def command(self) -> str:
@@ -151,7 +171,7 @@ def validate(
                      `layout` and `kv_cache_dtype` are for the artifact alone, to try them: it then keeps its
                      old verdict
     """
-    started = time.monotonic()
+    clock = StageClock(progress)
     seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
     workload = WorkloadSettings(tuple(sorted(m)), input_len, output_len, waves, max_repeats, warmups, seed)
     options = sized_options(engine_options, workload)
@@ -161,20 +181,24 @@ def validate(
     checkpoint = open_checkpoint(str(artifact), revision)
     manifest = _unchanged_manifest(checkpoint.folder)
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
+    other = open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision)
+    options = replace(options, device=resolve_device(options.device))
     run = _Run(
         artifact=checkpoint,
-        baseline=open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision),
+        baseline=other,
         manifest=manifest,
         workload=workload,
         bounds=bounds if floor is None else replace(bounds, throughput_floor=floor),
         engine=engine,
         baseline_engine=baseline_engine,
-        options=replace(options, device=resolve_device(options.device)),
+        options=options,
+        baseline_dtype=baseline_dtype(other, options, (1, max(m), input_len)),
         text=None if text is None else Path(text),
         quality_tokens=quality_tokens,
         progress=progress,
+        clock=clock,
     )
-    verdict = _measure_and_judge(run, started)
+    verdict = _measure_and_judge(run)
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
     # not be served in a layout or a KV format that is forced here.
     as_served = options == baseline_options(options)
@@ -188,15 +212,20 @@ def validate(
     return verdict
 
 
-def _measure_and_judge(run: _Run, started: float) -> Verdict:
+def _measure_and_judge(run: _Run) -> Verdict:
     _require_context(run.artifact, run.workload)
     _require_context(run.baseline, run.workload)
     text = read_held_out(run.text, run.artifact, run.baseline, run.quality_tokens)
-    figures = take_figures(run.artifact, run.baseline, text, run.in_process)
-    with ThreadPoolExecutor(1) as background:
-        files = background.submit(_look_at_files, run)
-        served = _serve(run, text, files.result)
-    weights, texts = files.result()
+    clock = run.clock
+    clock.say(_outlook(run))
+
+    def look() -> tuple[InProcessFigures, tuple[WeightFigures | None, TextFigures]]:
+        with clock.stage("quality"):
+            figures = take_figures(run.artifact, run.baseline, text, run.in_process)
+        with clock.stage("files"):
+            return figures, _look_at_files(run)
+
+    (figures, (weights, texts)), served = _serve(run, text, look)
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     used = figures.loaded.layouts if ours.packs_with_layouts else {}
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
@@ -222,7 +251,7 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
     )
     judgement = judge(evidence, run.workload, run.bounds)
     baseline_layouts = figures.baseline_loaded.layouts if theirs.packs_with_layouts else {}
-    asked = baseline_options(run.options)
+    asked = run.baseline_options
     return Verdict(
         status=judgement.status,
         artifact=replace(
@@ -250,7 +279,8 @@ def _measure_and_judge(run: _Run, started: float) -> Verdict:
         quality_text_sha256=text.sha256,
         command=run.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        duration_seconds=round(time.monotonic() - started, 1),
+        duration_seconds=round(clock.elapsed, 1),
+        seconds_by_part=dict(clock.seconds),
     )
 
 
@@ -282,24 +312,52 @@ def _look_at_files(run: _Run) -> tuple[WeightFigures | None, TextFigures]:
     return weights, TextFigures(compare_text_files(run.artifact, run.baseline), declared)
 
 
-def _serve(run: _Run, text: HeldOutText, ready: Callable[[], object]) -> Served:
+def _serve(run: _Run, text: HeldOutText, look: Callable[[], Looked]) -> tuple[Looked, Served]:
     """Both servers up at once, measured in turn, and down again whatever happens.
 
-    ready: called when they are up; measuring begins when it returns
+    look: what is done besides, while they start where there is room for it, and before that where not
     """
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
-    asked = baseline_options(run.options)
+    asked = run.baseline_options
     ours = server_of(run.engine, "artifact", run.artifact.folder, run.options, logs, run.progress)
     theirs = server_of(run.baseline_engine, "baseline", run.baseline.folder, asked, logs, run.progress)
-    with ours as artifact, theirs as baseline:
-        ready()
+    started = [server for server in (ours, theirs) if isinstance(server, SubprocessEndpoint)]
+    roomy = has_room(run.artifact, run.baseline, run.options)
+    looked = None if roomy else look()
+    with starting([ours, theirs], together=roomy) as endpoints:
+        looked = look() if looked is None else looked
+        with run.clock.stage("waiting for the servers"):
+            artifact, baseline = endpoints()
         floor = run.bounds.throughput_floor
         served = serve_and_measure(
-            artifact, baseline, run.workload, floor, text.token_ids, text.token_text, progress=run.progress
+            artifact,
+            baseline,
+            run.workload,
+            floor,
+            text.token_ids,
+            text.token_text,
+            progress=run.progress,
+            clock=run.clock,
+            restart=functools.partial(restart, started) if len(started) == 2 else None,
         )
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
-    return served
+    return looked, served
+
+
+def _outlook(run: _Run) -> str:
+    """What is to come, before any of it has begun."""
+    workload = run.workload
+    least = sum(workload.ms) * workload.waves * LOOKS[0]
+    text = (
+        f"{run.artifact.public_name} against {run.baseline.public_name} in {run.baseline_dtype}: at least "
+        f"{least} requests of {workload.input_len} + {workload.output_len} tokens to either server"
+    )
+    path = run.artifact.folder / VERDICT_NAME
+    if run.manifest is not None and path.is_file():
+        with contextlib.suppress(UserError):
+            text += f"; its last verdict took {in_words(parse_verdict(path).duration_seconds)}"
+    return text
 
 
 def _unchanged_manifest(folder: Path) -> Artifact | None:

@@ -29,13 +29,25 @@ def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: 
 
 def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
     """Where every M stands; one that is hopelessly slow has failed, however few its blocks."""
-    decisions = decide_all([one.log_ratios(output_throughput) for one in measured], test)
+    decisions = decide_all([_on_the_first_servers(one) for one in measured], test)
+    groups = [one.group_means(output_throughput) for one in measured]
+    if any(groups):
+        # What was decided before has none.
+        grouped = decide_all(groups, test.of_groups)
+        decisions = [
+            new if means else old for old, new, means in zip(decisions, grouped, groups, strict=True)
+        ]
     return [
         replace(decision, status="fail", final=True)
         if decision.status == "inconclusive" and is_hopeless(one.first_looks, test.floor)
         else decision
         for one, decision in zip(measured, decisions, strict=True)
     ]
+
+
+def _on_the_first_servers(measured: MeasuredM) -> list[float]:
+    blocks = [block for block in measured.blocks if not block.restarts]
+    return replace(measured, blocks=blocks).log_ratios(output_throughput)
 
 
 def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:

@@ -3,9 +3,8 @@
 It is given servers that are up, and knows nothing of checkpoints; `judge.py` says what follows.
 """
 
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
@@ -24,7 +23,17 @@ from .evidence import PackedLayers, RepeatedPrompts
 from .measurement import Block, MeasuredM
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .settings import WorkloadSettings
-from .statistics import LOOKS, Decision, block_order, is_far_below, is_hopeless
+from .stage_clock import StageClock, in_words
+from .statistics import (
+    GROUP,
+    LOOKS,
+    Decision,
+    SequentialTest,
+    block_order,
+    is_far_below,
+    is_hopeless,
+    needs_new_servers,
+)
 from .workload import WorkloadSpec, run_workload
 
 CANARY_LENGTH = 32
@@ -68,29 +77,37 @@ def serve_and_measure(
     tokenizer: TokenText,
     run: Runner = run_workload,
     progress: bool = True,
+    clock: StageClock | None = None,
+    restart: Callable[[], None] | None = None,
 ) -> Served:
     """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
-    text: token ids that prompts are cut from. UserError where one server is behind both endpoints.
+    text:    token ids that prompts are cut from
+    restart: starts both servers anew, at the same addresses; None where that is not ours to do
+
+    UserError where one server is behind both endpoints.
     """
     refuse_one_address(artifact, baseline)
+    clock = clock or StageClock(progress)
     said, baseline_said = artifact.metrics(), baseline.metrics()
     series, baseline_series = artifact.series, baseline.series
     capacity = kv_cache_tokens(said, series)
     require_capacity("the artifact's server", capacity, workload)
     require_capacity("the baseline's server", kv_cache_tokens(baseline_said, baseline_series), workload)
     prompts = canary_prompts(text)
-    started = time.perf_counter()
-    baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenizer.encode)
-    deadline = deadline_from(time.perf_counter() - started)
-    tokens = sum(len(one.tokens) for one in baseline_canary)
-    refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
-    canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
+    with clock.stage("canary text"):
+        started = time.perf_counter()
+        baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenizer.encode)
+        deadline = deadline_from(time.perf_counter() - started)
+        tokens = sum(len(one.tokens) for one in baseline_canary)
+        refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
+        canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
     repeats = Repeats(run, baseline, tokenizer)
     servers = Servers(artifact, baseline, workload, text, repeats)
-    measured, _ = measure(servers, floor, progress)
-    look_again(servers, measured)
-    repeated = repeat_prompts(servers, measured)
+    measured, _ = measure(servers, floor, progress, clock, restart)
+    with clock.stage("another look"):
+        look_again(servers, measured)
+        repeated = repeat_prompts(servers, measured)
     compiled = compilations(said, series), compilations(artifact.metrics(), series)
     packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
     return Served(
@@ -107,45 +124,112 @@ def serve_and_measure(
 
 
 def measure(
-    servers: "Servers", floor: float, progress: bool = True
+    servers: "Servers",
+    floor: float,
+    progress: bool = True,
+    clock: StageClock | None = None,
+    restart: Callable[[], None] | None = None,
 ) -> tuple[list[MeasuredM], list[Decision]]:
     """Block after block over all undecided Ms, so that a slow minute of the machine meets every M alike.
 
+    Where blocks resemble each other too much to decide, both servers are started anew for each group of them.
     Ends early where every M is decided, where one M has failed and all have their first look, and at the
     first failed request, which decides by itself.
     """
     workload = servers.workload
     test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
-    for one in measured:
-        if not servers.warm_up(one):
-            return measured, decisions_of(measured, test)
-        # So slow that it needs no statistics? One more look, and it is over.
-        if is_far_below(one.first_looks, floor) and (
-            not servers.run_block(one) or is_hopeless(one.first_looks, floor)
-        ):
-            return measured, decisions_of(measured, test)
+    clock = clock or StageClock(progress)
+    with clock.stage("warm-up"):
+        for one in measured:
+            if not servers.warm_up(one):
+                return measured, decisions_of(measured, test)
+            # So slow that it needs no statistics? One more look, and it is over.
+            if is_far_below(one.first_looks, floor) and (
+                not servers.run_block(one) or is_hopeless(one.first_looks, floor)
+            ):
+                return measured, decisions_of(measured, test)
+    clock.say(_estimate(measured, test))
+    with clock.stage("blocks of repeats"):
+        decisions = _decide(servers, measured, test, progress, clock, can_restart=restart is not None)
+    if restart is not None and needs_new_servers(decisions, test):
+        clock.say("each block is much like the one before: the servers are started anew for groups of them")
+        with clock.stage("blocks on new servers"):
+            decisions = _decide_in_groups(servers, measured, test, clock, restart)
+    return measured, decisions
+
+
+def _decide(
+    servers: "Servers",
+    measured: list[MeasuredM],
+    test: SequentialTest,
+    progress: bool,
+    clock: StageClock,
+    can_restart: bool,
+) -> list[Decision]:
     decisions = decisions_of(measured, test)
     bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
     with bar:
-        for blocks in range(1, workload.max_blocks + 1):
+        for blocks in range(1, test.max_blocks + 1):
             for one, decision in zip(measured, decisions, strict=True):
                 if decision.final or len(one.blocks) >= blocks or _given_up(decisions, blocks):
                     continue
                 bar.set_postfix_str(f"M={one.m} block {blocks}")
                 if not servers.run_block(one):
-                    return measured, decisions_of(measured, test)
+                    return decisions_of(measured, test)
             if blocks not in test.looks:
                 continue
             before, decisions = decisions, decisions_of(measured, test)
             for one, old, new in zip(measured, before, decisions, strict=True):
                 if new.final and not old.final:
                     bar.update()
-                    if progress:
-                        bar.write(_sentence(one.m, new), file=sys.stderr)
+                    clock.say(_sentence(one.m, new))
             if all(decision.final for decision in decisions):
                 break
-    return measured, decisions
+            if can_restart and needs_new_servers(decisions, test):
+                break
+    return decisions
+
+
+def _decide_in_groups(
+    servers: "Servers",
+    measured: list[MeasuredM],
+    test: SequentialTest,
+    clock: StageClock,
+    restart: Callable[[], None],
+) -> list[Decision]:
+    decisions = decisions_of(measured, test)
+    for group in range(1, test.of_groups.max_blocks + 1):
+        undecided = [one for one, each in zip(measured, decisions, strict=True) if not each.final]
+        if max(len(one.blocks) for one in undecided) + GROUP > test.max_blocks:
+            break
+        restart()
+        for one in undecided:
+            servers.warm_up(MeasuredM(one.m))
+        for _ in range(GROUP):
+            if not all(servers.run_block(one, group) for one in undecided):
+                return decisions_of(measured, test)
+        if group in test.of_groups.looks:
+            decisions = decisions_of(measured, test)
+        if all(decision.final for decision in decisions) or _given_up(decisions, test.max_blocks):
+            break
+    for one in undecided:
+        clock.say(_sentence(one.m, decisions[measured.index(one)]))
+    return decisions
+
+
+def _estimate(measured: Sequence[MeasuredM], test: SequentialTest) -> str:
+    """How long the blocks will take, from the speeds of the warm-up."""
+    warmed = [repeat for one in measured for block in one.warmups[-1:] for repeat in block.repeats]
+    first = [max(repeat.ttfts, default=0.0) for repeat in warmed]
+    in_a_round = sum(
+        ttft + (repeat.duration - ttft) * WARMUP_PART for repeat, ttft in zip(warmed, first, strict=True)
+    )
+    times = [in_words(in_a_round * blocks) for blocks in (LOOKS[0], test.max_blocks)]
+    return (
+        f"{LOOKS[0]} to {test.max_blocks} blocks of repeats at each M: some {times[0]} on a quiet machine, "
+        f"{times[1]} at most"
+    )
 
 
 def _sentence(m: int, decision: Decision) -> str:
@@ -183,11 +267,12 @@ class Servers:
                 return False
         return True
 
-    def run_block(self, one: MeasuredM) -> bool:
+    def run_block(self, one: MeasuredM, restarts: int = 0) -> bool:
         """Add a block to `one`; false where a request failed, and the block is then left unfinished."""
         index = len(one.blocks)
-        one.blocks.append(self._block(index, workload_spec(self.workload, one.m, self.text, index)))
-        return not one.blocks[-1].errors
+        block = self._block(index, workload_spec(self.workload, one.m, self.text, index))
+        one.blocks.append(replace(block, restarts=restarts))
+        return not block.errors
 
     def _block(self, index: int, spec: WorkloadSpec) -> Block:
         block = Block()

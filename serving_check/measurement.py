@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from .answer_figures import AnswerFigures, TokenText, answer_figures
 from .gaps import NO_GAPS, LongestGaps, longest_gaps
 from .settings import DOCUMENTED
-from .statistics import block_log_ratio
+from .statistics import GROUP, block_log_ratio
 from .workload import RequestRecord, WorkloadResult, percentile
 from .workload.engine_work import EngineWork
 
@@ -97,6 +97,12 @@ class Block:
 
     artifact: list[Repeat] = field(default_factory=list)
     baseline: list[Repeat] = field(default_factory=list)
+    restarts: int = 0
+    """How often both servers had been started anew by then."""
+
+    @property
+    def repeats(self) -> list[Repeat]:
+        return [*self.artifact, *self.baseline]
 
     @property
     def errors(self) -> list[str]:
@@ -129,6 +135,15 @@ class MeasuredM:
     @property
     def baseline(self) -> list[Repeat]:
         return [result for block in self.blocks for result in block.baseline]
+
+    def group_means(self, figure: Callable[[Repeat], float | None]) -> list[float]:
+        """The mean log ratio of each whole group of blocks on servers that were started anew for it."""
+        groups: dict[int, list[Block]] = {}
+        for block in self.blocks:
+            if block.restarts:
+                groups.setdefault(block.restarts, []).append(block)
+        found = [_log_ratios(blocks, figure) for blocks in groups.values()]
+        return [math.fsum(values) / GROUP for values in found if len(values) == GROUP]
 
     def log_ratios(self, figure: Callable[[Repeat], float | None]) -> list[float]:
         return _log_ratios(self.blocks, figure)

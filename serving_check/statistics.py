@@ -37,6 +37,14 @@ BLOCKS_PER_TRIM = 8
 """One block is trimmed from each end for every so many."""
 WIDEST = 1.5
 """The upper limit over the lower one, beyond which a ratio is not known well enough to be published."""
+RESTART_FROM = 27
+"""Blocks from which on servers may be started anew, where correlation is what keeps the decision."""
+STRONG = 0.5
+"""A correlation between blocks from which on more of them, on the same servers, hardly help."""
+GROUP = 6
+"""Blocks on the same servers, once they are started anew: their mean then counts as one."""
+GROUPED_ERROR = 0.01
+"""The chance of a wrong verdict from groups of blocks, beside that from single blocks."""
 MOST_LOG = 700.0
 """Beyond it, what a logarithm stands for is infinite."""
 HOPELESS = 0.5
@@ -58,6 +66,12 @@ class SequentialTest:
     def looks(self) -> tuple[int, ...]:
         """After how many blocks a decision is attempted; the last is `max_blocks`."""
         return (*(blocks for blocks in LOOKS if blocks < self.max_blocks), self.max_blocks)
+
+    @property
+    def of_groups(self) -> "SequentialTest":
+        """The same of groups of blocks, with what blocks the first `RESTART_FROM` leave."""
+        groups = (self.max_blocks - RESTART_FROM) // GROUP
+        return replace(self, max_blocks=groups, error=GROUPED_ERROR)
 
     def pass_error(self, blocks: int) -> float:
         """One-sided level of the lower limit at the look after `blocks`."""
@@ -117,7 +131,8 @@ def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[
     """
     final: dict[int, Decision] = {}
     for blocks in test.looks:
-        seen = [values[:blocks] for values in series]
+        # What was decided counts as far as it had come: more of it may have been measured for other checks.
+        seen = [values[: final[m].blocks if m in final else blocks] for m, values in enumerate(series)]
         due = [m for m, values in enumerate(seen) if m not in final and len(values) == blocks]
         if due:
             correlation = _correlation(seen)
@@ -125,6 +140,15 @@ def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[
             final |= {m: decision for m, decision in looked.items() if decision.final}
     correlation = _correlation(series)
     return [final.get(m) or _estimate(values, test, correlation) for m, values in enumerate(series)]
+
+
+def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bool:
+    """Whether something is undecided, and what keeps it so is a correlation that new servers may end."""
+    return (
+        test.of_groups.max_blocks >= LOOKS[0]
+        and all(decision.final or decision.blocks >= RESTART_FROM for decision in decisions)
+        and any(not decision.final and decision.correlation >= STRONG for decision in decisions)
+    )
 
 
 def is_far_below(log_ratios: Sequence[float], floor: float) -> bool:

@@ -175,6 +175,8 @@ class Verdict:
     created: str
     """UTC, ISO 8601."""
     duration_seconds: float
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    """What each part of it took; parts may run at the same time."""
     schema_version: int = SCHEMA_VERSION
 
     @property

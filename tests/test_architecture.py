@@ -23,6 +23,7 @@ ROOMS = {
     "serving_check": [
         INIT,
         "options",
+        "stage_clock",
         "correlation",
         "statistics",
         "quality",

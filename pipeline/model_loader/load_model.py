@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...layouts.errors import UserError
 from ...layouts.layout import Problem
 from ...layouts.plan import LayoutPlan
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
 from .merge_groups import merge_groups
@@ -109,18 +110,6 @@ def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan |
     recorded = Artifact.read(checkpoint.folder).layout_plan
     plan = LayoutPlan.from_json(recorded) if recorded else None
     return plan if plan is not None and plan.fits(device) else None
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer; None where it has none."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((checkpoint.folder / name).is_file() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except Exception as error:
-        # Tokenizer files are read by several libraries, each with its own exceptions.
-        raise UserError(f"{checkpoint.source}: its tokenizer cannot be loaded: {error}") from error
 
 
 def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> GenerationConfig:

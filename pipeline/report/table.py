@@ -20,6 +20,9 @@ def verdict_table(verdict: Verdict) -> str:
             lines += [line for part in check.reason.splitlines() for line in _wrapped(part)]
     if verdict.curve:
         lines += ["", *_curve(verdict.curve), "", *_servers(verdict.curve)]
+    lines += ["", f"  the baseline ran in {baseline_dtype(verdict)}"]
+    if verdict.seconds_by_part:
+        lines += [f"  time: {_parts(verdict)}"]
     lines += ["", f"{verdict.status.upper()} after {verdict.duration_seconds:.0f} s: {_summary(verdict)}"]
     return "\n".join(lines)
 
@@ -65,6 +68,15 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
         )
         rows.append(f"{point.m:>5}" + "".join(f" {cell:>13}" for cell in cells))
     return rows
+
+
+def baseline_dtype(verdict: Verdict) -> str:
+    """The one its server was started in, or that of the run where it was not started here."""
+    return str((verdict.environment.baseline_engine_options or {}).get("dtype", verdict.environment.dtype))
+
+
+def _parts(verdict: Verdict) -> str:
+    return ", ".join(f"{part} {seconds:.0f} s" for part, seconds in verdict.seconds_by_part.items())
 
 
 def _summary(verdict: Verdict) -> str:

@@ -9,6 +9,7 @@ import jinja2
 from ...layouts.files import atomic_path
 from ...serving_check.verdict import Verdict
 from .plots import draw_plots
+from .table import baseline_dtype
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
 PAGE_NAME = "report.html"
@@ -56,7 +57,7 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
         engine += f" (baseline: {environment.baseline_engine})"
     return [
         ("Device", f"{environment.device}; {environment.cpu_count} CPUs; {environment.platform}"),
-        ("Engine", f"{engine}, {environment.dtype}"),
+        ("Engine", f"{engine}, {environment.dtype}; the baseline in {baseline_dtype(verdict)}"),
         ("Versions", versions),
         (
             "Workload",
@@ -70,4 +71,5 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
         ("Layouts", ", ".join(f"{n} × {name}" for name, n in verdict.artifact.layouts.items()) or "none"),
         ("Baseline bytes", f"sha256 {verdict.baseline.bytes_digest}"),
         ("Measured", f"{verdict.created}, in {verdict.duration_seconds:.0f} s"),
+        ("Of that", ", ".join(f"{part} {taken:.1f} s" for part, taken in verdict.seconds_by_part.items())),
     ]

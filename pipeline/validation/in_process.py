@@ -32,9 +32,10 @@ from ...serving_check.quality import (
     token_windows,
 )
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.kv_cache import kv_cache_of
 from ..device import resolve_dtype
-from ..model_loader.load_model import LoadedModel, load_model, load_tokenizer
+from ..model_loader.load_model import LoadedModel, load_model
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
 WINDOW = 512
@@ -78,6 +79,7 @@ class LoadOptions:
 
     engine: EngineOptions
     """Its device is a concrete one."""
+    baseline_dtype: str
     progress: bool
 
 
@@ -108,8 +110,8 @@ def take_figures(
     artifact: Checkpoint, baseline: Checkpoint, text: HeldOutText, options: LoadOptions
 ) -> InProcessFigures:
     """Load both, look at their layers, and compare their predictions."""
-    ours = _load(artifact, options, options.engine.layout)
-    theirs = _load(baseline, options, None)
+    ours = _load(artifact, options, options.engine.dtype, options.engine.layout)
+    theirs = _load(baseline, options, options.baseline_dtype, None)
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     if loaded.vocab_size != baseline_loaded.vocab_size:
         raise UserError(
@@ -130,9 +132,9 @@ class TextScorer:
 
     def __init__(self, artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions, longest: int):
         """longest: tokens of a prompt and what followed it, at most"""
-        ours = _load(artifact, options, options.engine.layout)
+        ours = _load(artifact, options, options.engine.dtype, options.engine.layout)
         self._artifact = _as_served(ours, options, longest)
-        self._baseline = _load(baseline, options, None).model
+        self._baseline = _load(baseline, options, options.baseline_dtype, None).model
 
     def baseline_nats(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
         """Mean nats per token under the baseline."""
@@ -145,11 +147,11 @@ class TextScorer:
         return text_score(served.m, ours, theirs, served.text)
 
 
-def _load(checkpoint: Checkpoint, options: LoadOptions, layout: str | None) -> LoadedModel:
+def _load(checkpoint: Checkpoint, options: LoadOptions, dtype: str, layout: str | None) -> LoadedModel:
     return load_model(
         checkpoint.folder,
         device=options.engine.device,
-        dtype=resolve_dtype(options.engine.dtype),
+        dtype=resolve_dtype(dtype),
         layout=layout,
         progress=options.progress,
     )

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ...layouts.errors import UserError
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, EngineOptions
 from ...serving_check.engines.all_engines import engine_named
@@ -23,6 +25,10 @@ PAGE = 64
 """A multiple of any page size: each request's last page is partly empty."""
 IN_PROCESS = frozenset({"device", "dtype", "layout"})
 """The options that hold for this process as well: it loads both models to compare them."""
+TIMES_ITS_FILES = 6
+"""Memory for a checkpoint in two processes, over the size of its files: float32 of bfloat16, and slack."""
+BESIDE_WEIGHTS = 4 << 30
+"""Bytes for the interpreters, their libraries and the KV caches of four processes."""
 SHARE_OF_ONE = 0.45
 """Of a GPU's memory, for each of two servers; the rest is for this process and the system."""
 
@@ -50,6 +56,18 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
         if ours.starts:
             raise UserError(f"{flag(name)} does not reach an engine {engine!r}; leave it out")
         raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
+
+
+def has_room(artifact: Checkpoint, baseline: Checkpoint, options: EngineOptions) -> bool:
+    """Whether both models fit in memory twice at the same time: in this process and in their servers.
+
+    On a GPU never: there each server has its share, and one that starts measures what is left.
+    """
+    if not options.device.startswith("cpu"):
+        return False
+    files = [*artifact.folder.glob("*.safetensors"), *baseline.folder.glob("*.safetensors")]
+    needed = TIMES_ITS_FILES * sum(path.stat().st_size for path in files) + BESIDE_WEIGHTS
+    return psutil.virtual_memory().available > needed
 
 
 def server_of(

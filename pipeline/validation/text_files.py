@@ -15,7 +15,7 @@ from ...layouts.outside_files import read_json_object
 from ...layouts.outside_names import require_file
 from ...serving_check.artifact_figures import TextDifference
 from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.load_model import load_tokenizer
+from ..checkpoints.tokenizer import load_tokenizer
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (

@@ -5,12 +5,10 @@ The decision is `statistics.py`; this words it, and names the layer to blame fro
 
 from collections.abc import Mapping, Sequence
 
-from ..statistics import LOOKS, WIDEST
+from ..statistics import LOOKS, STRONG, WIDEST
 from ..verdict import CheckResult, CurvePoint, Status
 
 NAME = "throughput"
-STRONG = 0.7
-"""A correlation between blocks from which on more of them hardly help."""
 HOPELESS_SENTENCE = "So far below the floor that a first look and a second were enough. "
 
 

@@ -20,6 +20,7 @@ from .series import SCALEGATE_SERIES, Series
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LOG_TAIL_LINES = 25
+PORT_OPTION = "--port"
 CLICK_ERROR = "Error: "
 """How click begins the message of a command that refuses."""
 
@@ -81,6 +82,16 @@ class SubprocessEndpoint:
         except BaseException:
             self.stop()
             raise
+
+    def restart(self) -> None:
+        """End it and start it again at the same address, so that its endpoint stays good."""
+        running = self.base_url or find_base_url(self.log)
+        if running is None:
+            raise RuntimeError(f"{self.name} has never served")
+        self.stop()
+        if PORT_OPTION in self.command:
+            self.command[self.command.index(PORT_OPTION) + 1] = running.rpartition(":")[2]
+        self.start()
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after `stop_timeout`, for the whole process group; safe to call twice."""

@@ -94,9 +94,10 @@ if __name__ == "__main__":
     parser.add_argument("step_seconds", type=float)
     parser.add_argument("key", nargs="?")
     parser.add_argument("--unread", type=int, default=ServerLimits.unread_seconds)
+    parser.add_argument("--port", type=int, default=0)
     given = parser.parse_args()
     run_server(
-        ServerOptions(port=0, api_key=given.key, limits=ServerLimits(unread_seconds=given.unread)),
+        ServerOptions(port=given.port, api_key=given.key, limits=ServerLimits(unread_seconds=given.unread)),
         "counting",
         functools.partial(CountingEngine, given.step_seconds),
         lambda: ModelDescription(tokenizer=None),

@@ -1,5 +1,7 @@
 """The interleaved measuring and the judging, on simulated servers."""
 
+import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -117,6 +119,49 @@ def test_one_slow_first_look_decides_nothing():
 
     _, decisions = measured_by(slow_at_first, WorkloadSettings(MS))
     assert {decision.status for decision in decisions} == {"pass"}
+
+
+class DriftingServer:
+    """The artifact's server, whose speed at each M walks at random from the one it was started with."""
+
+    def __init__(self, ratio: float, step: float):
+        self.random, self.step, self.starts = random.Random(1), step, 0
+        self.run = simulated_run(lambda m: ratio, noise=0.0)
+        self.restart()
+
+    def restart(self):
+        self.starts += 1
+        self.logs = Counter()
+
+    def __call__(self, endpoint, spec):
+        result = self.run(endpoint, spec)
+        if endpoint != ARTIFACT:
+            return result
+        self.logs[spec.m] += self.random.gauss(0, self.step)
+        return replace(result, duration=result.duration / math.exp(self.logs[spec.m]))
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.3, "pass"), (0.7, "fail")])
+def test_servers_are_started_anew_where_their_blocks_resemble_each_other(ratio, expected):
+    server = DriftingServer(ratio, 0.02)
+    measured, decisions = measure(
+        ARTIFACT, BASELINE, WorkloadSettings((1, 2, 4)), 0.93, TEXT, server, False, None, server.restart
+    )
+    assert {decision.status for decision in decisions} == {expected}
+    assert 6 < server.starts <= 12
+    assert max(len(one.blocks) for one in measured) <= WorkloadSettings().max_blocks
+    # The control: where they cannot be, it stays open.
+    alone = DriftingServer(ratio, 0.02)
+    _, decisions = measure(ARTIFACT, BASELINE, WorkloadSettings((1, 2, 4)), 0.93, TEXT, alone, progress=False)
+    assert {decision.status for decision in decisions} == {"inconclusive"}
+
+
+def test_servers_are_left_alone_where_noise_is_all_there_is():
+    run, restarts = simulated_run(lambda m: 0.93, noise=0.1), []
+    measure(
+        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, run, False, None, lambda: restarts.append(1)
+    )
+    assert not restarts
 
 
 def test_a_failed_request_ends_the_measuring_and_fails_the_gate():

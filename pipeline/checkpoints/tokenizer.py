@@ -1,0 +1,21 @@
+"""Reading a checkpoint's tokenizer, apart from its model: a server's API side needs no more than this.
+
+A file of its own because the model's side of transformers takes seconds to import.
+"""
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ...layouts.errors import UserError
+from .checkpoint import Checkpoint
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; None where it has none."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((checkpoint.folder / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except Exception as error:
+        # Tokenizer files are read by several libraries, each with its own exceptions.
+        raise UserError(f"{checkpoint.source}: its tokenizer cannot be loaded: {error}") from error

@@ -1,0 +1,55 @@
+"""Servers that start while something else is done, and are down again afterwards whatever happens.
+
+How one server is started is its own affair (`Server.start`); here are only the threads that wait for it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+from .endpoint import Endpoint
+from .engine import Server
+from .subprocess_endpoint import SubprocessEndpoint
+
+POLL_SECONDS = 0.1
+
+
+@contextmanager
+def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[], list[Endpoint]]]:
+    """Start `servers` in the background; what is yielded waits until all serve and gives their endpoints.
+
+    It raises what the first that failed raised. At the end all are stopped, those still starting, too.
+
+    together: start them all at once rather than one after the other
+    """
+    with ThreadPoolExecutor(len(servers) if together else 1) as threads:
+        starts = [threads.submit(server.start) for server in servers]
+        try:
+            yield lambda: _endpoints(starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            for server, start in zip(servers, starts, strict=True):
+                _stop(server, start)
+
+
+def restart(servers: Sequence[SubprocessEndpoint]) -> None:
+    """End all and start them again at their addresses, all at once."""
+    with ThreadPoolExecutor(len(servers)) as threads:
+        for done in [threads.submit(server.restart) for server in servers]:
+            done.result()
+
+
+def _endpoints(starts: Sequence[Future[Endpoint]]) -> list[Endpoint]:
+    done, _ = wait(starts, return_when=FIRST_EXCEPTION)
+    for start in done:
+        start.result()
+    return [start.result() for start in starts]
+
+
+def _stop(server: Server, start: Future[Endpoint]) -> None:
+    """`server` may be about to start its process: only when `start` has ended is there no more to come."""
+    server.stop()
+    while not wait([start], POLL_SECONDS).done:
+        server.stop()
+    server.stop()
