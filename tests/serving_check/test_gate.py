@@ -26,9 +26,9 @@ def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings |
     return measured_by(simulated_run(ratio, noise, seed), load)
 
 
-def measured_by(run, load: WorkloadSettings):
+def measured_by(run, load: WorkloadSettings, restart=None):
     servers = Servers(ARTIFACT, BASELINE, load, TEXT, Repeats(run, BASELINE, None))
-    return measure(servers, 0.93, progress=False)
+    return measure(servers, 0.93, progress=False, restart=restart)
 
 
 def verdict_of(measured, decisions) -> tuple[str, dict]:
@@ -144,23 +144,19 @@ class DriftingServer:
 @pytest.mark.parametrize(("ratio", "expected"), [(1.3, "pass"), (0.7, "fail")])
 def test_servers_are_started_anew_where_their_blocks_resemble_each_other(ratio, expected):
     server = DriftingServer(ratio, 0.02)
-    measured, decisions = measure(
-        ARTIFACT, BASELINE, WorkloadSettings((1, 2, 4)), 0.93, TEXT, server, False, None, server.restart
-    )
+    measured, decisions = measured_by(server, WorkloadSettings((1, 2, 4)), server.restart)
     assert {decision.status for decision in decisions} == {expected}
     assert 6 < server.starts <= 12
     assert max(len(one.blocks) for one in measured) <= WorkloadSettings().max_blocks
     # The control: where they cannot be, it stays open.
     alone = DriftingServer(ratio, 0.02)
-    _, decisions = measure(ARTIFACT, BASELINE, WorkloadSettings((1, 2, 4)), 0.93, TEXT, alone, progress=False)
+    _, decisions = measured_by(alone, WorkloadSettings((1, 2, 4)))
     assert {decision.status for decision in decisions} == {"inconclusive"}
 
 
 def test_servers_are_left_alone_where_noise_is_all_there_is():
     run, restarts = simulated_run(lambda m: 0.93, noise=0.1), []
-    measure(
-        ARTIFACT, BASELINE, WorkloadSettings(MS), 0.93, TEXT, run, False, None, lambda: restarts.append(1)
-    )
+    measured_by(run, WorkloadSettings(MS), lambda: restarts.append(1))
     assert not restarts
 
 
