@@ -40,7 +40,7 @@ CANARY_LENGTH = 32
 CANARY_PROMPT = 32
 CANARY_REQUESTS = 16
 
-ANOTHER_LOOK_S = 20.0
+ANOTHER_LOOK_S = 30.0
 """Seconds spent at most on more repeats where a stall or two of the artifact could be the machine's."""
 WARMUP_PART = 4
 """A warm-up gives one token for so many of a measured repeat."""

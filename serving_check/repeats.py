@@ -20,6 +20,8 @@ DEADLINE_S = 5.0
 TEXTS_AT_LARGEST_M = 12
 TEXTS_AT_OTHER_MS = 1
 """Answers that are scored: each costs a pass over prompt and answer on both models."""
+MOST_KEPT = 4 * TEXTS_AT_LARGEST_M
+"""Answers of one M that are kept until it is known which are scored: prompts can be long."""
 
 
 class Repeats:
@@ -44,8 +46,8 @@ class Repeats:
             slowest = [seconds / spec.output_len for seconds in result.e2els]
             self._slowest[spec.m] = max([self._slowest.get(spec.m, 0.0), *slowest])
         elif self._tokenizer is not None:
-            texts = served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
-            self._texts.setdefault(spec.m, []).extend(texts)
+            texts = self._texts.get(spec.m, []) + served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
+            self._texts[spec.m] = spread_evenly(texts, MOST_KEPT)
         return Repeat.of(result, self._tokenizer)
 
     def _deadline(self, spec: WorkloadSpec) -> float:

@@ -1,10 +1,15 @@
 """Servers started as processes of ours, and servers that somebody else started."""
 
+import http.server
+import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -14,6 +19,7 @@ from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint
 from scalegate.serving_check.engines.engine import ServerJob
 from scalegate.serving_check.engines.prometheus_text import by_label, parse_metrics, total
 from scalegate.serving_check.engines.vllm import VLLM
+from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 COMMAND = [sys.executable, "-P", str(COUNTING_SERVER), "0.001"]
@@ -103,6 +109,40 @@ def test_nothing_is_orphaned_when_the_parent_is_killed(tmp_path):
 def test_a_url_where_nothing_serves(url, message):
     with pytest.raises(UserError, match=message):
         UrlEndpoint(url).start()
+
+
+class Strict(http.server.BaseHTTPRequestHandler):
+    """Lists a model, and refuses a request for token ids."""
+
+    asked: ClassVar[list[set[str]]] = []
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "strict"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(set(body))
+        self.answer(400 if "return_token_ids" in body else 200, {})
+
+    def answer(self, status: int, body: dict) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing of each request."""
+
+
+def test_a_server_that_refuses_a_field_it_does_not_know_is_not_asked_for_token_ids():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strict) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = UrlEndpoint(f"http://127.0.0.1:{server.server_port}").start()
+        assert endpoint.model == "strict" and not endpoint.takes_return_token_ids
+        spec = WorkloadSpec(m=1, num_requests=1, input_len=2, output_len=3, keep_answers=True)
+        for one in (endpoint, replace(endpoint, takes_return_token_ids=True)):
+            run_workload(one, spec)
+        server.shutdown()
+    assert ["return_token_ids" in fields for fields in Strict.asked] == [True, False, True]
 
 
 def test_a_url_that_wants_a_key(tmp_path):

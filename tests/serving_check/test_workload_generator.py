@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from scalegate.serving_check.workload import (
 )
 from scalegate.serving_check.workload.generator import run_workload_async
 from scalegate.serving_check.workload.prompts import prompts
+from transformers import AutoTokenizer
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 
@@ -75,6 +77,19 @@ def test_the_real_engine_is_loaded_at_full_concurrency(server):
     assert summary["failed_requests"] == 0
     assert summary["tpot_ms"]["p50"] <= summary["tpot_ms"]["p99"]
     assert summary["output_throughput"] > 0
+
+
+def test_what_streams_said_is_kept_where_it_is_asked_for(server, chat_checkpoint):
+    spec = WorkloadSpec(m=4, num_requests=4, input_len=8, output_len=12, keep_answers=True, vocab_size=8000)
+    tokenizer = AutoTokenizer.from_pretrained(chat_checkpoint)
+    result = run_workload(server, spec)
+    assert [list(record.prompt) for record in result.requests] == list(itertools.islice(prompts(spec), 4))
+    for record in result.requests:
+        assert len(record.answer.token_ids) == 12
+        assert tokenizer.decode(record.answer.token_ids, skip_special_tokens=True) == record.answer.text
+    assert result.engine.generation_tokens == 48
+    silent = run_workload(server, replace(spec, keep_answers=False))
+    assert {record.answer for record in silent.requests} == {None}
 
 
 def test_a_refusal_is_recorded_with_the_servers_words(counting):
