@@ -29,7 +29,8 @@ from .servers import M
 
 FAULTY_SERVER = Path(__file__).with_name("faulty_server.py")
 WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=20, seed=1)
-OPTIONS = sized_options({"device": "cpu"}, replace(WORKLOAD, ms=(2 * M,)))
+LONG_WORKLOAD = replace(WORKLOAD, ms=(1, 2, 4, M, 2 * M), output_len=64, max_blocks=96)
+OPTIONS = sized_options({"device": "cpu"}, replace(LONG_WORKLOAD, ms=(2 * M,)))
 """Room for the canary's sixteen requests."""
 # The zoo is of faults that no noise hides; seven percent on a busy machine is the gate's own bench's affair.
 BOUNDS = replace(Bounds(), throughput_floor=0.5)
@@ -46,9 +47,10 @@ class Zoo:
     figures: InProcessFigures
     score: TextScorer
 
-    def judged(self, fault: str = "", artifact: Endpoint | None = None, seed: int = 1) -> Judgement:
+    def judged(
+        self, fault: str = "", artifact: Endpoint | None = None, workload: WorkloadSettings = WORKLOAD
+    ) -> Judgement:
         """The real gate on the artifact's server with this fault, or on another server in its place."""
-        workload = replace(WORKLOAD, seed=seed)
         self.fault_file.write_text(fault)
         try:
             served = serve_and_measure(
@@ -105,7 +107,7 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
         text = read_held_out(None, ours, theirs, 2048)
         load = LoadOptions(OPTIONS, progress=False)
         figures = take_figures(ours, theirs, text, load)
-        score = TextScorer(ours, theirs, load, WORKLOAD.input_len + WORKLOAD.output_len)
+        score = TextScorer(ours, theirs, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
         yield Zoo(artifact, baseline, fault_file, text, figures, score)
 
 

@@ -56,17 +56,21 @@ class Fault:
     inject: Any
     quick: bool
     """In every run of the suite; the others with `--all-faults`."""
+    rare: bool
+    """Not seen in a workload of seconds: it gets one of a minute."""
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(where: str, check: str, words: str, quick: bool = False) -> Callable[[Any], Any]:
+def fault(
+    where: str, check: str, words: str, quick: bool = False, rare: bool = False
+) -> Callable[[Any], Any]:
     """Register a function as a fault under its own name."""
 
     def register(inject: Any) -> Any:
         name = inject.__name__
-        FAULTS[name] = Fault(name, check, words, where, inject, quick)
+        FAULTS[name] = Fault(name, check, words, where, inject, quick, rare)
         return inject
 
     return register
@@ -227,7 +231,12 @@ def pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return paused(every=2.0, seconds=0.4)
 
 
-@fault("engine", "stalls", "no stream moved for")
+@fault("engine", "stalls", "no stream moved for", rare=True)
+def rare_pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    return paused(every=10.0, seconds=0.4)
+
+
+@fault("engine", "stalls", "no stream moved for", rare=True)
 def long_pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return paused(every=4.0, seconds=1.5)
 

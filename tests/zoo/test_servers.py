@@ -1,11 +1,13 @@
 """Every faulty server is caught by the real gate, by the check that names the cause; a sound one passes."""
 
+from dataclasses import replace
+
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
 
-from .conftest import Zoo
+from .conftest import LONG_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
 
 
@@ -29,7 +31,7 @@ def test_a_sound_server_passes(zoo: Zoo):
 
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     one = FAULTS[fault]
-    judgement = zoo.judged(fault, seed=2 + run)
+    judgement = zoo.judged(fault, workload=replace(LONG_WORKLOAD if one.rare else WORKLOAD, seed=2 + run))
     caught = not_passed(judgement)
     assert judgement.status == "fail", caught
     assert one.check in caught, caught
