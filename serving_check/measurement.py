@@ -1,7 +1,7 @@
 """What the interleaved repeats gave at one M, on both sides: the raw figures that every check is judged from.
 
-They are kept in the verdict, so that whoever reads it can judge again. Running repeats is `gate.py`, judging
-them `judge.py` and `checks/`.
+They are kept in the verdict, so that whoever reads it can judge again. Running repeats is `interleaving.py`,
+judging them `judge.py` and `checks/`.
 """
 
 import math

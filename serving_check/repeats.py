@@ -1,6 +1,6 @@
 """One repeat after another: sent with a deadline from the baseline's speed, and boiled down to its figures.
 
-Which repeats are sent, and in which order, is `gate.py`.
+Which repeats are sent, and in which order, is `interleaving.py`.
 """
 
 from collections.abc import Callable, Sequence

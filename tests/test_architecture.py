@@ -43,6 +43,7 @@ ROOMS = {
         "checks",
         "judge",
         "repeats",
+        "interleaving",
         "gate",
         "record",
     ],

@@ -2,9 +2,9 @@
 
     python -P tests/bench/operating_characteristic.py --runs 1000 [--noise gaussian ...]
 
-The gate's own measuring loop (`serving_check/gate.py`) on servers that are random numbers. Each repeat's
-throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts (one
-repeat in forty at half speed); or the artifact's server quickens and slows from one block to the next, as
+The gate's own measuring loop (`serving_check/interleaving.py`) on servers that are random numbers. Each
+repeat's throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts
+(one repeat in forty at half speed); or the artifact's quickens and slows from one block to the next, as
 an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step of
 the walk; floor 0.93, M = 1 to 32.
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.layouts.files import write_json
-from scalegate.serving_check import gate
+from scalegate.serving_check import interleaving
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import WorkloadSettings
@@ -142,8 +142,8 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
             ratios = {m: first if m == WORKLOAD.ms[0] else others for m in WORKLOAD.ms}
             servers = Servers(ratios, noise, scale, generator)
             repeats = Repeats(servers, BASELINE, None)
-            sides = gate.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
-            measured, decisions = gate.measure(sides, FLOOR, progress=False)
+            sides = interleaving.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
+            measured, decisions = interleaving.measure(sides, FLOOR, progress=False)
             statuses = {decision.status for decision in decisions}
             verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
             blocks += sum(len(one.blocks) for one in measured)

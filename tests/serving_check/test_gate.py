@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from scalegate.serving_check.artifact_figures import TextFigures
 from scalegate.serving_check.evidence import Evidence, Loaded
-from scalegate.serving_check.gate import Servers, canary_prompts, measure, workload_spec
+from scalegate.serving_check.gate import canary_prompts
+from scalegate.serving_check.interleaving import Servers, measure, workload_spec
 from scalegate.serving_check.judge import judge
 from scalegate.serving_check.quality import Comparison
 from scalegate.serving_check.repeats import Repeats

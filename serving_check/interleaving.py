@@ -1,0 +1,208 @@
+"""Measures two servers side by side at every M: blocks of repeats in turn, until every M is decided.
+
+Which blocks are run, in which order, and when there are enough; the decision itself is `statistics.py`, one
+repeat is `repeats.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from .curve import decisions_of, sequential_test
+from .engines import Endpoint
+from .measurement import Block, MeasuredM
+from .repeats import Repeats
+from .settings import WorkloadSettings
+from .stage_clock import StageClock, in_words
+from .statistics import (
+    GROUP,
+    LOOKS,
+    Decision,
+    SequentialTest,
+    block_order,
+    is_far_below,
+    is_hopeless,
+    needs_new_servers,
+)
+from .workload import WorkloadSpec
+
+WARMUP_PART = 4
+"""A warm-up gives one token for so many of a measured repeat."""
+SEEDS_PER_M = 1000
+SEEDS_PER_RUN = 1_000_000
+
+
+def measure(
+    servers: "Servers",
+    floor: float,
+    progress: bool = True,
+    clock: StageClock | None = None,
+    restart: Callable[[], None] | None = None,
+) -> tuple[list[MeasuredM], list[Decision]]:
+    """Block after block over all undecided Ms, so that a slow minute of the machine meets every M alike.
+
+    Where blocks resemble each other too much to decide, both servers are started anew for each group of them.
+    Ends early where every M is decided, where one M has failed and all have their first look, and at the
+    first failed request, which decides by itself.
+    """
+    workload = servers.workload
+    test = sequential_test(workload, floor)
+    measured = [MeasuredM(m) for m in sorted(workload.ms)]
+    clock = clock or StageClock(progress)
+    with clock.stage("warm-up"):
+        for one in measured:
+            if not servers.warm_up(one):
+                return measured, decisions_of(measured, test)
+            # So slow that it needs no statistics? One more look, and it is over.
+            if is_far_below(one.first_looks, floor) and (
+                not servers.run_block(one) or is_hopeless(one.first_looks, floor)
+            ):
+                return measured, decisions_of(measured, test)
+    clock.say(_estimate(measured, test))
+    with clock.stage("blocks of repeats"):
+        decisions = _decide(servers, measured, test, progress, clock, can_restart=restart is not None)
+    if restart is not None and needs_new_servers(decisions, test):
+        clock.say("each block is much like the one before: the servers are started anew for groups of them")
+        with clock.stage("blocks on new servers"):
+            decisions = _decide_in_groups(servers, measured, test, clock, restart)
+    return measured, decisions
+
+
+def _decide(
+    servers: "Servers",
+    measured: list[MeasuredM],
+    test: SequentialTest,
+    progress: bool,
+    clock: StageClock,
+    can_restart: bool,
+) -> list[Decision]:
+    decisions = decisions_of(measured, test)
+    bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
+    with bar:
+        for blocks in range(1, test.max_blocks + 1):
+            for one, decision in zip(measured, decisions, strict=True):
+                if decision.final or len(one.blocks) >= blocks or _given_up(decisions, blocks):
+                    continue
+                bar.set_postfix_str(f"M={one.m} block {blocks}")
+                if not servers.run_block(one):
+                    return decisions_of(measured, test)
+            if blocks not in test.looks:
+                continue
+            before, decisions = decisions, decisions_of(measured, test)
+            for one, old, new in zip(measured, before, decisions, strict=True):
+                if new.final and not old.final:
+                    bar.update()
+                    clock.say(_sentence(one.m, new))
+            if all(decision.final for decision in decisions):
+                break
+            if can_restart and needs_new_servers(decisions, test):
+                break
+    return decisions
+
+
+def _decide_in_groups(
+    servers: "Servers",
+    measured: list[MeasuredM],
+    test: SequentialTest,
+    clock: StageClock,
+    restart: Callable[[], None],
+) -> list[Decision]:
+    decisions = decisions_of(measured, test)
+    for group in range(1, test.of_groups.max_blocks + 1):
+        undecided = [one for one, each in zip(measured, decisions, strict=True) if not each.final]
+        if max(len(one.blocks) for one in undecided) + GROUP > test.max_blocks:
+            break
+        restart()
+        for one in undecided:
+            servers.warm_up(MeasuredM(one.m))
+        for _ in range(GROUP):
+            if not all(servers.run_block(one, group) for one in undecided):
+                return decisions_of(measured, test)
+        if group in test.of_groups.looks:
+            decisions = decisions_of(measured, test)
+        if all(decision.final for decision in decisions) or _given_up(decisions, test.max_blocks):
+            break
+    for one in undecided:
+        clock.say(_sentence(one.m, decisions[measured.index(one)]))
+    return decisions
+
+
+def _estimate(measured: Sequence[MeasuredM], test: SequentialTest) -> str:
+    """How long the blocks will take, from the speeds of the warm-up."""
+    warmed = [repeat for one in measured for block in one.warmups[-1:] for repeat in block.repeats]
+    first = [max(repeat.ttfts, default=0.0) for repeat in warmed]
+    in_a_round = sum(
+        ttft + (repeat.duration - ttft) * WARMUP_PART for repeat, ttft in zip(warmed, first, strict=True)
+    )
+    times = [in_words(in_a_round * blocks) for blocks in (LOOKS[0], test.max_blocks)]
+    return (
+        f"{LOOKS[0]} to {test.max_blocks} blocks of repeats at each M: some {times[0]} on a quiet machine, "
+        f"{times[1]} at most"
+    )
+
+
+def _sentence(m: int, decision: Decision) -> str:
+    interval = f"[{decision.low:.3f}, {decision.high:.3f}]"
+    return f"M={m}: {decision.status}, ratio {decision.ratio:.3f} {interval} after {decision.blocks} blocks"
+
+
+def _given_up(decisions: Sequence[Decision], blocks: int) -> bool:
+    """One M has failed, so the verdict stands; the others need no more than their first look."""
+    return blocks > LOOKS[0] and any(decision.status == "fail" for decision in decisions)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Both sides, and what they are sent."""
+
+    artifact: Endpoint
+    baseline: Endpoint
+    workload: WorkloadSettings
+    text: Sequence[int]
+    repeat: Repeats
+
+    def warm_up(self, one: MeasuredM) -> bool:
+        """Short repeats of both sides, which are kept as first looks; false where a request failed.
+
+        The baseline's come first: its speed gives the artifact its deadline.
+        """
+        short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
+        for index in range(self.workload.warmups):
+            spec = workload_spec(short, one.m, self.text, seed=SEEDS_PER_M - 1 - index)
+            block = self._block(index + 1, spec)
+            # A failed request is the end of it, whichever repeat it was in.
+            (one.blocks if block.errors else one.warmups).append(block)
+            if block.errors:
+                return False
+        return True
+
+    def run_block(self, one: MeasuredM, restarts: int = 0) -> bool:
+        """Add a block to `one`; false where a request failed, and the block is then left unfinished."""
+        index = len(one.blocks)
+        block = self._block(index, workload_spec(self.workload, one.m, self.text, index))
+        one.blocks.append(replace(block, restarts=restarts))
+        return not block.errors
+
+    def _block(self, index: int, spec: WorkloadSpec) -> Block:
+        block = Block()
+        for side in block_order(index):
+            endpoint, repeats = (
+                (self.artifact, block.artifact) if side == "A" else (self.baseline, block.baseline)
+            )
+            repeats.append(self.repeat(endpoint, spec))
+            if repeats[-1].errors:
+                break
+        return block
+
+
+def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:
+    """One repeat at M; artifact and baseline repeats of the same `seed` send the same prompts."""
+    return WorkloadSpec(
+        m=m,
+        num_requests=m * workload.waves,
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        seed=workload.seed * SEEDS_PER_RUN + m * SEEDS_PER_M + seed,
+        token_pool=tuple(text),
+    )
