@@ -131,7 +131,8 @@ def _values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     if not wrong:
         return None
     where = _value(ours.get(wrong[0]), theirs.get(wrong[0]))
-    return f"{wrong[0]}: {where}{_more(len(wrong) - 1)}"
+    key = wrong[0] if wrong[0].isprintable() else ascii(wrong[0])
+    return f"{key[:SHOWN_CHARACTERS]}: {where}{_more(len(wrong) - 1)}"
 
 
 def _value(ours: Any, theirs: Any) -> str | None:

@@ -214,17 +214,16 @@ def _by_kind(
 def _kind_errors(
     kind: str, label: str, errors: Mapping[str, float], recorded: Mapping[str, float]
 ) -> KindErrors:
-    logs = {m: math.log(error) if error > 0 else -math.inf for m, error in errors.items()}
-    finite = [value for value in logs.values() if math.isfinite(value)]
-    centre = median_low(finite) if finite else 0.0
-    spread = median_low([abs(value - centre) for value in finite]) if finite else 0.0
+    finite = [error for error in errors.values() if math.isfinite(error)]
+    median = median_low(finite) if finite else math.nan
+    spread = median_low([_log_distance(error, median) for error in finite]) if finite else 0.0
 
     def distance(module: str) -> float:
         if not math.isfinite(errors[module]):
             return math.inf
         known = recorded.get(module)
         if known is None:
-            return abs(logs[module] - centre)
+            return _log_distance(errors[module], median)
         return abs(errors[module] - known) / known if known else errors[module]
 
     furthest = sorted(errors, key=distance, reverse=True)[:NAMED]
@@ -232,12 +231,19 @@ def _kind_errors(
         kind=kind,
         format=label,
         modules=len(errors),
-        median=math.exp(centre) if finite else None,
-        spread=spread,
+        median=median if finite else None,
+        spread=spread if math.isfinite(spread) else 0.0,
         furthest=tuple(
             ModuleError(m, errors[m] if math.isfinite(errors[m]) else None, recorded.get(m)) for m in furthest
         ),
     )
+
+
+def _log_distance(error: float, other: float) -> float:
+    """Between two relative errors; an exact weight is like another exact one, and far from all else."""
+    if error == other:
+        return 0.0
+    return abs(math.log(error / other)) if error > 0 and other > 0 else math.inf
 
 
 def _kind(module: str) -> str:

@@ -20,6 +20,8 @@ OUTLIER_DEVIATIONS = 6.0
 """A module stands out of its kind at this many times the median error, and as many of the robust standard
 deviations (1.4826 times the median absolute deviation) of the errors' logarithms."""
 LEAST_DEVIATION = 0.05
+NEGLIGIBLE = 0.01
+"""Such errors are of 8 bits and more, or of weights that were exact before."""
 MAD_TO_DEVIATION = 1.4826
 SHOWN = 3
 
@@ -124,8 +126,10 @@ def _outliers(figures: WeightFigures) -> list[str]:
 def _stands_out(kind: KindErrors, one: ModuleError) -> bool:
     if one.relative_error is None or kind.median is None:
         return True
-    if one.relative_error <= OUTLIER_RATIO * kind.median:
+    if one.relative_error <= max(OUTLIER_RATIO * kind.median, NEGLIGIBLE):
         return False
+    if not kind.median:
+        return True
     deviation = max(LEAST_DEVIATION, MAD_TO_DEVIATION * kind.spread)
     return math.log(one.relative_error / kind.median) > OUTLIER_DEVIATIONS * deviation
 

@@ -46,6 +46,14 @@ def test_where_nothing_is_recorded_a_module_is_held_to_its_kind(error, status: s
     assert status == "pass" or "far from their kind: model.layers.0.mlp.up_proj" in result.reason
 
 
+def test_weights_that_are_exact_are_like_their_kind_and_one_that_is_not_stands_out():
+    (kind,) = FOREIGN.kinds
+    exact = tuple(ModuleError(one.module, 0.0, None) for one in kind.furthest)
+    lossless = replace(FOREIGN, kinds=(replace(kind, median=0.0, spread=0.0, furthest=exact),))
+    assert check_weights(lossless).status == "pass"
+    assert check_weights(with_error(1.4, lossless, None)).status == "fail"
+
+
 def test_every_module_far_off_alike_is_another_basis_and_left_to_quality():
     turned = KindErrors("up", "INT4", 4, 1.4, 0.01, (ModuleError("layers.0.up", 1.42, None),))
     assert check_weights(replace(FOREIGN, kinds=(turned,))).status == "pass"
