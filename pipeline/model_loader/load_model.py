@@ -4,6 +4,7 @@ One weight at a time is read, packed and put in its place, so nothing is held tw
 quantizers are not involved. Not for serving the model: that is the engine's.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
+from .dequantized import dequantized_note
 from .merge_groups import merge_groups
 from .skeleton import build_skeleton, default_dtype
 from .weight_loader import LayoutPicker, WeightLoader, listed
@@ -61,6 +63,10 @@ def load_model(
     picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)
     loader = WeightLoader(checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype))
     loader.load(progress)
+    # A layout that was asked for by name needs no word.
+    note = dequantized_note(loader.problems, loader.layouts) if progress and layout is None else None
+    if note is not None:
+        print(f"Note: {note}", file=sys.stderr)
     _refuse_unquantized(checkpoint, convention, stored, loader)
     return LoadedModel(
         model=skeleton,

@@ -65,6 +65,8 @@ class WeightLoader:
     """Linear layers of the model that get the same input."""
     layouts: dict[str, str] = field(default_factory=dict)
     """Of every packed product, by its name."""
+    problems: dict[str, Problem] = field(default_factory=dict)
+    """What those layouts were picked for."""
     filled: set[str] = field(default_factory=set)
     plain_modules: dict[str, str] = field(default_factory=dict)
     """Linears that got an unquantized weight: name in the model to name in the checkpoint."""
@@ -157,7 +159,8 @@ class WeightLoader:
         self.model.set_submodule(name, PackedExperts(self.model.get_submodule(name), products))
 
     def _pick(self, product: Product) -> object:
-        name = self.picker.pick(self._problem(product))
+        problem = self.problems[product.name] = self._problem(product)
+        name = self.picker.pick(problem)
         self.layouts[product.name] = name
         return LAYOUTS[name]
 
