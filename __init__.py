@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from .pipeline.quantize import quantize
     from .pipeline.release import release
     from .pipeline.serve import serve
+    from .pipeline.sign import sign
     from .pipeline.validate import validate
+    from .pipeline.verify import verify
     from .serving_check.engine.options import EngineOptions
     from .serving_check.engine.request import SamplingParams
 
@@ -33,6 +35,8 @@ _WHERE = {
     "push": "pipeline.push",
     "release": "pipeline.release",
     "serve": "pipeline.serve",
+    "sign": "pipeline.sign",
+    "verify": "pipeline.verify",
 }
 
 __all__ = [
@@ -46,7 +50,9 @@ __all__ = [
     "quantize",
     "release",
     "serve",
+    "sign",
     "validate",
+    "verify",
 ]
 
 

@@ -22,6 +22,8 @@ from ..serving_check.artifact_figures import PARTS
 
 MANIFEST_NAME = "scalegate.json"
 VERDICT_NAME = "serving_check.json"
+SIGNATURE_NAME = "serving_check.json.sig"
+REPORT_FOLDER = "serving_check"
 SOURCE_NAME = ".scalegate-source"
 """Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
 SCHEMA_VERSION = 2
@@ -52,6 +54,8 @@ class Artifact:
     """Formats, export convention, quantized and kept modules, bits per weight, per-module errors."""
     base_metadata: dict[str, str | list[str]] = field(default_factory=dict)
     """What the base model's card declares and ours carries on: licence, languages, tags."""
+    source_sha256: str | None = None
+    """`weights_digest` of the checkpoint it was made from."""
     layout_plan: dict[str, Any] | None = None
     verdict_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
@@ -99,10 +103,12 @@ class Artifact:
 
     def bytes_digest(self) -> str:
         """One sha256 over all names and digests: what a verdict is bound to."""
-        digest = hashlib.sha256()
-        for name in sorted(self.files):
-            digest.update(f"{name}\0{self.files[name].sha256}\n".encode())
-        return digest.hexdigest()
+        return digest_of({name: record.sha256 for name, record in self.files.items()})
+
+    def sha256(self) -> str:
+        """The digest of everything in the manifest but the verdict's, which is given on it."""
+        value = {k: v for k, v in asdict(self).items() if k not in ("left_out", "verdict_sha256")}
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     def module_errors(self) -> dict[str, float]:
         """Each quantized module's relative error against the source, as it was when the artifact was made."""
@@ -181,7 +187,7 @@ def _checked(value: dict[str, Any], path: Path) -> Artifact:
     raise UserError(f"{path} is no manifest of Scalegate's: {problem}; quantize again to remake it")
 
 
-OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, "README.md"}
+OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, "README.md"}
 """Files Scalegate writes about an artifact; they may change without changing what a server loads."""
 
 
@@ -191,7 +197,7 @@ def published_files(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         name = relative.as_posix()
-        ours = name in OWN_RECORDS or name.startswith("serving_check/") or name.endswith(PARTIAL_SUFFIX)
+        ours = name in OWN_RECORDS or name.startswith(f"{REPORT_FOLDER}/") or name.endswith(PARTIAL_SUFFIX)
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.is_file() and not ours and not hidden:
             names.append(name)
@@ -204,6 +210,14 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
         name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
         for name in published_files(folder)
     }
+
+
+def digest_of(sha256s: Mapping[str, str]) -> str:
+    """One sha256 over names and sha256s."""
+    digest = hashlib.sha256()
+    for name in sorted(sha256s):
+        digest.update(f"{name}\0{sha256s[name]}\n".encode())
+    return digest.hexdigest()
 
 
 def sha256_of(path: Path) -> str:

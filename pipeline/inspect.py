@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..layouts.errors import UserError
-from ..serving_check.record import read_verdict
 from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .conventions.all_conventions import convention_of
 from .conventions.convention import StoredWeight
+from .examination import examine
+from .signature import Signature
 
 WEIGHT = ".weight"
 
@@ -60,6 +61,8 @@ class Inspection:
     verdict: Verdict | None = None
     verdict_problem: str | None = None
     """Why the verdict does not hold for this artifact as it is now; None where it does, or there is none."""
+    signature: Signature | None = None
+    """What is known of the verdict's signature; None where there is no verdict."""
 
     @property
     def quantized_modules(self) -> int:
@@ -71,8 +74,11 @@ class Inspection:
         return value
 
 
-def inspect(model: str | Path, revision: str | None = None) -> Inspection:
-    """Describe `model`, a folder or a Hub id of any convention we read."""
+def inspect(model: str | Path, revision: str | None = None, signers: str | Path | None = None) -> Inspection:
+    """Describe `model`, a folder or a Hub id of any convention we read.
+
+    signers: an allowed-signers file to hold the verdict's signature against
+    """
     folder = Path(model).expanduser()
     manifest = Artifact.read(folder) if (folder / MANIFEST_NAME).is_file() else None
     try:
@@ -98,7 +104,7 @@ def inspect(model: str | Path, revision: str | None = None) -> Inspection:
         is_artifact=False,
     )
     if (checkpoint.folder / MANIFEST_NAME).is_file():
-        _add_records(inspection, checkpoint.folder)
+        _add_records(inspection, checkpoint.folder, None if signers is None else Path(signers))
     return inspection
 
 
@@ -134,22 +140,16 @@ def _kept(checkpoint: Checkpoint, in_formats: set[str]) -> list[str]:
     ]
 
 
-def _add_records(inspection: Inspection, folder: Path) -> None:
-    manifest = Artifact.read(folder)
+def _add_records(inspection: Inspection, folder: Path, signers: Path | None) -> None:
+    found = examine(folder, signers)
+    manifest = found.manifest
     inspection.is_artifact = True
     inspection.source, inspection.source_revision = manifest.source, manifest.source_revision
     inspection.recipe, inspection.versions = manifest.recipe, manifest.versions
-    inspection.changed_files = manifest.changed_files(folder)
+    inspection.changed_files = found.changed_files
     inspection.layout_plan = manifest.layout_plan
-    path = folder / VERDICT_NAME
-    if not path.is_file():
-        return
-    inspection.verdict = verdict = read_verdict(path)
-    if verdict.artifact.bytes_digest != manifest.bytes_digest():
-        inspection.verdict_problem = "given for other bytes"
-    elif inspection.changed_files:
-        inspection.verdict_problem = "files have changed since"
-    elif manifest.verdict_sha256 != sha256_of(path):
-        inspection.verdict_problem = "edited after it was given"
-    elif verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256():
-        inspection.verdict_problem = "laid out again since"
+    inspection.verdict = found.verdict
+    if found.verdict is not None:
+        inspection.signature = found.signature
+    broken = [finding for finding in found.broken if finding.name != "files" or found.verdict]
+    inspection.verdict_problem = broken[0].said if broken else None

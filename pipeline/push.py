@@ -7,12 +7,10 @@ What a release consists of is `bundle.py`, its card `card.py`; how it gets there
 from pathlib import Path
 
 from ..layouts.errors import UserError
-from ..layouts.outside_names import require_file
-from ..serving_check.record import read_verdict
 from ..serving_check.verdict import Verdict
-from .artifact import VERDICT_NAME, Artifact, sha256_of
-from .checkpoints.travelling_files import refuse_strangers
-from .publishing.bundle import collect_bundle, left_out_of_report
+from .artifact import Artifact
+from .examination import examine
+from .publishing.bundle import collect_bundle
 from .publishing.card import write_card
 from .publishing.folder_target import preview_folder, publish_to_folder
 from .publishing.push_result import PushResult
@@ -41,25 +39,20 @@ def push(
     if directory is not None:
         if directory.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{directory} lies in the artifact itself; give a folder elsewhere")
-        files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, directory.name, to))
+        card = write_card(folder, manifest, verdict, directory.name, to)
+        files = collect_bundle(folder, manifest, verdict, card)
         if dry_run:
-            return _with_left_out(preview_folder(files, directory), folder)
-        return _with_left_out(publish_to_folder(files, directory, progress), folder)
+            return preview_folder(files, directory)
+        return publish_to_folder(files, directory, progress)
 
     from .publishing.hub.publish import HubTarget, preview_hub, publish_to_hub
 
     target = HubTarget(to, private, create_pr, revision)
-    files = collect_bundle(folder, manifest, write_card(folder, manifest, verdict, to, to))
+    files = collect_bundle(folder, manifest, verdict, write_card(folder, manifest, verdict, to, to))
     if dry_run:
-        return _with_left_out(preview_hub(files, target, folder), folder)
+        return preview_hub(files, target, folder)
     title = f"Release of {manifest.source}, quantized"
-    return _with_left_out(publish_to_hub(files, target, folder, title, progress), folder)
-
-
-def _with_left_out(result: PushResult, folder: Path) -> PushResult:
-    for name, reason in left_out_of_report(folder).items():
-        result.notes.append(f"left out {name}: {reason}")
-    return result
+    return publish_to_hub(files, target, folder, title, progress)
 
 
 def check_target(
@@ -84,44 +77,29 @@ def _refuse_hub_options(directory: Path | None, private: bool, create_pr: bool, 
 def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
     """The manifest and the verdict in `folder`.
 
-    Raises UserError unless the verdict is a pass, given for exactly these bytes and this layout plan.
+    Raises UserError unless all its records hold together, the verdict is a pass that follows from its raw
+    figures, given for exactly these bytes, and no weaker than the release policy.
     """
-    manifest = Artifact.read(folder)
-    path = folder / VERDICT_NAME
-    validate = f"`pipeline validate {folder}`"
-    if not path.is_file():
-        raise UserError(
-            f"{folder} has no verdict ({VERDICT_NAME}); nothing is published without one. Run {validate}"
-        )
-    changed = manifest.changed_files(folder)
-    if changed:
-        raise UserError(
-            f"{folder} is not what was quantized and validated:\n  "
-            + "\n  ".join(changed[:10])
-            + f"\nRestore these files, or quantize again and run {validate}"
-        )
-    refuse_strangers(folder, manifest.files, manifest.recipe.get("files"))
-    verdict = read_verdict(require_file(folder, VERDICT_NAME))
-    if verdict.artifact.bytes_digest != manifest.bytes_digest():
-        raise UserError(
-            f"{path} is a verdict on other bytes ({verdict.artifact.name}, digest "
-            f"{verdict.artifact.bytes_digest[:12]}; these are {manifest.bytes_digest()[:12]}). Run {validate}"
-        )
-    if manifest.verdict_sha256 is None:
-        raise UserError(
-            f"{folder}'s manifest names no verdict: {VERDICT_NAME} is from before the layout plan changed, "
-            f"or was put there by hand. Run {validate}"
-        )
-    if manifest.verdict_sha256 != sha256_of(path):
-        raise UserError(f"{path} was edited after it was given. Run {validate}")
-    if verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256():
-        raise UserError(f"{folder} was laid out again after its verdict was given. Run {validate}")
+    found = examine(folder)
+    for finding in found.findings:
+        if finding.holds == "no" or (found.verdict is None and finding.name == "verdict"):
+            raise UserError(finding.said)
+    verdict = found.verdict
+    if verdict is None:
+        raise UserError(f"{folder} has no verdict; run `pipeline validate {folder}`")
     if verdict.status != "pass":
         raise UserError(
             f"the verdict on {folder} is {verdict.status}, so it is not published:\n  "
             + "\n  ".join(f"{c.name}: {c.measured}, bound {c.bound}. {c.reason}" for c in verdict.failures)
         )
-    return manifest, verdict
+    if verdict.exploratory:
+        raise UserError(
+            f"the verdict on {folder} is exploratory, so it is not published:\n  "
+            + "\n  ".join(verdict.exploratory)
+            + f"\nRun `pipeline validate {folder}` with its defaults, or lower the policy openly in the "
+            'recipe (README, "The release policy")'
+        )
+    return found.manifest, verdict
 
 
 def _directory(to: str) -> Path | None:

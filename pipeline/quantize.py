@@ -22,7 +22,7 @@ from ..layouts.formats.input_format import InputFormat
 from ..layouts.formats.weight_format import WeightFormat, spec_to_json
 from ..layouts.outside_names import parent_leads_out
 from .artifact import Artifact, FileRecord, record_files, sha256_of
-from .checkpoints.baseline import remember_source
+from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint, open_checkpoint
 from .conventions.all_conventions import EXPORTS
 from .conventions.convention import ExportConvention
@@ -384,7 +384,14 @@ def _artifact(
         files={name: one for name, one in record_files(record.folder).items() if name in written},
         quantization=quantization,
         base_metadata=read_base_metadata(checkpoint.folder),
+        source_sha256=weights_digest(checkpoint, _source_records(parameters)),
     )
+
+
+def _source_records(parameters: dict[str, Any]) -> dict[str, FileRecord]:
+    """The files of a source folder, hashed when the job began; none of a Hub id's."""
+    files = parameters["source"].get("files", {})
+    return {name: FileRecord(**record) for name, record in files.items()}
 
 
 def _refuse_inside_itself(checkpoint: Checkpoint, folder: Path) -> None:

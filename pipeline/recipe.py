@@ -21,7 +21,7 @@ from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_
 from ..layouts.outside_files import parse_yaml, read_outside
 from ..layouts.outside_names import name_refusal
 from ..serving_check.artifact_figures import PARTS
-from ..serving_check.settings import Bounds
+from ..serving_check.policy import declarable, declared_by
 from .name_patterns import compiled, full_match
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
@@ -72,7 +72,8 @@ class Recipe:
     """Parts of the tokenizer, the templates and the generation settings that are meant to differ from the
     baseline's, as `serving_check.artifact_figures.PARTS` names them."""
     bounds: dict[str, float] = field(default_factory=dict)
-    """The gate's bounds that this recipe changes, as `serving_check.settings.Bounds` names them."""
+    """The gate's bounds (`serving_check.settings.Bounds`) and the release policy's settings
+    (`serving_check.policy.ReleasePolicy`) that this recipe changes, under their names there."""
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as its YAML would say it, defaults included and bounds at the top level."""
@@ -143,14 +144,14 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{self.path}: a recipe is a mapping of keys to values, such as `format: int4`")
         chosen = self._format(value.get("format", DEFAULT_SPEC.name), _line_of(node, "format"))
-        bound_names = [f.name for f in fields(Bounds)]
+        bound_names = declarable()
         lines = self._check_keys(node, [*_recipe_keys(chosen), *bound_names], "")
         if value.get("name") is None:
             value["name"] = self.path.stem
         bounds = {name: value[name] for name in bound_names if name in value}
         for name in bounds:
             try:
-                Bounds.from_recipe({name: bounds[name]})
+                declared_by({name: bounds[name]})
             except UserError as error:
                 raise self._error(lines[name], error.message) from error
         spec = self._spec(chosen, parameter_names(chosen), value, lines)

@@ -14,16 +14,18 @@ from ..layouts.errors import UserError
 from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE
 from ..serving_check.options import flag, from_given, takes
-from ..serving_check.record import read_verdict
-from ..serving_check.settings import Bounds, WorkloadSettings
+from ..serving_check.policy import Declared, declared_by, weaker_settings
+from ..serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from .artifact import MANIFEST_NAME
+from .examination import examine
 from .layout import layout as lay_out
 from .publishing.push_result import PushResult
 from .push import check_target, push
 from .quantize import DEFAULT_EXPORT, quantize
 from .recipe import Recipe, load_recipe
-from .validate import QUALITY_TOKENS, validate
+from .signature import require_key
+from .validate import validate
 from .validation.servers import effective_options, refuse_unreached, sized_options
 
 DEFAULT_WORK = "scalegate-work"
@@ -40,14 +42,22 @@ class ReleaseOptions:
     overwrite: bool = False
     """Quantize anew where the work folder holds another or an older job."""
     baseline: str | None = None
+    baseline_revision: str | None = None
     m: Sequence[int] = WorkloadSettings().ms
     input_len: int = WorkloadSettings.input_len
     output_len: int = WorkloadSettings.output_len
+    waves: int = WorkloadSettings.waves
     max_repeats: int = WorkloadSettings.max_blocks
+    warmups: int = WorkloadSettings.warmups
+    seed: int | None = None
+    """Of the prompts; None takes a fresh one."""
     floor: float | None = None
     engine: str = DEFAULT_ENGINE
+    baseline_engine: str | None = None
     text: str | Path | None = None
     quality_tokens: int = QUALITY_TOKENS
+    sign: str | Path | None = None
+    """An SSH key to sign the verdict with."""
     private: bool = False
     create_pr: bool = False
     to_revision: str | None = None
@@ -92,7 +102,15 @@ class _Asked:
     @property
     def workload(self) -> WorkloadSettings:
         own = self.options
-        return WorkloadSettings(tuple(sorted(own.m)), own.input_len, own.output_len)
+        return WorkloadSettings(
+            tuple(sorted(own.m)),
+            own.input_len,
+            own.output_len,
+            own.waves,
+            own.max_repeats,
+            own.warmups,
+            WorkloadSettings.seed if own.seed is None else own.seed,
+        )
 
 
 @takes(ReleaseOptions, EngineOptions, sized=SIZED)
@@ -118,6 +136,7 @@ def release(
     folder = Path(work).expanduser() / f"{Path(model).name}-{chosen.name}"
     # Asked first: a push that cannot succeed should not be found out after hours of work.
     own = asked.options
+    _refuse_exploratory(chosen, asked)
     check_target(folder, to, own.private, own.create_pr, own.to_revision)
     result = ReleaseResult(folder)
     _quantize(result, model, chosen, asked, progress)
@@ -152,8 +171,29 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
             "checkpoint declares; leave it out, or try it with `pipeline validate`"
         )
     given = {name: value for name, value in for_engine.items() if name != "layout"}
-    refuse_unreached(given, own.engine, own.engine)
+    refuse_unreached(given, own.engine, own.baseline_engine or own.engine)
+    if own.sign is not None:
+        require_key(Path(own.sign))
     return _Asked(own, engine, given)
+
+
+def _refuse_exploratory(recipe: Recipe, asked: _Asked) -> None:
+    """UserError where the settings alone make a verdict that would not be published."""
+    declared = declared_by(recipe.to_json())
+    bounds = _asked_bounds(declared, asked.options)
+    weak = weaker_settings(asked.workload, bounds, asked.options.quality_tokens, declared)
+    if weak:
+        raise UserError(
+            "this would be an exploratory run, and those are not published:\n  "
+            + "\n  ".join(weak)
+            + "\nLeave these settings out, lower the policy openly in the recipe (README, "
+            '"The release policy"), or use `pipeline validate`'
+        )
+
+
+def _asked_bounds(declared: Declared, options: ReleaseOptions) -> Bounds:
+    bounds = Bounds.from_recipe(declared)
+    return bounds if options.floor is None else replace(bounds, throughput_floor=options.floor)
 
 
 def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool) -> None:
@@ -196,14 +236,20 @@ def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
     verdict = validate(
         result.artifact,
         options.baseline,
+        baseline_revision=options.baseline_revision,
         m=options.m,
         engine=options.engine,
+        baseline_engine=options.baseline_engine,
         input_len=options.input_len,
         output_len=options.output_len,
+        waves=options.waves,
         max_repeats=options.max_repeats,
+        warmups=options.warmups,
+        seed=options.seed,
         floor=options.floor,
         text=options.text,
         quality_tokens=options.quality_tokens,
+        sign=options.sign,
         progress=progress,
         **asked.given,
     )
@@ -213,34 +259,37 @@ def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
 
 def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
     """A passing verdict that answers what is asked now, or why there is none."""
-    manifest = Artifact.read(folder)
-    path = folder / VERDICT_NAME
-    if not path.is_file() or manifest.verdict_sha256 is None:
-        return None, "there was no verdict"
-    if manifest.verdict_sha256 != sha256_of(path):
-        return None, "the verdict there was edited"
-    verdict = read_verdict(path)
-    if (
-        verdict.artifact.bytes_digest != manifest.bytes_digest()
-        or verdict.artifact.layout_plan_sha256 != manifest.layout_plan_sha256()
-    ):
-        return None, "the verdict there was given for other bytes"
-    workload, wanted = verdict.workload, asked.workload
-    if (workload.ms, workload.input_len, workload.output_len) != (
-        wanted.ms,
-        wanted.input_len,
-        wanted.output_len,
-    ):
+    found = examine(folder)
+    verdict, manifest, options = found.verdict, found.manifest, asked.options
+    if verdict is None or found.broken:
+        broken = [finding.name for finding in found.broken]
+        return (
+            None,
+            f"the verdict there does not hold: {', '.join(broken)}" if broken else "there was no verdict",
+        )
+    seed = verdict.workload.seed if options.seed is None else options.seed
+    if verdict.workload != replace(asked.workload, seed=seed):
         return None, "the verdict there was given under another workload"
-    if verdict.bounds.throughput_floor != _asked_floor(manifest, asked.options):
-        return None, "the verdict there was given with another floor"
-    if verdict.environment.engine != asked.options.engine:
+    if verdict.bounds != _asked_bounds(declared_by(manifest.recipe), options):
+        return None, "the verdict there was given with other bounds"
+    if _text_asked(options) != (verdict.quality_text, verdict.quality_tokens_asked):
+        return None, "the verdict there was given on another held-out text"
+    engines = verdict.environment.engine, verdict.environment.baseline_engine
+    if engines != (options.engine, options.baseline_engine or engines[1]):
         return None, "the verdict there was given on another engine"
     if changed := _changed_options(verdict, asked):
         return None, f"the verdict there was given with another {', '.join(map(flag, changed))}"
     if verdict.status != "pass":
         return None, f"the verdict there was {verdict.status}"
+    if verdict.exploratory:
+        return None, "the verdict there is exploratory"
+    if options.sign is not None and found.signature.state == "unsigned":
+        return None, "the verdict there is not signed"
     return verdict, ""
+
+
+def _text_asked(options: ReleaseOptions) -> tuple[str | None, int]:
+    return (None if options.text is None else Path(options.text).name), options.quality_tokens
 
 
 def _changed_options(verdict: Verdict, asked: _Asked) -> list[str]:
@@ -256,12 +305,6 @@ def _changed_options(verdict: Verdict, asked: _Asked) -> list[str]:
         for name, value in effective_options(options).items()
         if name in recorded and value not in (AUTO, recorded[name])
     ]
-
-
-def _asked_floor(manifest: Artifact, options: ReleaseOptions) -> float:
-    if options.floor is not None:
-        return options.floor
-    return manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
 
 
 def _note(result: ReleaseResult, name: str, skipped: bool, reason: str) -> None:

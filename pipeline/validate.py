@@ -10,8 +10,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,18 +34,19 @@ from ..serving_check.evidence import Evidence, Loaded
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, serve_and_measure
 from ..serving_check.judge import judge
 from ..serving_check.options import flag, takes, words_of
+from ..serving_check.policy import declared_by, first_lines, weaker, weaker_settings
 from ..serving_check.record import parse_verdict
-from ..serving_check.settings import Bounds, WorkloadSettings
+from ..serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ..serving_check.stage_clock import StageClock, in_words
 from ..serving_check.statistics import LOOKS
 from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from .artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME, Artifact
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import problems
-from .report.write import write_report
+from .signature import require_key
 from .validation.cpu_dtype import baseline_dtype
 from .validation.in_process import (
     HeldOutText,
@@ -68,9 +68,8 @@ from .validation.servers import (
 from .validation.subject import describe_subject
 from .validation.text_files import compare_text_files
 from .validation.weights import compare_weights
+from .validation.write_down import Place, write_down
 
-REPORT_FOLDER = "serving_check"
-QUALITY_TOKENS = 8192
 FRESH_SEEDS = 2**31
 Looked = TypeVar("Looked")
 
@@ -98,6 +97,10 @@ class _Run:
     @property
     def baseline_options(self) -> EngineOptions:
         return replace(baseline_options(self.options), dtype=self.baseline_dtype)
+
+    @property
+    def declared(self) -> dict[str, float]:
+        return declared_by(self.manifest.recipe if self.manifest else {})
 
     @property
     def in_process(self) -> LoadOptions:
@@ -153,6 +156,7 @@ def validate(
     quality_tokens: int = QUALITY_TOKENS,
     revision: str | None = None,
     baseline_revision: str | None = None,
+    sign: str | Path | None = None,
     progress: bool = True,
     **engine_options: Any,
 ) -> Verdict:
@@ -167,6 +171,7 @@ def validate(
     seed:            of the prompts; None takes a fresh one, so that no server can have met them
     floor:           least throughput ratio; None takes the recipe's, or the default
     text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
+    sign:            an SSH key to sign the verdict with, beside which the signature then lies
     engine_options:  the fields of EngineOptions, for both servers; sizes are the workload's unless given.
                      `layout` and `kv_cache_dtype` are for the artifact alone, to try them: it then keeps its
                      old verdict
@@ -198,18 +203,20 @@ def validate(
         progress=progress,
         clock=clock,
     )
-    verdict = _measure_and_judge(run)
+    key = None if sign is None else Path(sign)
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
     # not be served in a layout or a KV format that is forced here.
     as_served = options == baseline_options(options)
-    if manifest is not None and as_served and Path(artifact).expanduser().is_dir():
-        _write_into_artifact(verdict, checkpoint.folder, manifest)
-    if report is not None:
-        with _or_a_note("the report's verdict"):
-            verdict.write(Path(report) / VERDICT_NAME)
-        with _or_a_note("the report"):
-            write_report(verdict, Path(report))
-    return verdict
+    into_artifact = manifest is not None and as_served and Path(artifact).expanduser().is_dir()
+    places = [Place("the artifact", checkpoint.folder, checkpoint.folder / REPORT_FOLDER, manifest)]
+    places = places if into_artifact else []
+    places += [] if report is None else [Place("the report", Path(report), Path(report))]
+    if key is not None:
+        require_key(key)
+        if not places:
+            raise UserError("nothing is written here that could be signed; name a folder with --report")
+    _say_exploratory(run)
+    return write_down(_measure_and_judge(run), places, key)
 
 
 def _measure_and_judge(run: _Run) -> Verdict:
@@ -252,7 +259,7 @@ def _measure_and_judge(run: _Run) -> Verdict:
     judgement = judge(evidence, run.workload, run.bounds)
     baseline_layouts = figures.baseline_loaded.layouts if theirs.packs_with_layouts else {}
     asked = run.baseline_options
-    return Verdict(
+    verdict = Verdict(
         status=judgement.status,
         artifact=replace(
             describe_subject(run.artifact, run.manifest, used),
@@ -277,11 +284,24 @@ def _measure_and_judge(run: _Run) -> Verdict:
         bounds=run.bounds,
         quality_tokens=figures.comparison.tokens,
         quality_text_sha256=text.sha256,
+        quality_text=run.text.name if run.text else None,
+        quality_tokens_asked=run.quality_tokens,
+        declared=run.declared,
+        exploratory=(),
+        report={},
         command=run.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         duration_seconds=round(clock.elapsed, 1),
         seconds_by_part=dict(clock.seconds),
     )
+    return replace(verdict, exploratory=tuple(weaker(verdict)))
+
+
+def _say_exploratory(run: _Run) -> None:
+    """Before hours of work, that its result will not be published; whoever has no manifest never asked to."""
+    weak = weaker_settings(run.workload, run.bounds, run.quality_tokens, run.declared)
+    for line in first_lines(weak, {}) if run.manifest and run.progress else []:
+        print(f"Note: {line}", file=sys.stderr)
 
 
 def _as_served(loaded: Loaded, engine: Engine, checkpoint: Checkpoint) -> Loaded:
@@ -403,28 +423,3 @@ def _explainer(run: _Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]
         return diagnose(plan(), used, m, run.bounds.throughput_floor)
 
     return explain
-
-
-def _write_into_artifact(verdict: Verdict, folder: Path, manifest: Artifact) -> None:
-    """The verdict, then the manifest, since it names the verdict; the report only decorates them.
-
-    What cannot be written leaves nothing older behind: an earlier pass must not outlive a fail.
-    """
-    with _or_a_note("the artifact's verdict", lambda: (folder / VERDICT_NAME).unlink(missing_ok=True)):
-        verdict.write(folder / VERDICT_NAME)
-        manifest.verdict_sha256 = sha256_of(folder / VERDICT_NAME)
-        manifest.write(folder)
-    report = folder / REPORT_FOLDER
-    with _or_a_note("the artifact's report", lambda: shutil.rmtree(report, ignore_errors=True)):
-        write_report(verdict, report)
-
-
-@contextmanager
-def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, a failure is said and cleaned up after, no more: a full disk or a plot must not cost a verdict
-    that took hours."""
-    try:
-        yield
-    except Exception as error:
-        clean()
-        print(f"Note: {what} could not be written ({error}); the verdict stands.", file=sys.stderr)

@@ -16,6 +16,7 @@ from ..layouts.outside_files import read_json_object
 from .environment import package_versions
 from .judge import Judgement, judge
 from .measurement import MeasuredM, Repeat
+from .policy import weaker
 from .settings import WorkloadSettings
 from .verdict import SCHEMA_VERSION, Verdict
 
@@ -36,8 +37,14 @@ def read_verdict(path: Path) -> Verdict:
             f"{path} contradicts its own raw figures, so it was edited after it was given: "
             f"{'; '.join(problems[:SHOWN])}. Validate again"
         )
-    found = judge(verdict.evidence, verdict.workload, verdict.bounds)
-    return replace(verdict, checks=found.checks, curve=found.curve)
+    return judged_again(verdict)
+
+
+def judged_again(verdict: Verdict) -> Verdict:
+    """With the status, checks, curve and policy that follow from its raw figures, whatever it says itself."""
+    found = _judged(verdict)
+    weak = tuple(weaker(verdict))
+    return replace(verdict, status=found.status, checks=found.checks, curve=found.curve, exploratory=weak)
 
 
 def parse_verdict(path: Path) -> Verdict:
@@ -63,7 +70,7 @@ def contradictions(verdict: Verdict) -> list[str]:
 
     The words of a check may differ where another version of Scalegate gave them; its figures may not.
     """
-    found = judge(verdict.evidence, verdict.workload, verdict.bounds)
+    found = _judged(verdict)
     problems = _of_the_settings(verdict)
     problems += _of_the_checks(verdict, found)
     problems += [
@@ -73,9 +80,22 @@ def contradictions(verdict: Verdict) -> list[str]:
     ]
     if len(verdict.curve) != len(found.curve):
         problems.append(f"the curve has {len(verdict.curve)} points, the repeats give {len(found.curve)}")
+    if _same_version(verdict) and list(verdict.exploratory) != (again := weaker(verdict)):
+        problems.append(
+            f"it says it is weaker than the policy in {len(verdict.exploratory)} ways, "
+            f"its settings in {len(again)}"
+        )
     if verdict.status != found.status:
         problems.append(f"it says {verdict.status}, its figures say {found.status}")
     return problems
+
+
+def _judged(verdict: Verdict) -> Judgement:
+    """UserError where the raw figures are none that a gate could have measured."""
+    try:
+        return judge(verdict.evidence, verdict.workload, verdict.bounds)
+    except (ArithmeticError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"nothing follows from a verdict's raw figures: {error}; validate again") from error
 
 
 def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
@@ -83,14 +103,15 @@ def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
     if names != again:
         changed = sorted(set(names) ^ set(again)) or names
         return [f"its checks are not the gate's: {', '.join(changed)}"]
-    same_version = verdict.environment.versions.get("scalegate") == package_versions().get("scalegate")
     problems = []
     for recorded, check in zip(verdict.checks, found.checks, strict=True):
         if recorded.status != check.status:
             problems.append(f"{check.name} says {recorded.status}, its figures say {check.status}")
         elif not _same(dict(recorded.figures), dict(check.figures)):
             problems.append(f"the figures of {check.name} are not those that were measured")
-        elif same_version and any(getattr(recorded, word) != getattr(check, word) for word in WORDS):
+        elif _same_version(verdict) and any(
+            getattr(recorded, word) != getattr(check, word) for word in WORDS
+        ):
             problems.append(f"the words of {check.name} are not those of its figures")
     return problems
 
@@ -111,6 +132,10 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
     if verdict.quality_tokens != verdict.evidence.quality.tokens:
         problems.append("quality was measured on another number of tokens than it says")
     return problems
+
+
+def _same_version(verdict: Verdict) -> bool:
+    return verdict.environment.versions.get("scalegate") == package_versions().get("scalegate")
 
 
 def _as_asked(repeat: Repeat, m: int, workload: WorkloadSettings) -> bool:

@@ -13,6 +13,8 @@ from ..layouts.errors import UserError
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
+QUALITY_TOKENS = 8192
+"""Of held-out text, unless told otherwise."""
 LARGEST_BOUND = 1e6
 """What is not below it, infinity and NaN among it, would be no bound at all."""
 
@@ -50,7 +52,10 @@ class WorkloadSettings:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the artifact must reach. The defaults suit a 4-bit checkpoint."""
+    """What the artifact must reach. The defaults suit a 4-bit checkpoint, and belong to the release policy.
+
+    A bound whose name begins with `max_` is easier to meet when it is higher, any other when it is lower.
+    """
 
     __pydantic_config__ = DOCUMENTED
 
@@ -89,15 +94,23 @@ class Bounds:
     min_reached: float = 0.75
     """Least number of requests decoding together, as the average output token saw it, as a share of M."""
 
+    def __post_init__(self) -> None:
+        # What is not a number is above no bound and below none: every check would hold.
+        for field in fields(self):
+            checked_bound(field.name, getattr(self, field.name))
+
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> "Bounds":
         """The defaults, with those that the recipe sets under the same names."""
         names = {field.name for field in fields(cls)}
         changes = {name: value for name, value in recipe.items() if name in names and value is not None}
-        for name, value in changes.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_BOUND:
-                raise UserError(
-                    f"the recipe's bound {name} must be a number above 0 and below {LARGEST_BOUND:g}, "
-                    f"not {value!r}"
-                )
-        return replace(cls(), **{name: float(value) for name, value in changes.items()})
+        return replace(cls(), **{name: checked_bound(name, value) for name, value in changes.items()})
+
+
+def checked_bound(name: str, value: object) -> float:
+    """`value` as a bound. UserError where it is no number that could be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_BOUND:
+        raise UserError(
+            f"the bound {name} must be a number above 0 and below {LARGEST_BOUND:g}, not {value!r}"
+        )
+    return float(value)

@@ -4,7 +4,7 @@ Data only, and the documented form of `serving_check.json`; `judge.py` decides, 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -125,6 +125,12 @@ class Subject:
     """The checkpoint's convention and format in a few words, or `none`."""
     layouts: dict[str, int]
     """Linear layers in each layout; empty where nothing is quantized or the engine is not ours."""
+    weights_sha256: str | None = None
+    """sha256 over the names and sha256s of config.json and the safetensors files."""
+    made_from_sha256: str | None = None
+    """The same of the checkpoint that it was made from, as its manifest records it; null for a baseline."""
+    manifest_sha256: str | None = None
+    """sha256 of all of `scalegate.json`, recipe included, but the verdict's digest; null without one."""
     kv_cache_dtype: str | None = None
     """How keys and values were stored while it served; null where the engine is not ours."""
 
@@ -170,6 +176,16 @@ class Verdict:
     """Held-out tokens that quality was measured on."""
     quality_text_sha256: str
     """sha256 of the held-out text file."""
+    quality_text: str | None
+    """The held-out text file's name; null for the one that Scalegate brings."""
+    quality_tokens_asked: int
+    """The most tokens of it that were asked for."""
+    declared: Mapping[str, float]
+    """The bounds and the settings of the release policy that the artifact's recipe sets."""
+    exploratory: tuple[str, ...]
+    """In what this run is weaker than the release policy; such a verdict is not published."""
+    report: Mapping[str, str]
+    """sha256 of each file of the report, by its name in `serving_check/`."""
     command: str
     """Run again with this."""
     created: str

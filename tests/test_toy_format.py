@@ -35,6 +35,10 @@ max_tpot_ratio: 1000
 max_ttft_ratio: 1000
 min_reached: 0.01
 min_top1_agreement: 0.5
+least_largest_m: 4
+least_input_len: 16
+least_output_len: 16
+least_quality_tokens: 1000
 """
 KEPT = "model.layers.1.self_attn.o_proj"
 

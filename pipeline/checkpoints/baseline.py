@@ -1,37 +1,79 @@
-"""Finding what an artifact is to be compared with, where the user did not say.
+"""Which checkpoint an artifact is to be compared with: found where the user did not say, told by its digest.
 
 From the artifact's own records only; nothing is searched for and nothing is guessed. A folder's path stays in
 a record of its own: `scalegate.json`, which is published, has its name and what was in it.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...layouts.errors import UserError
 from ...layouts.files import atomic_path
 from ...layouts.outside_files import read_outside
-from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
-from .checkpoint import Checkpoint, open_checkpoint
+from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord, digest_of, sha256_of
+from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 
 MAX_PATH_BYTES = 1 << 16
 
 
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
-    """The checkpoint given, or the one that the artifact says it was made from."""
+    """The checkpoint given, or the one that the artifact says it was made from.
+
+    UserError where it cannot be opened, or is the quantized artifact itself.
+    """
     if baseline is not None:
-        return open_checkpoint(baseline, revision)
+        return _refuse_itself(artifact, open_checkpoint(baseline, revision))
     source, recorded = recorded_source(artifact)
     if source is None:
         raise UserError(
             f"{artifact.source} does not say which checkpoint it was made from; give it with --baseline"
         )
     try:
-        return open_checkpoint(source, revision or recorded)
+        return _refuse_itself(artifact, open_checkpoint(source, revision or recorded))
     except UserError as error:
         raise UserError(
             f"{artifact.source} was made from {source}, which cannot be opened: {error.message}\n"
             "Give the unquantized checkpoint with --baseline."
         ) from error
+
+
+def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
+    """`baseline`, unless it is the artifact, or the same quantized checkpoint elsewhere.
+
+    A plain checkpoint may stand beside itself, to try a setting; renamed, the weights check fails it.
+    """
+    is_quantized = artifact.quantization_config is not None
+    is_there = artifact.folder.resolve() == baseline.folder.resolve()
+    is_ours = (artifact.folder / MANIFEST_NAME).is_file()
+    if (is_there and (is_ours or is_quantized)) or (is_quantized and _are_the_same_bytes(artifact, baseline)):
+        raise UserError(
+            f"the baseline is {artifact.source} itself, or a copy of it: nothing would be compared. Give the "
+            "unquantized checkpoint that it was made from with --baseline"
+        )
+    return baseline
+
+
+def _are_the_same_bytes(artifact: Checkpoint, baseline: Checkpoint) -> bool:
+    """Whether both hold the same tensors byte for byte; looked at only where their sizes agree."""
+    if [path.name for path in artifact.shards] != [path.name for path in baseline.shards] or any(
+        ours.stat().st_size != theirs.stat().st_size
+        for ours, theirs in zip(artifact.shards, baseline.shards, strict=True)
+    ):
+        return False
+    return weights_digest(artifact, {}) == weights_digest(baseline, {})
+
+
+def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> str:
+    """One sha256 over a checkpoint's config.json and shards, whatever else lies beside them.
+
+    known: records of its files that were taken already; the others are read
+    """
+    digests = {}
+    for path in (checkpoint.folder / CONFIG_NAME, *checkpoint.shards):
+        name = path.relative_to(checkpoint.folder).as_posix()
+        digests[name] = known[name].sha256 if name in known else sha256_of(path)
+    return digest_of(digests)
 
 
 def remember_source(artifact: Path, source: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 Not for uploading, which is `push.py`, and not for looking inside what was fetched.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download
@@ -13,13 +14,15 @@ IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onn
 """Other formats of the same weights; only safetensors are read."""
 
 
-def download_checkpoint(repo_id: str, revision: str | None) -> tuple[Path, str]:
+def download_checkpoint(
+    repo_id: str, revision: str | None, ignored: Sequence[str] = IGNORED_FILES
+) -> tuple[Path, str]:
     """`repo_id`'s local snapshot folder and commit; from the cache where there is no network."""
     at = f" at revision {revision!r}" if revision else ""
     try:
         info = HfApi().model_info(repo_id, revision=revision)
         commit = str(info.sha)
-        folder = snapshot_download(repo_id, revision=commit, ignore_patterns=IGNORED_FILES)
+        folder = snapshot_download(repo_id, revision=commit, ignore_patterns=list(ignored))
         return Path(folder), commit
     except errors.HFValidationError as error:
         raise UserError(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import click
 
+from ...serving_check.policy import first_lines
 from ..inspect import Inspection, inspect
 
 SHOWN = 6
@@ -14,8 +15,9 @@ SHOWN = 6
 @click.command("inspect")
 @click.argument("model")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit, where MODEL is a Hub id.")
+@click.option("--signers", metavar="FILE", help="Hold the signature against these allowed signers.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(model: str, revision: str | None, as_json: bool) -> None:
+def command(model: str, revision: str | None, signers: str | None, as_json: bool) -> None:
     """Show what MODEL is: formats, bits per weight, sizes, layout plan, verdict, and whether its bytes match.
 
     MODEL is an artifact of Scalegate's or any checkpoint of a convention it reads, a folder or a Hub id.
@@ -25,7 +27,7 @@ def command(model: str, revision: str | None, as_json: bool) -> None:
         pipeline inspect work/Qwen3-8B-INT4
         pipeline inspect RedHatAI/Qwen3-8B-quantized.w4a16 --json
     """
-    inspection = inspect(model, revision)
+    inspection = inspect(model, revision, signers)
     if as_json:
         click.echo(json.dumps(inspection.to_json(), indent=2, ensure_ascii=False))
     else:
@@ -75,9 +77,15 @@ def _plan_lines(shown: Inspection) -> Iterator[tuple[str, str]]:
 
 def _verdict_lines(shown: Inspection) -> Iterator[tuple[str, str]]:
     if shown.verdict is None:
-        yield "verdict", "none; `pipeline validate` gives one"
+        yield "verdict", shown.verdict_problem or "none; `pipeline validate` gives one"
         return
     problem = f", but it does not hold: {shown.verdict_problem}" if shown.verdict_problem else ""
     yield "verdict", f"{shown.verdict.status}{problem} ({shown.verdict.environment.device})"
+    for line in first_lines(shown.verdict.exploratory, shown.verdict.declared):
+        yield "", line
+    if shown.signature is not None:
+        by = f" by {shown.signature.signer}" if shown.signature.signer else ""
+        key = f", key {shown.signature.key}" if shown.signature.key else ""
+        yield "signature", f"{shown.signature.state}{by}{key}"
     for check in shown.verdict.checks:
         yield "", f"{check.status:12} {check.name}: {check.measured} (bound {check.bound})"

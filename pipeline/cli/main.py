@@ -19,6 +19,8 @@ COMMANDS = {
     "validate": "Prove, or refuse, that an artifact serves as fast as its baseline.",
     "push": "Publish an artifact that has passed, in one atomic commit.",
     "release": "Quantize, lay out, validate and push, resuming where it stopped.",
+    "sign": "Sign an artifact's verdict with an SSH key.",
+    "verify": "Check a release's digests, figures and signature.",
     "inspect": "Show what an artifact is and whether its bytes still match.",
     "doctor": "Say what this machine can do and what to install for the rest.",
 }
@@ -64,8 +66,8 @@ def main() -> None:
     Everything at once, resumable:
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
 
-    Exit status of every command: 0 done, 1 the gate failed and nothing else, 2 inconclusive or unusable
-    input, 70 a fault of Scalegate or the machine, 130 interrupted, 141 nobody reads the output.
+    Exit status of every command: 0 done, 1 the gate (or what `verify` checks) failed, 2 inconclusive or
+    unusable input, 70 a fault of Scalegate or the machine, 130 interrupted, 141 nobody reads the output.
     """
 
 

@@ -36,12 +36,18 @@ def _exports() -> Iterable[str]:
 @click.option("--calibration", metavar="FILE", help="Text for recipes that round activations as well.")
 @click.option("--overwrite", is_flag=True, help="Quantize anew where DIR holds another or older job.")
 @click.option("--baseline", metavar="MODEL", help="What to compare with; default MODEL itself.")
+@click.option("--baseline-revision", help="Of the baseline, where it is a Hub id.")
 @click.option(
     "--m", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(), help="Requests at once."
 )
 @click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
+@click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
 @click.option("--max-repeats", default=96, show_default=True, help="Blocks of repeats at one M at most.")
+@click.option(
+    "--warmups", default=1, show_default=True, help="Shorter repeats at each M first, on each side."
+)
+@click.option("--seed", type=int, help="Of the prompts; default a fresh one, which the verdict records.")
 @click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
 @click.option(
     "--engine",
@@ -50,6 +56,7 @@ def _exports() -> Iterable[str]:
     show_default=True,
     help="URL: that of a running server.",
 )
+@click.option("--baseline-engine", type=EngineWord(), help="The same for the baseline; default as --engine.")
 @click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
 @click.option(
     "--quality-tokens",
@@ -59,6 +66,7 @@ def _exports() -> Iterable[str]:
     help="Held-out tokens to measure quality on.",
 )
 @engine_options(sized=SIZED)
+@click.option("--sign", metavar="KEY", help="Sign the verdict with this SSH key.")
 @click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option("--to-revision", metavar="BRANCH", help="Push to this branch of the repository.")

@@ -67,6 +67,7 @@ class WholeNumbers(click.ParamType):
 @engine_options(sized=SIZED)
 @click.option("--revision", help="Of ARTIFACT, where it is a Hub id.")
 @click.option("--baseline-revision", help="Of the baseline, where it is a Hub id.")
+@click.option("--sign", metavar="KEY", help="Sign the verdict with this SSH key.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 @click.pass_context
 def command(

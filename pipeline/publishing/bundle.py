@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ...layouts.files import PARTIAL_SUFFIX
-from ...layouts.outside_names import file_refusal, name_refusal
-from ..artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
+from ...serving_check.verdict import Verdict
+from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
 
 CARD_NAME = "README.md"
-REPORT_FOLDER = "serving_check"
-REPORT_SUFFIXES = (".html", ".png", ".svg", ".json")
 CHUNK = 1 << 20
 
 
@@ -45,13 +42,18 @@ class BundleFile:
         return digest.hexdigest()
 
 
-def collect_bundle(folder: Path, artifact: Artifact, card: str) -> list[BundleFile]:
-    """All files of the release in `folder`, weights first, the manifest last."""
+def collect_bundle(folder: Path, artifact: Artifact, verdict: Verdict, card: str) -> list[BundleFile]:
+    """All files of the release in `folder`, weights first, the manifest last; all are bound by `verdict`."""
     files = [
         BundleFile(name, record.size, record.sha256, folder / name) for name, record in artifact.files.items()
     ]
     files.sort(key=lambda file: (-file.size, file.path))
-    for name in [*report_files(folder), VERDICT_NAME]:
+    signed = (folder / SIGNATURE_NAME).is_file()
+    for name, sha256 in sorted(verdict.report.items()):
+        path = folder / REPORT_FOLDER / name
+        # The digest that was checked, not one taken now: what changed since is refused when it is sent.
+        files.append(BundleFile(f"{REPORT_FOLDER}/{name}", path.stat().st_size, sha256, path))
+    for name in [VERDICT_NAME, *([SIGNATURE_NAME] if signed else [])]:
         files.append(_from_path(folder, name))
     content = card.encode()
     files.append(BundleFile(CARD_NAME, len(content), hashlib.sha256(content).hexdigest(), content))
@@ -59,27 +61,9 @@ def collect_bundle(folder: Path, artifact: Artifact, card: str) -> list[BundleFi
     return files
 
 
-def report_files(folder: Path) -> list[str]:
-    """The gate's report (plots, page) by path inside `folder`, sorted."""
-    return sorted(name for name, reason in _in_report_folder(folder).items() if reason is None)
-
-
-def left_out_of_report(folder: Path) -> dict[str, str]:
-    """What else lies in the report's folder, by path inside `folder`, with the reason that it is not sent."""
-    return {name: reason for name, reason in sorted(_in_report_folder(folder).items()) if reason is not None}
-
-
-def _in_report_folder(folder: Path) -> dict[str, str | None]:
-    names = [path.relative_to(folder).as_posix() for path in (folder / REPORT_FOLDER).glob("*")]
-    return {
-        name: file_refusal(folder, name) or name_refusal(name) or _not_of_a_report(name)
-        for name in names
-        if not name.endswith(PARTIAL_SUFFIX) and not Path(name).name.startswith(".")
-    }
-
-
-def _not_of_a_report(name: str) -> str | None:
-    return None if name.endswith(REPORT_SUFFIXES) else "not a kind of file that a report consists of"
+def report_files(verdict: Verdict) -> list[str]:
+    """The gate's report (plots, page) by path inside the release, sorted."""
+    return sorted(f"{REPORT_FOLDER}/{name}" for name in verdict.report)
 
 
 def bundle_digest(files: list[BundleFile]) -> str:

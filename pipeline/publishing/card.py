@@ -14,10 +14,11 @@ import yaml
 from ...layouts.outside_files import read_json_object
 from ...serving_check.engine.options import ARTIFACT_ONLY
 from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
-from ...serving_check.options import words_of
-from ...serving_check.settings import Bounds, WorkloadSettings
+from ...serving_check.options import flag, words_of
+from ...serving_check.policy import first_lines
+from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ...serving_check.verdict import CurvePoint, Verdict
-from ..artifact import Artifact
+from ..artifact import SIGNATURE_NAME, Artifact
 from ..checkpoints.config_sections import refuse_malformed
 from ..quantization.base_metadata import carried
 from ..recipe import load_recipe, shipped_recipes
@@ -69,7 +70,8 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "engine_measured": _engine(verdict),
         "workload": verdict.workload,
         "curve": [_curve_row(point) for point in verdict.curve],
-        "plots": [{"title": _title(path), "path": path} for path in plot_files(folder)],
+        "plots": [{"title": _title(path), "path": path} for path in plot_files(verdict)],
+        "first_lines": first_lines(verdict.exploratory, verdict.declared),
         "changed_bounds": _changed_bounds(verdict.bounds),
         "checks": [
             [plain(text) for text in (check.name, check.measured, check.bound, check.status)]
@@ -88,6 +90,8 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "quantize_versions": _versions(artifact.versions),
         "reproduce": reproduce,
         "bytes_digest": verdict.artifact.bytes_digest,
+        "signed": (folder / SIGNATURE_NAME).is_file(),
+        "release": name,
     }
 
 
@@ -122,9 +126,9 @@ def licence_files(artifact: Artifact) -> list[str]:
     return sorted(name for name in artifact.files if name.lower().startswith(LICENCE_PREFIXES))
 
 
-def plot_files(folder: Path) -> list[str]:
-    """The plots of the gate's report by path inside `folder`."""
-    return [name for name in report_files(folder) if name.endswith(".png")]
+def plot_files(verdict: Verdict) -> list[str]:
+    """The plots of the gate's report by path inside the release."""
+    return [name for name in report_files(verdict) if name.endswith(".png")]
 
 
 def _licence(metadata: dict[str, Any]) -> str | None:
@@ -217,10 +221,20 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     words += ["--recipe", str(recipe.get("name")) if _is_shipped(recipe) else f"{recipe.get('name')}.yaml"]
     export = artifact.quantization.get("export", DEFAULT_EXPORT)
     words += [] if export == DEFAULT_EXPORT else ["--export", export]
+    words += _given_baseline(artifact, verdict, base)
     workload, usual = verdict.workload, WorkloadSettings()
     words += [] if workload.ms == usual.ms else ["--m", ",".join(map(str, workload.ms))]
-    words += [] if workload.input_len == usual.input_len else ["--input-len", str(workload.input_len)]
-    words += [] if workload.output_len == usual.output_len else ["--output-len", str(workload.output_len)]
+    for option, value, default in (
+        ("input_len", workload.input_len, usual.input_len),
+        ("output_len", workload.output_len, usual.output_len),
+        ("waves", workload.waves, usual.waves),
+        ("max_repeats", workload.max_blocks, usual.max_blocks),
+        ("warmups", workload.warmups, usual.warmups),
+        ("seed", workload.seed, usual.seed),
+        ("text", verdict.quality_text, None),
+        ("quality_tokens", verdict.quality_tokens_asked, QUALITY_TOKENS),
+    ):
+        words += [] if value == default else [flag(option), str(value)]
     floor = verdict.bounds.throughput_floor
     words += (
         [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
@@ -232,6 +246,16 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     words += _given_options(verdict)
     target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
     return shlex.join([*words, "--to", target])
+
+
+def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:
+    """The baseline, where it was called otherwise than the model that was quantized."""
+    baseline = verdict.baseline
+    name = baseline.name if baseline.revision is not None else Path(baseline.name).name
+    words = [] if name == base else ["--baseline", name]
+    if words and baseline.revision is not None:
+        words += ["--baseline-revision", baseline.revision]
+    return words
 
 
 def _given_options(verdict: Verdict) -> list[str]:

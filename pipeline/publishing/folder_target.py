@@ -16,8 +16,8 @@ from tqdm import tqdm
 from ...layouts.errors import UserError
 from ...layouts.files import fsync_directory
 from ...layouts.outside_names import file_refusal
-from ..artifact import MANIFEST_NAME, VERDICT_NAME, Artifact, sha256_of
-from .bundle import CARD_NAME, CHUNK, REPORT_FOLDER, BundleFile, bundle_digest
+from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
+from .bundle import CARD_NAME, CHUNK, BundleFile, bundle_digest
 from .push_result import Operation, PushResult, file_action
 
 
@@ -76,7 +76,7 @@ def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
             f"{directory} holds other files ({min(names)}, …) and no {MANIFEST_NAME}, so it is no release "
             "of ours and is left alone; give another folder"
         )
-    ours = {*Artifact.read(directory).files, MANIFEST_NAME, VERDICT_NAME, CARD_NAME}
+    ours = {*Artifact.read(directory).files, MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, CARD_NAME}
     foreign = sorted(n for n in names if n not in ours and not n.startswith(f"{REPORT_FOLDER}/"))
     if foreign:
         raise UserError(

@@ -20,7 +20,16 @@ from ...layouts.errors import UserError
 from ...layouts.files import PARTIAL_SUFFIX, write_json
 from ...layouts.outside_files import read_json_object
 from ...layouts.outside_names import name_refusal, parent_leads_out
-from ..artifact import MANIFEST_NAME, SOURCE_NAME, VERDICT_NAME, Artifact, FileRecord, sha256_of
+from ..artifact import (
+    MANIFEST_NAME,
+    REPORT_FOLDER,
+    SIGNATURE_NAME,
+    SOURCE_NAME,
+    VERDICT_NAME,
+    Artifact,
+    FileRecord,
+    sha256_of,
+)
 
 RECORD_NAME = ".scalegate-quantize.json"
 START_OVER = "add --overwrite to start over, or give another folder"
@@ -147,7 +156,15 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
     ours = (folder / RECORD_NAME).is_file() or (folder / MANIFEST_NAME).is_file()
     if not ours and any(folder.iterdir()):
         raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")
-    names: set[str] = {RECORD_NAME, SOURCE_NAME, MANIFEST_NAME, VERDICT_NAME, "README.md", *copied}
+    names: set[str] = {
+        RECORD_NAME,
+        SOURCE_NAME,
+        MANIFEST_NAME,
+        VERDICT_NAME,
+        SIGNATURE_NAME,
+        "README.md",
+        *copied,
+    }
     if (folder / MANIFEST_NAME).is_file():
         names |= set(Artifact.read(folder).files)
     names |= {path.name for path in folder.glob("model*.safetensors*")}
@@ -160,4 +177,4 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
     # The manifest first: without it, nothing here passes for finished.
     for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
         (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "serving_check", ignore_errors=True)
+    shutil.rmtree(folder / REPORT_FOLDER, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import textwrap
 
+from ...serving_check.policy import first_lines
 from ...serving_check.verdict import CurvePoint, Verdict
 
 MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open", "unknown": "n/a"}
@@ -12,7 +13,8 @@ WIDTH = 110
 
 def verdict_table(verdict: Verdict) -> str:
     """The checks, with bound and reason where they did not pass; then the curve, then the verdict."""
-    lines = []
+    said = first_lines(verdict.exploratory, verdict.declared)
+    lines = [line for said_line in said for line in textwrap.wrap(said_line, WIDTH)]
     for check in verdict.checks:
         lines.append(f"  {MARKS[check.status]:4}  {check.name:<{NAME_WIDTH}} {check.measured}")
         if check.status != "pass":
@@ -23,7 +25,11 @@ def verdict_table(verdict: Verdict) -> str:
     lines += ["", f"  the baseline ran in {baseline_dtype(verdict)}"]
     if verdict.seconds_by_part:
         lines += [f"  time: {_parts(verdict)}"]
-    lines += ["", f"{verdict.status.upper()} after {verdict.duration_seconds:.0f} s: {_summary(verdict)}"]
+    exploratory = " (exploratory)" if verdict.exploratory else ""
+    lines += [
+        "",
+        f"{verdict.status.upper()}{exploratory} after {verdict.duration_seconds:.0f} s: {_summary(verdict)}",
+    ]
     return "\n".join(lines)
 
 

@@ -2,11 +2,14 @@
 
 import base64
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from ...layouts.files import atomic_path
+from ...serving_check.policy import first_lines
 from ...serving_check.verdict import Verdict
 from .plots import draw_plots
 from .table import baseline_dtype
@@ -21,14 +24,17 @@ PLOT_TITLES = {
 }
 
 
-def write_report(verdict: Verdict, folder: Path) -> None:
-    """`report.html` and the plots into `folder`, each atomically; other files there are left alone."""
+def render_report(verdict: Verdict) -> dict[str, bytes]:
+    """`report.html` and the plots, by file name."""
     plots = draw_plots(verdict)
-    for name, content in plots.items():
+    return {**plots, PAGE_NAME: render_page(verdict, plots).encode()}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Each of `files` into `folder`, atomically; others there are left alone."""
+    for name, content in files.items():
         with atomic_path(folder / name) as partial:
             partial.write_bytes(content)
-    with atomic_path(folder / PAGE_NAME) as partial:
-        partial.write_text(render_page(verdict, plots), encoding="utf-8")
 
 
 def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
@@ -45,8 +51,14 @@ def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
         verdict=verdict,
         images=images,
         settings=_settings(verdict),
-        raw=json.dumps(verdict.to_json(), indent=2, ensure_ascii=False),
+        first_lines=first_lines(verdict.exploratory, verdict.declared),
+        raw=json.dumps(_without_evidence(verdict), indent=2, ensure_ascii=False),
     )
+
+
+def _without_evidence(verdict: Verdict) -> dict[str, Any]:
+    """For the page: without the raw figures, which are long, and the report's digests, its own among them."""
+    return {name: v for name, v in verdict.to_json().items() if name not in ("evidence", "report")}
 
 
 def _settings(verdict: Verdict) -> list[tuple[str, str]]:

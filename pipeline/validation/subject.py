@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from ...serving_check.verdict import Subject
 from ..artifact import Artifact, record_files
+from ..checkpoints.baseline import weights_digest
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of
 
@@ -22,6 +23,9 @@ def describe_subject(
         layout_plan_sha256=described.layout_plan_sha256(),
         quantization=describe_quantization(checkpoint),
         layouts=dict(Counter(layouts.values())),
+        weights_sha256=weights_digest(checkpoint, files),
+        made_from_sha256=manifest.source_sha256 if manifest else None,
+        manifest_sha256=manifest.sha256() if manifest else None,
     )
 
 

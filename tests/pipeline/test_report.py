@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 from scalegate.pipeline.report.plots import draw_plots
 from scalegate.pipeline.report.table import verdict_table
-from scalegate.pipeline.report.write import write_report
+from scalegate.pipeline.report.write import render_report, write_files
 from scalegate.serving_check.verdict import CheckResult, Verdict
 
 from ..serving_check.gate_samples import sample_verdict
@@ -24,7 +24,7 @@ def verdict() -> Verdict:
 
 
 def test_the_page_needs_nothing_but_itself(verdict: Verdict, tmp_path: Path):
-    write_report(verdict, tmp_path)
+    write_files(tmp_path, render_report(verdict))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert len(sources) == 4
@@ -33,14 +33,14 @@ def test_the_page_needs_nothing_but_itself(verdict: Verdict, tmp_path: Path):
 
 
 def test_the_page_says_what_failed_and_escapes_it(verdict: Verdict, tmp_path: Path):
-    write_report(verdict, tmp_path)
+    write_files(tmp_path, render_report(verdict))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "kernel &lt;slow&gt; at M=8" in page
     assert verdict.command in page
 
 
 def test_every_plot_is_a_picture_and_the_same_verdict_gives_the_same_bytes(verdict: Verdict, tmp_path: Path):
-    write_report(verdict, tmp_path)
+    write_files(tmp_path, render_report(verdict))
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == ["ratio.png", "throughput.png", "tpot.png", "ttft.png"]
     for name, content in draw_plots(verdict).items():
@@ -49,7 +49,7 @@ def test_every_plot_is_a_picture_and_the_same_verdict_gives_the_same_bytes(verdi
 
 
 def test_a_verdict_with_nothing_measured_still_has_a_page(verdict: Verdict, tmp_path: Path):
-    write_report(replace(verdict, curve=()), tmp_path)
+    write_files(tmp_path, render_report(replace(verdict, curve=())))
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
@@ -76,7 +76,7 @@ def test_a_queue_beside_an_empty_kv_cache_is_seen_at_a_glance(verdict: Verdict, 
     shown = replace(verdict, curve=(replace(point, artifact=capped),))
     row = next(line for line in verdict_table(shown).splitlines() if "22.0 / 82.0" in line)
     assert " ".join(row.split()) == "82 22.0 / 82.0 60 / 0 4 / 3 0 / 0 7.4 / ? 3.21 / ? 4.3 / ?"
-    write_report(shown, tmp_path)
+    write_files(tmp_path, render_report(shown))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("What the servers did meanwhile") :])
     assert cells[:10] == ["82", "artifact", "22.0", "?", "60", "4.0", "0", "7.41", "3.21", "4.3"]

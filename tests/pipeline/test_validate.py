@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline.artifact import Artifact, sha256_of
+from scalegate.pipeline.artifact import SOURCE_NAME, Artifact, sha256_of
+from scalegate.pipeline.checkpoints.baseline import weights_digest
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.signature import check_signature
 from scalegate.pipeline.validate import validate
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint
@@ -34,9 +38,35 @@ def artifact(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+def test_the_artifact_itself_is_no_baseline_nor_is_a_copy_of_it(artifact: Path, tmp_path: Path):
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    for baseline in (artifact, copy):
+        with pytest.raises(UserError, match="itself, or a copy of it"):
+            validate(artifact, baseline, **SMALL)
+
+
+def test_a_baseline_that_has_moved_is_asked_for(example_checkpoint: Path, artifact: Path, tmp_path: Path):
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    (copy / SOURCE_NAME).write_text(str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=f"was made from .*{example_checkpoint.name}, which cannot be opened"):
+        validate(copy, **SMALL)
+
+
+def test_the_manifest_knows_its_source_by_digest(example_checkpoint: Path, artifact: Path):
+    source = open_checkpoint(str(example_checkpoint))
+    assert Artifact.read(artifact).source_sha256 == weights_digest(source, {})
+    assert weights_digest(open_checkpoint(str(artifact)), {}) != weights_digest(source, {})
+
+
 @pytest.fixture(scope="module")
-def passed(artifact: Path) -> Verdict:
-    return validate(artifact, m=(1, 4), floor=FAR_FLOOR, **SMALL)
+def passed(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
+    key = tmp_path_factory.mktemp("keys") / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    return validate(artifact, m=(1, 4), floor=FAR_FLOOR, sign=key, **SMALL)
+
+
+def test_the_verdict_is_signed_where_a_key_is_given(passed: Verdict, artifact: Path):
+    assert check_signature(artifact / "serving_check.json").state == "good"
 
 
 def test_a_good_artifact_passes_every_check(passed: Verdict):
@@ -51,13 +81,21 @@ def test_a_good_artifact_passes_every_check(passed: Verdict):
     assert passed.curve[1].artifact.running_mean == pytest.approx(4, abs=1)
 
 
+def test_what_is_weaker_than_the_policy_is_marked_and_says_so(passed: Verdict):
+    assert "the largest M is 4, the policy wants 32" in passed.exploratory
+    assert f"throughput floor {FAR_FLOOR}, the policy wants 0.93" in passed.exploratory
+    assert not any("baseline" in line for line in passed.exploratory), "it is the right one, by digest"
+
+
 def test_the_verdict_is_bound_to_the_bytes_and_the_manifest_to_the_verdict(passed: Verdict, artifact: Path):
     manifest = Artifact.read(artifact)
     assert passed.artifact.bytes_digest == manifest.bytes_digest()
     assert manifest.changed_files(artifact) == []
     assert manifest.verdict_sha256 == sha256_of(artifact / "serving_check.json")
     assert read_verdict(artifact / "serving_check.json") == passed
-    assert (artifact / "serving_check" / "report.html").is_file()
+    report = artifact / "serving_check"
+    assert passed.report == {path.name: sha256_of(path) for path in report.iterdir()}
+    assert (report / "report.html").is_file()
 
 
 def test_what_both_servers_were_started_with_is_recorded(passed: Verdict):
@@ -111,6 +149,7 @@ def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, a
     result, _ = failed
     assert "FAIL  throughput" in result.output
     assert read_verdict(artifact / "serving_check.json").status == "fail"
+    assert check_signature(artifact / "serving_check.json").state == "unsigned", "it was of the other verdict"
 
 
 def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp_path: Path, monkeypatch):

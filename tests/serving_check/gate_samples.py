@@ -11,9 +11,9 @@ from scalegate.serving_check.artifact_figures import KindErrors, ModuleError, Te
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText, TextScore
-from scalegate.serving_check.judge import judge
 from scalegate.serving_check.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.record import judged_again
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import Subject, Verdict
 from scalegate.serving_check.workload import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
@@ -76,13 +76,14 @@ def simulated_run(
     return run
 
 
-def measured_m(m: int, ratio: float, blocks: int = 12, **options: float) -> MeasuredM:
+def measured_m(m: int, ratio: float, blocks: int = 12, output_len: int = 64, **options: float) -> MeasuredM:
     """Blocks at one M whose log ratios scatter a little around `ratio`."""
     one = MeasuredM(m)
     for index in range(blocks):
         wobble = 1 + 0.004 * (index % 3 - 1)
-        artifact = answered(load_result(m, 100 * m * ratio * wobble, **options))
-        one.blocks.append(Block([artifact], [answered(load_result(m, 100 * m))]))
+        ours = answered(load_result(m, 100 * m * ratio * wobble, output_len=output_len, **options))
+        theirs = answered(load_result(m, 100 * m, output_len=output_len))
+        one.blocks.append(Block([ours], [theirs]))
     return one
 
 
@@ -96,7 +97,9 @@ def answered(result: WorkloadResult) -> Repeat:
 SHAPES = {"layers.0.up": (768, 256), "layers.0.down": (256, 768)}
 
 
-def sample_evidence(ratios: Mapping[int, float], **changes: Any) -> Evidence:
+def sample_evidence(
+    ratios: Mapping[int, float], blocks: int = 12, output_len: int = 64, **changes: Any
+) -> Evidence:
     """What a sound artifact shows with these throughput ratios by M; `changes` replace fields."""
     text = ScoredText((1, 2, 3, 4), "the text", 0.5)
     sound = Evidence(
@@ -107,7 +110,7 @@ def sample_evidence(ratios: Mapping[int, float], **changes: Any) -> Evidence:
         texts=TextFigures(),
         canary=(text,),
         baseline_canary=(text,),
-        measured=tuple(measured_m(m, ratio) for m, ratio in ratios.items()),
+        measured=tuple(measured_m(m, ratio, blocks, output_len) for m, ratio in ratios.items()),
         capacity=1 << 20,
         answers=(TextScore(max(ratios), 64, 0, 3, "the text"),),
     )
@@ -117,12 +120,22 @@ def sample_evidence(ratios: Mapping[int, float], **changes: Any) -> Evidence:
 def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
     """A whole verdict, as the gate gives it on these throughput ratios by M; `changes` replace fields."""
     subject = Subject(
-        "base-int4", None, "a" * 64, "b" * 64, "compressed-tensors, INT4 g128, zero points", {"tiles": 28}
+        "base-int4",
+        None,
+        "a" * 64,
+        "b" * 64,
+        "compressed-tensors, INT4 g128, zero points",
+        {"tiles": 28},
+        weights_sha256="d" * 64,
+        made_from_sha256="e" * 64,
+    )
+    base = replace(
+        subject, name="base", quantization="none", layouts={}, weights_sha256="e" * 64, made_from_sha256=None
     )
     verdict = Verdict(
         status="inconclusive",
         artifact=subject,
-        baseline=replace(subject, name="base", quantization="none", layouts={}),
+        baseline=base,
         checks=(),
         curve=(),
         evidence=sample_evidence(ratios),
@@ -131,18 +144,18 @@ def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
         bounds=Bounds(),
         quality_tokens=8192,
         quality_text_sha256="c" * 64,
+        quality_text=None,
+        quality_tokens_asked=8192,
+        declared={},
+        exploratory=(),
+        report={},
         command="pipeline validate base-int4",
         created="2026-01-01T00:00:00+00:00",
         duration_seconds=61.0,
     )
-    given = judged(replace(verdict, **{k: v for k, v in changes.items() if k in JUDGED_FROM}))
-    return replace(given, **changes)
+    kept = {name: value for name, value in changes.items() if name not in FOLLOWS}
+    return replace(judged_again(replace(verdict, **kept)), **changes)
 
 
-JUDGED_FROM = ("evidence", "workload", "bounds")
-
-
-def judged(verdict: Verdict) -> Verdict:
-    """`verdict` with the checks, the curve and the status that follow from its evidence."""
-    found = judge(verdict.evidence, verdict.workload, verdict.bounds)
-    return replace(verdict, status=found.status, checks=found.checks, curve=found.curve)
+FOLLOWS = ("status", "checks", "curve", "exploratory")
+"""What follows from the rest; in `changes` it contradicts it."""

@@ -94,6 +94,21 @@ def test_the_control_an_unedited_verdict_follows_from_its_figures(tmp_path: Path
     assert verdict == sample_verdict(ratios)
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda value: value["bounds"].update(max_mean_kl="nan"), "max_mean_kl must be a number"),
+        (lambda value: value["bounds"].update(throughput_floor=-1), "throughput_floor must be a number"),
+        (lambda value: value["workload"].update(ms=[]), "M must be"),
+        (lambda value: value["evidence"].pop("weights"), "evidence.weights"),
+        (lambda value: value["evidence"]["measured"][0].update(m="many"), "evidence.measured.0.m"),
+    ],
+)
+def test_bounds_and_figures_that_are_none_are_refused(tmp_path: Path, edit, words: str):
+    with pytest.raises(UserError, match=words):
+        read_verdict(edited(tmp_path, PASSED, edit))
+
+
 def test_figures_that_are_not_finite_survive_the_file(tmp_path: Path):
     def spoil(value: dict) -> None:
         value["evidence"]["quality"]["mean_kl"] = "nan"

@@ -13,8 +13,8 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from ....layouts.errors import UserError
 from ....layouts.outside_files import MAX_BYTES, parse_json
 from ....layouts.outside_names import name_refusal
-from ...artifact import MANIFEST_NAME, VERDICT_NAME
-from ..bundle import CARD_NAME, REPORT_FOLDER, BundleFile
+from ...artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME
+from ..bundle import CARD_NAME, BundleFile
 
 WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -127,4 +127,4 @@ def _named_in(manifest: bytes) -> set[str]:
         return set()
     if not isinstance(files, dict) or any(name_refusal(name) is not None for name in files):
         return set()
-    return {*files, MANIFEST_NAME, VERDICT_NAME, CARD_NAME}
+    return {*files, MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, CARD_NAME}

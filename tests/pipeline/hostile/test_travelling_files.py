@@ -91,24 +91,19 @@ def test_a_manifest_that_claims_a_stranger_is_not_pushed(artifact, tmp_path):
     assert "names id_rsa: not a kind of file" in result.stderr
 
 
-def test_the_report_takes_only_its_own_files_along(artifact, victim):
+def test_what_was_added_to_the_report_is_refused_whatever_it_is(artifact, victim):
     report = artifact / "serving_check"
     (report / "passwords.txt").write_text("secret")
     (report / "leak.png").symlink_to(victim)
     os.mkfifo(report / "pipe.html")
+    (report / "ratio.png").unlink()
+    (report / "ratio.png").symlink_to(victim)
     release = victim.parent / "release"
     result = run("push", artifact, "--to", f"folder:{release}", "--json")
-    assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (release / "serving_check").iterdir()) == [
-        "ratio.png",
-        "throughput.png",
-    ]
-    notes = json.loads(result.stdout)["notes"]
-    assert [note.split(": ")[0] for note in notes] == [
-        "left out serving_check/leak.png",
-        "left out serving_check/passwords.txt",
-        "left out serving_check/pipe.html",
-    ]
+    assert result.exit_code == 2 and not release.exists()
+    for name in ("leak.png", "passwords.txt", "pipe.html"):
+        assert f"'serving_check/{name}' was added" in result.stderr
+    assert "'serving_check/ratio.png': a symlink that leads out" in result.stderr
 
 
 @pytest.mark.parametrize("record", ["serving_check.json", MANIFEST_NAME])

@@ -1,26 +1,28 @@
 """A small artifact with a passing verdict, for tests of what happens to one after the gate. Not loadable."""
 
+import hashlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "serving_check"))
+
+from gate_samples import sample_verdict
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact, record_files, sha256_of
-from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.verdict import (
-    CheckResult,
-    CurvePoint,
-    Environment,
-    ServingFigures,
-    Subject,
-    Verdict,
-)
+from scalegate.serving_check.policy import declared_by
+from scalegate.serving_check.settings import Bounds
+from scalegate.serving_check.verdict import CurvePoint, ServingFigures, Verdict
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 INT4 = {"label": "INT4 g128, zero points", "modules": 28, "spec": {"format": "int4", "group_size": 128}}
 PLOT = b"\x89PNG\r\n\x1a\n" + b"plot" * 64
+PLOTS = {f"{name}.png": PLOT + name.encode() for name in ("throughput", "ratio")}
+RATIOS = {1: 1.04, 4: 1.05, 32: 1.02}
+SOURCE_SHA256 = "5" * 64
 
 
 def make_artifact(folder: Path, seed: int = 0, shards: list[str] = SHARDS, **changes: Any) -> Path:
@@ -32,8 +34,8 @@ def make_artifact(folder: Path, seed: int = 0, shards: list[str] = SHARDS, **cha
     write_json(folder / "config.json", {"quantization_config": {"quant_method": "compressed-tensors"}})
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     (folder / "serving_check").mkdir()
-    for plot in ("throughput", "ratio"):
-        (folder / "serving_check" / f"{plot}.png").write_bytes(PLOT + plot.encode())
+    for name, content in PLOTS.items():
+        (folder / "serving_check" / name).write_bytes(content)
     artifact = Artifact(
         source="maker/base",
         source_revision="0123456789abcdef0123456789abcdef01234567",
@@ -42,8 +44,9 @@ def make_artifact(folder: Path, seed: int = 0, shards: list[str] = SHARDS, **cha
         files=record_files(folder),
         quantization={"formats": [INT4]},
         base_metadata={"license": "apache-2.0", "language": ["en", "no"], "tags": ["code"]},
+        source_sha256=SOURCE_SHA256,
     )
-    give_verdict(folder, artifact, replace(passing_verdict(artifact), **changes))
+    give_verdict(folder, artifact, passing_verdict(artifact, **changes))
     return folder
 
 
@@ -54,31 +57,29 @@ def give_verdict(folder: Path, artifact: Artifact, verdict: Verdict) -> None:
     artifact.write(folder)
 
 
-def passing_verdict(artifact: Artifact) -> Verdict:
-    base = Subject("maker/base", artifact.source_revision, "0" * 64, None, "none", {})
-    checks = (
-        CheckResult("throughput", "pass", "1.02 at M=4", ">= 0.93", "every M is decided"),
-        CheckResult("quality", "pass", "0.012 nats", "<= 0.1 nats", "close to the baseline"),
+def passing_verdict(artifact: Artifact, **changes: Any) -> Verdict:
+    """What the gate gives on a sound `artifact`; `changes` replace fields, and the checks follow them."""
+    sample = sample_verdict(RATIOS)
+    subject = replace(
+        sample.artifact,
+        name="artifact",
+        bytes_digest=artifact.bytes_digest(),
+        layout_plan_sha256=artifact.layout_plan_sha256(),
+        made_from_sha256=artifact.source_sha256,
+        manifest_sha256=artifact.sha256(),
     )
-    return Verdict(
-        status="pass",
-        artifact=Subject(
-            "artifact", None, artifact.bytes_digest(), None, "compressed-tensors INT4 g128", {"cpu_int4": 28}
-        ),
-        baseline=base,
-        checks=checks,
-        curve=(curve_point(1, 100.0, 96.0), curve_point(4, 390.0, 370.0)),
-        environment=Environment(
-            "Some CPU x2", "embedded", "embedded", "bfloat16", {"torch": "2.13.0"}, "Linux", 2
-        ),
-        workload=WorkloadSettings(ms=(1, 4)),
-        bounds=Bounds(),
-        quality_tokens=1234,
-        quality_text_sha256="0" * 64,
-        command="pipeline validate artifact",
-        created="2026-01-01T00:00:00Z",
-        duration_seconds=12.0,
+    base = replace(
+        sample.baseline, name=artifact.source, revision=artifact.source_revision, weights_sha256=SOURCE_SHA256
     )
+    bound = {
+        "artifact": subject,
+        "baseline": base,
+        "declared": declared_by(artifact.recipe),
+        "bounds": Bounds.from_recipe(artifact.recipe),
+        "report": {name: hashlib.sha256(content).hexdigest() for name, content in PLOTS.items()},
+        "command": "pipeline validate artifact",
+    }
+    return sample_verdict(RATIOS, **(bound | changes))
 
 
 def curve_point(m: int, artifact: float, baseline: float) -> CurvePoint:

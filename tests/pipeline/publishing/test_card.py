@@ -1,20 +1,22 @@
 """The model card: measured figures, the base's own metadata, and nothing unfilled or made up."""
 
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
 import yaml
-from passed_artifact import INT4, curve_point, give_verdict, make_artifact, passing_verdict
+from passed_artifact import INT4, curve_point, make_artifact, passing_verdict
 from scalegate.pipeline import quantize
-from scalegate.pipeline.artifact import Artifact, record_files
+from scalegate.pipeline.artifact import SIGNATURE_NAME, Artifact, record_files
+from scalegate.pipeline.cli.release import command as release_command
 from scalegate.pipeline.publishing import card
 from scalegate.pipeline.publishing.card import write_card
-from scalegate.pipeline.push import require_passing_verdict
 from scalegate.pipeline.quantization.base_metadata import read_base_metadata
 from scalegate.pipeline.recipe import load_recipe
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.serving_check.verdict import CheckResult
 
 NAME = "org/base-INT4"
 
@@ -23,8 +25,7 @@ def card_of(folder, name=NAME, to=NAME, verdict=None, **changes):
     """The text with fields of the manifest and of the verdict changed."""
     manifest = replace(Artifact.read(folder), **changes)
     given = replace(passing_verdict(manifest), **(verdict or {}))
-    give_verdict(folder, manifest, given)
-    return write_card(folder, *require_passing_verdict(folder), name, to)
+    return write_card(folder, manifest, given, name, to)
 
 
 def front_matter(text):
@@ -60,7 +61,9 @@ def test_no_field_is_left_unfilled(artifact, changes):
 
 
 def test_the_table_holds_the_measured_figures(artifact):
-    text = card_of(artifact, verdict={"curve": (curve_point(32, 1234.4, 1000.0),)})
+    check = CheckResult("throughput", "pass", "1.02 at M=4", ">= 0.93", "every M is decided")
+    measured = {"curve": (curve_point(32, 1234.4, 1000.0),), "checks": (check,), "quality_tokens": 1234}
+    text = card_of(artifact, verdict=measured)
     assert "| 32 | 1,234 | 1,000 | 1.23 | 1.21 to 1.26 | 9.5 | 9.5 | 12 | 12 |" in text
     assert "| throughput | 1.02 at M=4 | >= 0.93 | pass |" in text
     assert "1,234 tokens of held-out text" in text
@@ -127,7 +130,7 @@ def test_a_floor_of_its_own_is_said_openly(artifact):
 def test_one_command_makes_it_again(artifact):
     revision = Artifact.read(artifact).source_revision
     shipped = Artifact.read(artifact).recipe
-    load = WorkloadSettings(ms=(1, 2, 4, 8, 16, 32))
+    load = WorkloadSettings()
     plain = card_of(artifact, verdict={"workload": load})
     # The recipe is named like a shipped one and differs from it.
     assert f"pipeline release maker/base --revision {revision} --recipe int4-hqq.yaml --to {NAME}\n" in plain
@@ -138,6 +141,33 @@ def test_one_command_makes_it_again(artifact):
         verdict={"workload": WorkloadSettings(ms=(1, 8)), "bounds": Bounds(throughput_floor=0.7)},
     )
     assert f"--recipe mine.yaml --m 1,8 --floor 0.7 --to {NAME}\n" in changed
+
+
+def test_every_setting_that_is_not_the_default_is_in_the_command(artifact):
+    sample = passing_verdict(Artifact.read(artifact))
+    elsewhere = replace(sample.baseline, name="other/base", revision="a" * 40)
+    text = card_of(
+        artifact,
+        verdict={
+            "workload": WorkloadSettings((1, 8), 32, 48, 2, 12, 3, 7),
+            "baseline": elsewhere,
+            "quality_text": "mine.txt",
+            "quality_tokens_asked": 4096,
+        },
+    )
+    words = (
+        f"--baseline other/base --baseline-revision {'a' * 40} --m 1,8 --input-len 32 --output-len 48 "
+        f"--waves 2 --max-repeats 12 --warmups 3 --seed 7 --text mine.txt --quality-tokens 4096 --to {NAME}\n"
+    )
+    assert words in text
+    (line,) = [line for line in text.splitlines() if line.startswith("pipeline release")]
+    release_command.make_context("release", shlex.split(line)[2:])
+
+
+def test_a_signature_is_said_and_so_is_its_absence(artifact):
+    assert "It is not signed" in card_of(artifact) and f"pipeline verify {NAME}\n" in card_of(artifact)
+    (artifact / SIGNATURE_NAME).write_text("a signature")
+    assert "It is signed" in card_of(artifact)
 
 
 def test_engine_options_that_were_given_are_in_the_command(artifact):
@@ -159,7 +189,7 @@ def test_the_card_knows_the_defaults_of_the_command_it_shows():
 
 def test_a_shipped_recipe_is_named_and_not_saved(artifact):
     text = card_of(artifact, recipe=load_recipe("int4-hqq").to_json())
-    assert "--recipe int4-hqq --m 1,4 --to" in text
+    assert "--recipe int4-hqq --m 1,4,32 --to" in text
     assert "ships with Scalegate" in text and "save the recipe" not in text
 
 

@@ -1,95 +1,57 @@
 """What is never published: anything but exactly the bytes that a passing verdict names."""
 
-import json
-import shutil
-from dataclasses import replace
-
 import pytest
-from passed_artifact import SHARDS, edit_json, give_verdict, make_artifact, passing_verdict
+from gate_samples import sample_evidence
+from passed_artifact import (
+    SHARDS,
+    give_verdict,
+    passing_verdict,
+)
 from scalegate.layouts.errors import UserError
-from scalegate.layouts.files import write_json
-from scalegate.pipeline.artifact import MANIFEST_NAME, VERDICT_NAME, Artifact
+from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.push import push
-from scalegate.serving_check.verdict import CheckResult
-
-
-def remove_verdict(artifact):
-    (artifact / VERDICT_NAME).unlink()
-
-
-def flip_one_bit(artifact):
-    path = artifact / SHARDS[1]
-    content = bytearray(path.read_bytes())
-    content[1000] ^= 1
-    path.write_bytes(content)
-
-
-def truncate_a_shard(artifact):
-    path = artifact / SHARDS[1]
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def remove_a_shard(artifact):
-    (artifact / SHARDS[1]).unlink()
-
-
-def add_a_file(artifact):
-    (artifact / "extra.safetensors").write_bytes(b"not validated")
-
-
-def edit_the_config(artifact):
-    edit_json(artifact / "config.json", hidden_size=1)
-
-
-def take_another_artifacts_verdict(artifact):
-    other = make_artifact(artifact.parent / "other", seed=1)
-    shutil.copy(other / VERDICT_NAME, artifact / VERDICT_NAME)
-
-
-def take_another_artifacts_verdict_and_say_so_in_the_manifest(artifact):
-    other = make_artifact(artifact.parent / "other", seed=1)
-    manifest = Artifact.read(artifact)
-    give_verdict(artifact, manifest, passing_verdict(Artifact.read(other)))
-
-
-def put_a_verdict_there_by_hand(artifact):
-    edit_json(artifact / MANIFEST_NAME, verdict_sha256=None)
-
-
-def edit_the_verdict(artifact):
-    verdict = json.loads((artifact / VERDICT_NAME).read_text())
-    verdict["curve"][0]["ratio"] = 9.0
-    write_json(artifact / VERDICT_NAME, verdict)
-
-
-def fail(artifact):
-    manifest = Artifact.read(artifact)
-    failed = CheckResult("throughput", "fail", "0.41 at M=32", ">= 0.93", "down 256x768 on a slow kernel")
-    verdict = passing_verdict(manifest)
-    give_verdict(artifact, manifest, replace(verdict, status="fail", checks=(*verdict.checks, failed)))
-
-
-def fail_and_edit_it_to_a_pass(artifact):
-    fail(artifact)
-    edit_json(artifact / VERDICT_NAME, status="pass")
-
-
-def leave_undecided(artifact):
-    manifest = Artifact.read(artifact)
-    undecided = CheckResult(
-        "throughput", "inconclusive", "0.91 to 0.97", ">= 0.93", "the interval is too wide"
-    )
-    give_verdict(
-        artifact, manifest, replace(passing_verdict(manifest), status="inconclusive", checks=(undecided,))
-    )
-
-
-def lay_out_again(artifact):
-    edit_json(artifact / MANIFEST_NAME, layout_plan={"device": "cpu", "versions": {}, "choices": []})
-
-
-def break_the_verdict(artifact):
-    (artifact / VERDICT_NAME).write_text("{")
+from scalegate.pipeline.report.table import verdict_table
+from scalegate.serving_check.settings import WorkloadSettings
+from spoilt_artifact import (
+    add_a_file,
+    add_a_page,
+    add_a_page_in_a_folder,
+    baseline,
+    baseline_on_another_engine,
+    break_the_verdict,
+    declare_a_bound_afterwards,
+    draw_another_plot,
+    edit_a_figure_with_its_digest,
+    edit_the_config,
+    edit_the_recipe,
+    edit_the_words_with_their_digest,
+    edit_what_is_said_of_the_layers,
+    fail,
+    fail_and_edit_it_to_a_pass,
+    fail_and_edit_it_to_a_pass_with_its_digest,
+    flip_one_bit,
+    forget_the_source,
+    lay_out_again,
+    leave_undecided,
+    loosen_a_bound_of_quality,
+    lower_the_floor,
+    measure,
+    measure_quality_on_little,
+    put_a_file_in_a_folder_of_its_own,
+    put_a_signature_there,
+    put_a_verdict_there_by_hand,
+    quantize_nothing,
+    quantize_other_layers,
+    remove_a_plot,
+    remove_a_shard,
+    remove_verdict,
+    say_another_duration,
+    take_another_artifacts_verdict,
+    take_another_artifacts_verdict_and_say_so_in_the_manifest,
+    take_another_artifacts_verdict_with_its_digest,
+    truncate_a_shard,
+    workload,
+)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +66,38 @@ def break_the_verdict(artifact):
         (take_another_artifacts_verdict, "a verdict on other bytes"),
         (take_another_artifacts_verdict_and_say_so_in_the_manifest, "a verdict on other bytes"),
         (put_a_verdict_there_by_hand, "names no verdict"),
-        (edit_the_verdict, "was edited after it was given"),
-        (fail, "throughput: 0.41 at M=32, bound >= 0.93. down 256x768 on a slow kernel"),
+        (say_another_duration, "was edited after it was given"),
+        (fail, "throughput: lowest 0.400 ["),
         (fail_and_edit_it_to_a_pass, "was edited after it was given"),
         (leave_undecided, "inconclusive"),
+        (fail_and_edit_it_to_a_pass_with_its_digest, "throughput says pass, its figures say fail"),
+        (edit_a_figure_with_its_digest, "the curve at M=1 is not the one of its repeats"),
+        (edit_the_words_with_their_digest, "the words of quality are not those of its figures"),
+        (take_another_artifacts_verdict_with_its_digest, "a verdict on other bytes"),
+        (edit_the_recipe, "manifest was edited"),
+        (declare_a_bound_afterwards, "under other bounds than the recipe"),
+        (edit_what_is_said_of_the_layers, "manifest was edited"),
+        (add_a_page, "'serving_check/praise.html' was added"),
+        (add_a_page_in_a_folder, "'serving_check/more/ratio.png' was added"),
+        (draw_another_plot, "'serving_check/ratio.png' was changed"),
+        (remove_a_plot, "'serving_check/ratio.png': No such file"),
+        (put_a_file_in_a_folder_of_its_own, "more/LICENSE: not recorded"),
+        (put_a_signature_there, "does not fit serving_check.json"),
+        (measure((1, 4)), "the largest M is 4, the policy wants 32"),
+        (measure((4, 32)), "the smallest M is 4, not 1"),
+        (measure((1, 32)), "M=32 is more than 8 times M=1"),
+        (measure((1, 4, 32), blocks=5), "5 blocks of repeats at M=1, the policy wants 6"),
+        (workload(output_len=64, input_len=1), "1 prompt tokens a request, the policy wants 64"),
+        (workload(warmups=0), "0 warm-ups, the policy wants 1"),
+        (lower_the_floor, "throughput floor 0.01, the policy wants 0.93"),
+        (loosen_a_bound_of_quality, "max mean kl 5, the policy wants 0.1"),
+        (measure_quality_on_little, "1000 held-out tokens, the policy wants 4096"),
+        (baseline(quantization="compressed-tensors, INT4 g128"), "is itself quantized"),
+        (baseline(weights_sha256="6" * 64), "is not the checkpoint that the artifact was made from"),
+        (baseline_on_another_engine, "served by embedded, the baseline by vllm"),
+        (forget_the_source, "quantize it again"),
+        (quantize_nothing, "plain weights under another name"),
+        (quantize_other_layers, "says that model.layers.3.mlp.up_proj are quantized, and they are not"),
         (lay_out_again, "laid out again"),
         (break_the_verdict, "not valid JSON"),
     ],
@@ -124,6 +114,21 @@ def test_refused_and_nothing_published(artifact, tmp_path, spoil, words, dry_run
 
 def test_the_same_artifact_unspoilt_is_published(artifact, tmp_path):
     assert push(artifact, f"folder:{tmp_path / 'release'}").status == "pushed"
+
+
+def test_a_policy_that_the_recipe_lowers_openly_is_published_and_said_first(artifact, tmp_path):
+    manifest = Artifact.read(artifact)
+    manifest.recipe = manifest.recipe | {"throughput_floor": 0.8, "least_largest_m": 4}
+    evidence = sample_evidence({1: 0.85, 4: 0.9})
+    given = passing_verdict(manifest, evidence=evidence, workload=WorkloadSettings((1, 4)))
+    assert given.status == "pass" and given.exploratory == ()
+    give_verdict(artifact, manifest, given)
+    push(artifact, f"folder:{tmp_path / 'release'}")
+    card = (tmp_path / "release" / "README.md").read_text().split("---\n")[2]
+    head = "\n".join(card.strip().splitlines()[:4])
+    assert "throughput floor 0.8 (the policy says 0.93)" in head
+    assert "least largest m 4 (the policy says 32)" in head
+    assert "throughput floor 0.8" in verdict_table(given).splitlines()[0]
 
 
 def test_a_folder_that_is_no_artifact_is_refused(tmp_path):

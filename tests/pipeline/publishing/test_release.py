@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fake_hub import Drop, Request
+from gate_samples import sample_evidence
 from passed_artifact import edit_json, give_verdict, passing_verdict
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline import release as release_module
@@ -16,6 +17,7 @@ from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.release import release
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.record import judged_again
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -27,9 +29,13 @@ max_tpot_ratio: 1000
 max_ttft_ratio: 1000
 min_reached: 0.01
 min_top1_agreement: 0.5
+least_largest_m: 2
+least_input_len: 16
+least_output_len: 8
+least_quality_tokens: 1000
 """
 
-OPTIONS = {"m": (1, 4), "device": "cpu"}
+OPTIONS = {"m": (1, 4, 32), "device": "cpu"}
 
 
 @pytest.fixture
@@ -43,21 +49,29 @@ def gate(monkeypatch):
         def __call__(self, folder, baseline, **asked):
             self.runs += 1
             manifest = Artifact.read(folder)
-            verdict = passing_verdict(manifest)
-            subject = replace(verdict.artifact, layout_plan_sha256=manifest.layout_plan_sha256())
             floor = asked["floor"] or manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
-            load = WorkloadSettings(tuple(sorted(asked["m"])), asked["input_len"], asked["output_len"])
+            ms = tuple(sorted(asked["m"]))
+            load = WorkloadSettings(ms, asked["input_len"], asked["output_len"])
             known = {one.name for one in fields(EngineOptions)}
             given = {name: value for name, value in asked.items() if name in known}
+            environment = passing_verdict(manifest).environment
             recorded = effective_options(sized_options(given, load))
-            verdict = replace(
-                verdict,
-                status=self.status,
-                environment=replace(verdict.environment, engine_options=recorded),
-                artifact=subject,
+            lacking = {"fail": {"compiled": ({}, {"a kernel": 1})}, "inconclusive": {"baseline_canary": ()}}
+            verdict = passing_verdict(
+                manifest,
+                evidence=sample_evidence(
+                    dict.fromkeys(ms, 1.0), output_len=load.output_len, **lacking.get(self.status, {})
+                ),
+                environment=replace(environment, engine_options=recorded),
                 workload=load,
                 bounds=Bounds(throughput_floor=floor),
+                report={},
             )
+            verdict = replace(
+                verdict, baseline=replace(verdict.baseline, weights_sha256=manifest.source_sha256)
+            )
+            verdict = judged_again(verdict)
+            assert verdict.status == self.status
             give_verdict(folder, manifest, verdict)
             return verdict
 
@@ -112,7 +126,7 @@ def test_all_stages_run_once_and_are_skipped_when_run_again(run, gate, tmp_path)
 
 def test_what_asks_another_question_is_validated_again(run, gate):
     run()
-    for changes in ({"floor": 0.5}, {"m": (1, 2, 4)}, {"output_len": 32}):
+    for changes in ({"floor": 0.95}, {"m": (1, 2, 8, 32)}, {"output_len": 128}):
         assert "validate" not in skipped(run(**changes))
     assert gate.runs == 4
 
@@ -149,7 +163,7 @@ def test_a_verdict_on_something_else_does_not_stand(run, gate, spoil):
 def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkpoint, status, exit_code):
     gate.status = status
     arguments = [str(tiny_checkpoint), "--to", f"folder:{tmp_path / 'release'}", "--device", "cpu"]
-    arguments += ["--m", "1,4", "--work", str(tmp_path / "work")]
+    arguments += ["--m", "1,4,32", "--work", str(tmp_path / "work")]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == exit_code
     assert f"Not published: the gate says {status}" in result.output
@@ -160,6 +174,21 @@ def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkp
     stages = json.loads(again.stdout)["stages"]
     assert [stage["name"] for stage in stages if stage["skipped"]] == ["quantize", "layout"]
     assert (tmp_path / "release" / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"m": (1, 4)}, "the largest M is 4"),
+        ({"floor": 0.5}, "throughput floor 0.5"),
+        ({"quality_tokens": 1024}, "1024 held-out tokens"),
+        ({"output_len": 16}, "16 output tokens a request"),
+    ],
+)
+def test_an_exploratory_release_is_refused_before_anything_is_quantized(run, gate, tmp_path, changes, words):
+    with pytest.raises(UserError, match=f"exploratory(.|\n)*{words}"):
+        run(**changes)
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_target_that_cannot_work_is_refused_before_anything_is_quantized(run, gate, tmp_path):
@@ -190,7 +219,7 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     recipe = tmp_path / "patient.yaml"
     recipe.write_text(PATIENT)
     arguments = ["release", "maker/base", "--recipe", recipe, "--to", "org/base-INT4", "--device", "cpu"]
-    arguments += ["--work", tmp_path / "work", "--m", "2", "--input-len", 16, "--output-len", 8]
+    arguments += ["--work", tmp_path / "work", "--m", "1,2", "--input-len", 16, "--output-len", 8]
     arguments += ["--quality-tokens", 1024]
     process = pipeline.start(*arguments, **hub.environment())
 
@@ -213,5 +242,10 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     assert {"model.safetensors", "tokenizer.json", "serving_check/throughput.png"} <= set(released)
     card = released["README.md"].content.decode()
     assert "license: psf-2.0" in card and "base_model: maker/base" in card
-    assert f"--revision {base.history()[0].oid} --recipe patient.yaml --m 2" in card
+    assert f"--revision {base.history()[0].oid} --recipe patient.yaml --m 1,2" in card
     assert "throughput floor: 0.02" in card and "max ttft ratio: 1000" in card
+    assert "least largest m 2 (the policy says 32)" in card
+    verified = pipeline("verify", "org/base-INT4", "--json", **hub.environment())
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    found = json.loads(verified.stdout)
+    assert {one["name"] for one in found["findings"] if one["holds"] != "yes"} == {"signature"}

@@ -1,0 +1,21 @@
+"""`pipeline sign`: parses options and calls `sign`."""
+
+import click
+
+
+@click.command("sign")
+@click.argument("artifact")
+@click.option("--key", required=True, metavar="FILE", help="An SSH key; a public one is asked of the agent.")
+def command(artifact: str, key: str) -> None:
+    """Sign the verdict in ARTIFACT with an SSH key, so that others can tell who gave it.
+
+    The signature covers the verdict, and through its digests every other file of the release.
+
+    \b
+    Examples:
+        pipeline sign work/Qwen3-8B-INT4 --key ~/.ssh/id_ed25519
+    """
+    from ..sign import sign
+
+    signature = sign(artifact, key)
+    click.echo(f"Signed with key {signature.key}")

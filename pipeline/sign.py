@@ -1,0 +1,24 @@
+"""Signs the verdict of an artifact, once its records hold together: `pipeline sign`."""
+
+from pathlib import Path
+
+from ..layouts.errors import UserError
+from .artifact import VERDICT_NAME
+from .examination import examine
+from .signature import Signature, check_signature, sign_file
+
+
+def sign(artifact: str | Path, key: str | Path) -> Signature:
+    """Sign the verdict in the folder `artifact` with the SSH key in the file `key`.
+
+    UserError where there is no verdict, or where it does not hold for what lies there.
+    """
+    folder = Path(artifact).expanduser()
+    found = examine(folder)
+    for finding in found.findings:
+        if finding.holds == "no" and finding.name != "signature":
+            raise UserError(finding.said)
+    if found.verdict is None:
+        raise UserError(f"{folder} has no verdict to sign; run `pipeline validate {folder}`")
+    sign_file(folder / VERDICT_NAME, Path(key))
+    return check_signature(folder / VERDICT_NAME)

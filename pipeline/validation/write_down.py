@@ -1,0 +1,83 @@
+"""Writes a verdict down: into the artifact and the report's folder, with its pages, plots and signature.
+
+The verdict comes first and is bound to its report afterwards; what only decorates it must not cost it.
+"""
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...serving_check.verdict import Verdict
+from ..artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
+from ..report.write import render_report, write_files
+from ..signature import sign_file
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that a verdict and its report are written into."""
+
+    name: str
+    folder: Path
+    report: Path
+    manifest: Artifact | None = None
+    """It names the verdict."""
+
+    def write(self, verdict: Verdict) -> bool:
+        """Whether it could be; if not, nothing older is left: an earlier pass must not outlive a fail."""
+        with _or_a_note(f"{self.name}'s verdict", self._remove) as written:
+            (self.folder / SIGNATURE_NAME).unlink(missing_ok=True)
+            verdict.write(self.folder / VERDICT_NAME)
+            if self.manifest is not None:
+                self.manifest.verdict_sha256 = sha256_of(self.folder / VERDICT_NAME)
+                self.manifest.write(self.folder)
+        return bool(written)
+
+    def write_pages(self, pages: Mapping[str, bytes]) -> bool:
+        """Whether they could be written; the artifact's report is replaced whole."""
+        if self.manifest is not None:
+            shutil.rmtree(self.report, ignore_errors=True)
+        with _or_a_note(f"{self.name}'s pages") as written:
+            write_files(self.report, pages)
+        return bool(written)
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            (self.folder / VERDICT_NAME).unlink(missing_ok=True)
+
+
+def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> Verdict:
+    """The verdict at once, then again with the digests of its report, then the signature.
+
+    Returns it with those digests.
+    """
+    places = [place for place in places if place.write(verdict)]
+    pages: dict[str, bytes] = {}
+    if places:
+        with _or_a_note("the report"):
+            pages = render_report(verdict)
+    bound = replace(verdict, report={n: hashlib.sha256(page).hexdigest() for n, page in pages.items()})
+    for place in places:
+        if pages and place.write_pages(pages):
+            place.write(bound)
+        if key is not None:
+            with _or_a_note("the signature"):
+                sign_file(place.folder / VERDICT_NAME, key)
+    return bound
+
+
+@contextmanager
+def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
+    """Inside, a failure is said and cleaned up after, no more: a full disk or a plot must not cost a verdict
+    that took hours. Yields a list that holds `what` once all went well."""
+    done: list[str] = []
+    try:
+        yield done
+        done.append(what)
+    except Exception as error:
+        clean()
+        print(f"Note: {what} could not be written ({error}); the verdict stands.", file=sys.stderr)

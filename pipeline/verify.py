@@ -1,0 +1,110 @@
+"""Checks a release that anybody published: its files, its records, its figures, its policy and its signature.
+
+Nothing is measured again; what unsigned digests cannot promise is said in the README.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..layouts.errors import UserError
+from ..serving_check.verdict import Verdict
+from .artifact import MANIFEST_NAME, Artifact
+from .checkpoints.download import download_checkpoint
+from .examination import Finding, Holds, examine
+from .publishing.bundle import CARD_NAME
+from .publishing.card import write_card
+from .signature import Signature
+
+ONLY_TOLD = ("signature", "card")
+"""What may be unknown, and the rest still hold."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `pipeline verify` shows: a line for everything that was looked at."""
+
+    model: str
+    revision: str | None
+    findings: tuple[Finding, ...]
+    verdict: Verdict | None
+    signature: Signature
+
+    @property
+    def holds(self) -> Holds:
+        """No where anything does not hold, unknown where anything that matters cannot be told, else yes.
+
+        A card of somebody's own, and a missing signature that nobody asked for, are told and decide nothing.
+        """
+        found = {
+            finding.holds
+            for finding in self.findings
+            if finding.name not in ONLY_TOLD or finding.holds == "no"
+        }
+        return "no" if "no" in found else "unknown" if "unknown" in found else "yes"
+
+    @property
+    def exit_status(self) -> int:
+        """As the gate's: 0 holds, 1 does not, 2 cannot be told."""
+        return {"yes": 0, "no": 1, "unknown": 2}[self.holds]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "revision": self.revision,
+            "holds": self.holds,
+            "findings": [asdict(finding) for finding in self.findings],
+            "signature": asdict(self.signature),
+            "verdict": None if self.verdict is None else self.verdict.status,
+        }
+
+
+def verify(model: str | Path, revision: str | None = None, signers: str | Path | None = None) -> Verification:
+    """Hold the records of `model`, a folder or a Hub id, against its files and against one another.
+
+    signers: an allowed-signers file (`ssh-keygen(1)`); the verdict must then be signed by one of them
+    """
+    folder, commit = Path(model).expanduser(), None
+    if not folder.is_dir():
+        # Whatever lies there: a file that no engine should find is found here.
+        folder, commit = download_checkpoint(str(model), revision, ignored=())
+    elif revision is not None:
+        raise UserError(f"{folder} is a folder; --revision is for Hub ids")
+    if not (folder / MANIFEST_NAME).is_file():
+        raise UserError(f"{model} has no {MANIFEST_NAME}: it is not a release of Scalegate's")
+    found = examine(folder, None if signers is None else Path(signers))
+    findings = [*found.findings]
+    if found.verdict is not None:
+        findings += _conclusions(found.verdict)
+        target = str(model) if commit is not None else f"folder:{folder.resolve().name}"
+        findings.append(_card(folder, found.manifest, found.verdict, target))
+    return Verification(str(model), commit, tuple(findings), found.verdict, found.signature)
+
+
+def _card(folder: Path, manifest: Artifact, verdict: Verdict, target: str) -> Finding:
+    """Whether the card says what Scalegate makes of these records; the one file that no digest binds."""
+    try:
+        card = write_card(folder, manifest, verdict, target.removeprefix("folder:"), target)
+        same = (folder / CARD_NAME).read_text(encoding="utf-8") == card
+    except (OSError, ValueError, UserError):
+        same = False
+    if same:
+        return Finding("card", "yes", f"{CARD_NAME} is what this Scalegate writes from these records")
+    return Finding(
+        "card",
+        "unknown",
+        f"{CARD_NAME} is not what this Scalegate writes from these records",
+    )
+
+
+def _conclusions(verdict: Verdict) -> list[Finding]:
+    status: Holds = {"pass": "yes", "fail": "no", "inconclusive": "unknown"}[verdict.status]  # type: ignore[assignment]
+    failed = ", ".join(check.name for check in verdict.failures)
+    said = f"{verdict.status}, recomputed from its raw figures" + (f": {failed}" if failed else "")
+    weak = "; ".join(verdict.exploratory)
+    return [
+        Finding("policy", "unknown", f"exploratory: {weak}")
+        if weak
+        else Finding("policy", "yes", "no weaker than the release policy, as the recipe declares it"),
+        Finding("status", status, said),
+    ]

@@ -1,0 +1,152 @@
+"""The release policy: the least that a verdict must rest on to be published, and what of it a recipe lowers.
+
+A run that is weaker than this is exploratory: its verdict is shown and kept, and `push` refuses it. A recipe
+may lower a bound openly; card and verdict then say so in their first lines.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+from .engines.all_engines import find_engine
+from .settings import Bounds, WorkloadSettings, checked_bound
+from .verdict import Verdict
+
+
+@dataclass(frozen=True)
+class ReleasePolicy:
+    """The settings that a published verdict may not fall short of; the bounds' own defaults belong to it."""
+
+    least_largest_m: int = 32
+    """The largest M is at least this; the smallest is 1."""
+    most_m_step: int = 8
+    """Each M is at most this many times the one before it."""
+    least_input_len: int = 64
+    """Prompt tokens a request."""
+    least_output_len: int = 64
+    """Output tokens a request."""
+    least_blocks: int = 6
+    """Blocks of two repeats that were measured at every M."""
+    least_warmups: int = 1
+    """Unmeasured repeats of each side at each M."""
+    least_quality_tokens: int = 4096
+    """Held-out tokens that quality was measured on."""
+
+
+POLICY = ReleasePolicy()
+Declared = Mapping[str, float]
+"""The bounds and the policy's settings that a recipe sets, by name."""
+
+
+def declarable() -> list[str]:
+    """The names that a recipe may set."""
+    return [field.name for kind in (Bounds, ReleasePolicy) for field in fields(kind)]
+
+
+def declared_by(recipe: Mapping[str, Any]) -> dict[str, float]:
+    """What a recipe sets of the bounds and of the policy. UserError where that is no number."""
+    return {name: checked_bound(name, recipe[name]) for name in declarable() if recipe.get(name) is not None}
+
+
+def lowered(declared: Declared) -> list[str]:
+    """What a recipe lowers, one line each: `throughput floor 0.8 (the policy says 0.93)`."""
+    return [
+        f"{_words(name)} {value:g} (the policy says {_default(name):g})"
+        for name, value in declared.items()
+        if is_weaker(name, value, _default(name))
+    ]
+
+
+def is_weaker(name: str, value: float, than: float) -> bool:
+    """Whether a bound is easier to meet at `value`: `max_…` and `most_…` when higher, others when lower."""
+    return value > than if name.startswith(("max_", "most_")) else value < than
+
+
+def weaker_settings(
+    workload: WorkloadSettings, bounds: Bounds, quality_tokens: int, declared: Declared
+) -> list[str]:
+    """What is weaker than the policy, as the recipe lowers it, and known before anything is measured."""
+    policy = _policy(declared)
+    ms = sorted(workload.ms)
+    found = []
+    if ms[0] > 1:
+        found.append(f"the smallest M is {ms[0]}, not 1")
+    if ms[-1] < policy.least_largest_m:
+        found.append(f"the largest M is {ms[-1]}, the policy wants {policy.least_largest_m}")
+    found += [
+        f"M={after} is more than {policy.most_m_step} times M={before}, the one before it"
+        for before, after in pairwise(ms)
+        if after > policy.most_m_step * before
+    ]
+    for what, value, least in (
+        ("prompt tokens a request", workload.input_len, policy.least_input_len),
+        ("output tokens a request", workload.output_len, policy.least_output_len),
+        ("warm-ups", workload.warmups, policy.least_warmups),
+        ("held-out tokens", quality_tokens, policy.least_quality_tokens),
+    ):
+        if value < least:
+            found.append(f"{value} {what}, the policy wants {least}")
+    for field in fields(Bounds):
+        value, allowed = getattr(bounds, field.name), declared.get(field.name, _default(field.name))
+        if is_weaker(field.name, value, allowed):
+            found.append(f"{_words(field.name)} {value:g}, the policy wants {allowed:g}")
+    return found
+
+
+def weaker(verdict: Verdict) -> list[str]:
+    """Everything in which a verdict is weaker than the policy; empty where it may be published."""
+    declared = verdict.declared
+    found = weaker_settings(verdict.workload, verdict.bounds, verdict.quality_tokens, declared)
+    least = _policy(declared).least_blocks
+    found += [
+        f"{len(one.blocks)} blocks of repeats at M={one.m}, the policy wants {least}"
+        for one in verdict.evidence.measured
+        if len(one.blocks) < least
+    ]
+    return found + _of_the_baseline(verdict)
+
+
+def _of_the_baseline(verdict: Verdict) -> list[str]:
+    baseline, environment = verdict.baseline, verdict.environment
+    found = []
+    if baseline.quantization != "none":
+        found.append(f"the baseline, {baseline.name}, is itself quantized ({baseline.quantization})")
+    if verdict.artifact.made_from_sha256 is None:
+        found.append("nothing records by digest what the artifact was made from; quantize it again")
+    elif baseline.weights_sha256 != verdict.artifact.made_from_sha256:
+        found.append(f"the baseline, {baseline.name}, is not the checkpoint that the artifact was made from")
+    if _kind(environment.engine) != _kind(environment.baseline_engine):
+        found.append(
+            f"the artifact was served by {_kind(environment.engine)}, the baseline by "
+            f"{_kind(environment.baseline_engine)}"
+        )
+    return found
+
+
+def _kind(engine: str) -> str:
+    known = find_engine(engine)
+    return engine if known is not None and known.starts else "a running server"
+
+
+def _policy(declared: Declared) -> ReleasePolicy:
+    names = {field.name for field in fields(ReleasePolicy)}
+    return replace(POLICY, **{name: int(value) for name, value in declared.items() if name in names})
+
+
+def _default(name: str) -> float:
+    return float(getattr(POLICY, name, None) or getattr(Bounds(), name))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def first_lines(exploratory: Sequence[str], declared: Declared) -> list[str]:
+    """What a verdict and a card say before anything else; empty where the policy was kept as it is."""
+    lines = []
+    if exploratory:
+        lines.append(f"Exploratory, not to be published: {'; '.join(exploratory)}.")
+    if changes := lowered(declared):
+        lines.append(f"The recipe lowers the release policy: {'; '.join(changes)}.")
+    return lines
