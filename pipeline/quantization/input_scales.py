@@ -59,7 +59,7 @@ def calibration_text(
         )
     try:
         content = path.read_bytes()
-        windows = token_windows(tokenizer, read_texts(path), SEQUENCE_TOKENS)
+        windows = token_windows(tokenizer, read_texts(path), SEQUENCE_TOKENS, SEQUENCES * SEQUENCE_TOKENS)
     except OSError as error:
         raise UserError(f"cannot read the calibration text {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -70,7 +70,7 @@ def calibration_text(
     whole = tokens[: len(tokens) // SEQUENCE_TOKENS * SEQUENCE_TOKENS].view(-1, SEQUENCE_TOKENS)
     if not len(whole):
         raise UserError(f"{path} has {len(tokens)} tokens; calibration needs at least {SEQUENCE_TOKENS}")
-    return CalibrationText(whole[:SEQUENCES], hashlib.sha256(content).hexdigest())
+    return CalibrationText(whole, hashlib.sha256(content).hexdigest())
 
 
 def find_input_formats(

@@ -118,42 +118,58 @@ def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, An
     entry["versions"] = subjects.prepare(windows)
     stored = open_checkpoint(checkpoint)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    for subject, weights in subjects.weights():
-        cell = entry["subjects"].setdefault(subject, {"slices": []})
-        original = {name: stored.read(f"{name}.weight") for name in weights}
-        cell["relative_l2"] = relative_l2(original, weights) if weights else 0.0
-        for name, value in weights.items():
-            model.get_submodule(name).weight.data.copy_(value)
-        slices = range(0, len(windows), SLICE_WINDOWS)
-        for start in slices[len(cell["slices"]) :]:
+    everybody = dict(subjects.weights())
+    original = {name: stored.read(f"{name}.weight").float() for name in everybody[OURS]}
+    cells = {subject: entry["subjects"].setdefault(subject, {"slices": []}) for subject in everybody}
+    for subject, weights in everybody.items():
+        cells[subject]["relative_l2"] = relative_l2(original, weights or original)
+    # Slice by slice, so that all have read the same text whenever the run is stopped.
+    for index, start in enumerate(range(0, len(windows), SLICE_WINDOWS)):
+        for subject, weights in everybody.items():
+            if len(cells[subject]["slices"]) > index:
+                continue
+            for name, value in (weights or original).items():
+                model.get_submodule(name).weight.data.copy_(value)
             found = score(model, windows[start : start + SLICE_WINDOWS])
-            cell["slices"].append([found.tokens, found.nats_per_token])
-            write_json(
-                options.out, {"context": options.context, "torch": torch.__version__, "checkpoints": results}
-            )
-        count = sum(tokens for tokens, _ in cell["slices"])
-        cell["nats_per_token"] = sum(tokens * nats for tokens, nats in cell["slices"]) / count
-        print(
-            f"{checkpoint.name} {subject}: {cell['relative_l2']:.6f} {cell['nats_per_token']:.6f}", flush=True
-        )
+            cells[subject]["slices"].append([found.tokens, found.nats_per_token])
+            report(options, results)
 
 
-def table(results: Mapping[str, Any]) -> bool:
-    """Print what was found; whether ours is at or below all that decide."""
-    holds = True
-    for name, entry in results.items():
+def report(options: argparse.Namespace, results: Mapping[str, Any]) -> None:
+    """Write down what was scored so far, over the slices that all subjects of a checkpoint have read."""
+    for entry in results.values():
         cells = entry["subjects"]
+        count = min(len(cell["slices"]) for cell in cells.values())
+        entry["tokens_scored"] = sum(tokens for tokens, _ in cells[PLAIN]["slices"][:count])
+        for cell in cells.values():
+            total = sum(tokens * nats for tokens, nats in cell["slices"][:count])
+            cell["nats_per_token"] = total / max(1, entry["tokens_scored"])
         for cell in cells.values():
             cell["extra_nats_per_token"] = cell["nats_per_token"] - cells[PLAIN]["nats_per_token"]
-        print(f"\n{name:28}{'relative L2':>14}{'extra nats':>14}")
-        for subject, cell in cells.items():
-            rivals = subject not in (PLAIN, OURS, *INFORMATION)
-            measures = ("relative_l2", "extra_nats_per_token")
-            beaten = not rivals or all(cells[OURS][key] <= cell[key] for key in measures)
-            holds &= beaten
-            note = "" if beaten else "  OURS IS ABOVE"
-            print(f"{subject:28}{cell['relative_l2']:14.6f}{cell['extra_nats_per_token']:14.6f}{note}")
-    return holds
+    settings = {"context": options.context, "evaluated_in": "float32", "torch": torch.__version__}
+    write_json(options.out, settings | {"holds": holds(results), "checkpoints": results})
+
+
+def beats(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    return all(ours[key] <= theirs[key] for key in ("relative_l2", "extra_nats_per_token"))
+
+
+def holds(results: Mapping[str, Any]) -> bool:
+    """Whether ours is at or below all that decide, on every checkpoint."""
+    return all(
+        beats(entry["subjects"][OURS], cell)
+        for entry in results.values()
+        for subject, cell in entry["subjects"].items()
+        if subject not in (PLAIN, *INFORMATION)
+    )
+
+
+def table(results: Mapping[str, Any]) -> None:
+    for name, entry in results.items():
+        print(f"\n{name}, {entry['tokens_scored']} of {entry['tokens']} tokens")
+        print(f"{'':28}{'relative L2':>14}{'extra nats':>14}")
+        for subject, cell in entry["subjects"].items():
+            print(f"{subject:28}{cell['relative_l2']:14.6f}{cell['extra_nats_per_token']:14.6f}")
 
 
 def main() -> None:
@@ -170,14 +186,8 @@ def main() -> None:
     results = json.loads(options.out.read_text())["checkpoints"] if options.out.is_file() else {}
     for path in options.checkpoints:
         measure(path, options, results)
-    holds = table(results)
-    report = {
-        "context": options.context,
-        "evaluated_in": "float32",
-        "torch": torch.__version__,
-        "holds": holds,
-    }
-    write_json(options.out, report | {"checkpoints": results})
+    report(options, results)
+    table(results)
 
 
 if __name__ == "__main__":
