@@ -109,27 +109,22 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
 
 
 def _formats(checkpoint: Checkpoint, stored: dict[str, StoredWeight]) -> list[FormatSummary]:
-    groups: dict[tuple[str, bool], list[StoredWeight]] = {}
+    groups: dict[str, list[StoredWeight]] = {}
     for weight in stored.values():
-        name = weight.stored_as or weight.spec.label
-        groups.setdefault((name, weight.read_input is not None), []).append(weight)
+        groups.setdefault(weight.stored_as or weight.spec.label, []).append(weight)
     summaries = []
-    for (name, _), weights in sorted(groups.items()):
+    for name, weights in sorted(groups.items()):
         # A fused tensor stands behind several modules and lies there once.
         tensors = {tensor for weight in weights for tensor in weight.tensors}
         summaries.append(
             FormatSummary(
-                format=name + _inputs(weights[0]),
+                format=name,
                 modules=len(weights),
                 weights=sum(math.prod(weight.shape) for weight in weights),
                 nbytes=sum(checkpoint.tensors[tensor].nbytes for tensor in tensors),
             )
         )
     return summaries
-
-
-def _inputs(weight: StoredWeight) -> str:
-    return f", inputs in {weight.read_input().label} too" if weight.read_input else ""
 
 
 def _kept(checkpoint: Checkpoint, in_formats: set[str]) -> list[str]:

@@ -32,7 +32,7 @@ class NVFP4:
 
     @property
     def label(self) -> str:
-        return "NVFP4 weights and inputs (fast on Blackwell only)" if self.activations else "NVFP4"
+        return "NVFP4, inputs too (fast on Blackwell only)" if self.activations else "NVFP4"
 
     @property
     def key(self) -> str:

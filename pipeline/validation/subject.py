@@ -32,11 +32,7 @@ def describe_subject(
 def describe_quantization(checkpoint: Checkpoint) -> str:
     """`compressed-tensors, INT4 g128, zero points`; `none` for a plain checkpoint."""
     convention = convention_of(checkpoint)
-    formats = {
-        weight.spec.label + (" with inputs quantized, too" if weight.read_input else "")
-        for weight in convention.modules(checkpoint).values()
-        if weight.is_quantized
-    }
+    formats = {weight.spec.label for weight in convention.modules(checkpoint).values() if weight.is_quantized}
     if checkpoint.quantization_config is None:
         return "none"
     return ", ".join([convention.name, *sorted(formats)])
