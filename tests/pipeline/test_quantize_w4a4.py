@@ -85,7 +85,8 @@ def test_scales_are_written_read_and_served(
 ) -> None:
     out = tmp_path / "out"
     options = {"export": export, "calibration": heldout_text, "progress": False}
-    quantize(example_checkpoint, RECIPE, out, **options)
+    artifact = quantize(example_checkpoint, RECIPE, out, **options)
+    assert "fast on Blackwell only" in artifact.quantization["formats"][0]["label"]
     checkpoint = open_checkpoint(out)
     stored = convention_of(checkpoint).modules(checkpoint)
     inputs = {name: one.read_input() for name, one in stored.items() if one.read_input is not None}
