@@ -4,7 +4,7 @@ Where nothing was measured, the first layout that does not refuse is taken; wher
 first of them. A new layout is one file and one line here.
 """
 
-from .cpu_dequantized import CpuDequantized
+from .cpu_dequantized import CpuDequantized, CpuOneDnn
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
 from .gemlite import GemLite
@@ -29,6 +29,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was
     # asked for in float32, or is slower still, or is somebody else's kernel, trusted once it was checked.
     Dequantize(),
+    CpuOneDnn(),
     CPU_INT4_CAST,
     CPU_INT4_FLOAT32,
     Humming(),

@@ -1,7 +1,9 @@
 """A weight dequantized once, when it is packed, for formats that no CPU kernel multiplies by.
 
-It takes the memory of an unquantized weight and serves at its speed: on a CPU, a checkpoint of such a format
-saves disk and download, not memory.
+It takes the memory of an unquantized weight: on a CPU, a checkpoint of such a format saves disk and download,
+not memory. `cpu_dequantized` serves at an unquantized weight's speed. `cpu_onednn` also lays it out in blocks
+that oneDNN reads, so that no call has to: the same bits, 1.2 to 1.6 times as fast up to M=32 on small layers.
+That is owed to the order of the bytes and not to there being fewer of them.
 """
 
 import torch
@@ -29,3 +31,27 @@ class CpuDequantized:
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         return functional.linear(x, packed.tensors["weight"])
+
+
+class CpuOneDnn:
+    """oneDNN's product by a weight in its own blocks, as torch's compiler makes it of a constant weight."""
+
+    name = "cpu_onednn"
+    kernel = "mkldnn::_linear_pointwise"
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = Serves(FORMATS, "cpu", (torch.bfloat16,)).refuses(problem)
+        if refusal is None and not _has_bf16_product():
+            return "needs oneDNN, and a CPU with AVX-512"
+        return refusal
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        blocks = torch.ops.mkldnn._reorder_linear_weight(weight.dequantize(dtype), None)
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, {"weight": blocks})
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, packed.tensors["weight"], None, "none", [], "")
+
+
+def _has_bf16_product() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
