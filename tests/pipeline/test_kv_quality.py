@@ -15,7 +15,7 @@ def figures(folder: Path, text: Path, kv_cache_dtype: str):
     checkpoint = open_checkpoint(folder)
     held_out = read_held_out(text, checkpoint, checkpoint, 1024)
     engine = EngineOptions(device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype)
-    options = LoadOptions(engine, progress=False)
+    options = LoadOptions(engine, engine.dtype, progress=False)
     return take_figures(checkpoint, checkpoint, held_out, options).comparison
 
 

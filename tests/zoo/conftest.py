@@ -105,7 +105,7 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
     with faulty as artifact, sound as baseline:
         ours, theirs = open_checkpoint(str(artifact_folder)), open_checkpoint(str(example_checkpoint))
         text = read_held_out(None, ours, theirs, 2048)
-        load = LoadOptions(OPTIONS, progress=False)
+        load = LoadOptions(OPTIONS, OPTIONS.dtype, progress=False)
         figures = take_figures(ours, theirs, text, load)
         score = TextScorer(ours, theirs, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
         yield Zoo(artifact, baseline, fault_file, text, figures, score)

@@ -86,7 +86,8 @@ def judge_quality(folder: Path, baseline: Path, tokens: int) -> CheckResult:
     """The quality check on `tokens` tokens of the bundled text, on the CPU."""
     artifact, source = open_checkpoint(folder), open_checkpoint(baseline)
     text = read_held_out(None, artifact, source, tokens)
-    options = LoadOptions(EngineOptions(device="cpu", dtype="float32"), progress=False)
+    engine = EngineOptions(device="cpu", dtype="float32")
+    options = LoadOptions(engine, engine.dtype, progress=False)
     comparison = take_figures(artifact, source, text, options).comparison
     weights = compare_weights(artifact, source, None, progress=False)
     return check_quality(comparison, Bounds(), largest_errors(weights))
