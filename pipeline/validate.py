@@ -358,7 +358,7 @@ def _serve(run: _Run, text: HeldOutText, look: Callable[[], Looked]) -> tuple[Lo
             text.token_text,
             progress=run.progress,
             clock=run.clock,
-            restart=functools.partial(restart, started) if len(started) == 2 else None,
+            restart=functools.partial(restart, started, roomy) if len(started) == 2 else None,
         )
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)

@@ -33,9 +33,9 @@ def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[],
                 _stop(server, start)
 
 
-def restart(servers: Sequence[SubprocessEndpoint]) -> None:
-    """End all and start them again at their addresses, all at once."""
-    with ThreadPoolExecutor(len(servers)) as threads:
+def restart(servers: Sequence[SubprocessEndpoint], together: bool) -> None:
+    """End all and start them again at their addresses; `together` as above."""
+    with ThreadPoolExecutor(len(servers) if together else 1) as threads:
         for done in [threads.submit(server.restart) for server in servers]:
             done.result()
 

@@ -4,9 +4,9 @@
 
 The gate's own measuring loop (`serving_check/interleaving.py`) on servers that are random numbers. Each
 repeat's throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts
-(one repeat in forty at half speed); or the artifact's quickens and slows from one block to the next, as
-an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step of
-the walk; floor 0.93, M = 1 to 32.
+(one repeat in forty at half speed); or the artifact's server quickens and slows from one block to the next,
+as an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step
+of the walk; floor 0.93, M = 1 to 32.
 
 Three questions a row. How often does the verdict pass where one M is at 0.90, or exactly at the floor, and
 the others are clear of it (the worst case for a wrong pass)? And what becomes of one at 1.0 at every M?

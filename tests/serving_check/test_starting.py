@@ -66,7 +66,7 @@ def test_they_are_started_anew_at_their_addresses(tmp_path):
     with starting(servers, together=True) as endpoints:
         before = endpoints()
         processes = {one._process.pid for one in servers}
-        restart(servers)
+        restart(servers, together=True)
         assert all(one.metrics() for one in before)
         assert not processes & {one._process.pid for one in servers}
 
