@@ -132,7 +132,8 @@ def _tpot_cause(one: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> 
             f"every decode step takes longer, from M={fewest.m} on ({alone or math.inf:.2f}×), so it is not "
             "the batch's size: a slow kernel or layout, or the engine's own work between steps"
         )
-    return f"decode steps take longer as the batch grows (M={fewest.m}: {alone or math.nan:.2f}×)"
+    known = "" if alone is None else f" (M={fewest.m}: {alone:.2f}×)"
+    return f"decode steps take longer as the batch grows{known}"
 
 
 def _typical_ratio(one: MeasuredM) -> float | None:
