@@ -145,7 +145,7 @@ def test_specs_survive_json(spec: WeightFormat):
 
 
 def test_what_is_no_spec_is_refused_with_the_reason():
-    with pytest.raises(UserError, match="unknown weight format 'int5'; choose one of: int4"):
+    with pytest.raises(UserError, match=r"unknown weight format 'int5'; choose one of: .*int4"):
         spec_from_json({"format": "int5"})
     with pytest.raises(ValueError, match=r"int4: .*bits"):
         spec_from_json({"format": "int4", "bits": 4})
