@@ -10,6 +10,7 @@ from .dequantize import Dequantize
 from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedUnquantized
 from .humming import Humming
+from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from .per_expert import PerExpert
@@ -24,6 +25,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     Tinygemm(),
     SWAP_AB_INVARIANT,
     NVFP4_SWAP_AB_INVARIANT,
+    IQ2_XXS,
     CPU_INT4,
     CpuDequantized(),
     # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .formats.iq2_xxs import IQ2XXS
 from .formats.nvfp4 import NVFP4
 from .formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
-FORMATS = (NVFP4,)
+FORMATS = (NVFP4, IQ2XXS)
 
 
 class CpuDequantized:

@@ -88,6 +88,7 @@ PARTS = [
     bench("nvfp4-4b", 60, "linear.py", "--model", "qwen3-4b", *NVFP4),
     bench("nvfp4-70b", 90, "linear.py", "--model", "llama3-70b", *NVFP4),
     bench("linear-peers", 300, "linear.py", "--m", "1,8,16,32,64,128,256,512", "--tuning-ms", "20"),
+    bench("iq2-xxs", 90, "iq2_xxs.py"),
     bench("experts", 120, "experts.py"),
     bench("moe", 180, "moe.py"),
     bench("chooser", 170, "chooser.py"),
