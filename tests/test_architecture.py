@@ -59,6 +59,7 @@ ROOMS = {
         "report",
         "checkpoints",
         "conventions",
+        "gguf_file",
         "model_loader",
         "quantization",
         "validation",

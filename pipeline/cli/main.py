@@ -21,6 +21,7 @@ COMMANDS = {
     "release": "Quantize, lay out, validate and push, resuming where it stopped.",
     "sign": "Sign an artifact's verdict with an SSH key.",
     "verify": "Check a release's digests, figures and signature.",
+    "gguf": "Write a checkpoint as one GGUF file for llama.cpp.",
     "inspect": "Show what an artifact is and whether its bytes still match.",
     "doctor": "Say what this machine can do and what to install for the rest.",
 }

@@ -1,0 +1,30 @@
+"""`pipeline gguf`: a checkpoint in, one GGUF file out."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command("gguf")
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The new file.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit, where MODEL is a Hub id.")
+def command(model: str, out: Path, revision: str | None) -> None:
+    """Write MODEL, an artifact or a checkpoint, as one GGUF file for llama.cpp.
+
+    IQ2_XXS weights keep their bits; weights quantized otherwise become BF16. For Llama, Mistral, Qwen2 and
+    Qwen3.
+
+    \b
+    Examples:
+        pipeline quantize Qwen/Qwen3-8B --recipe iq2-xxs --out qwen3-8b-iq2
+        pipeline gguf qwen3-8b-iq2 --out qwen3-8b-iq2_xxs.gguf
+    """
+    from ..checkpoints.checkpoint import open_checkpoint
+    from ..gguf_file.write import write_gguf
+
+    written = write_gguf(open_checkpoint(model, revision), out)
+    kinds = ", ".join(f"{count} × {kind}" for kind, count in written.tensors.items())
+    click.echo(f"{written.path}: {kinds}, {written.path.stat().st_size / 1e6:,.1f} MB")
+    if written.without_tokenizer is not None:
+        click.echo(f"  without the tokenizer: {written.without_tokenizer}")

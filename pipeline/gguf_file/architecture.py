@@ -1,0 +1,115 @@
+"""What llama.cpp has to be told of a model besides its weights, from its config: names, sizes, rope.
+
+Only architectures whose tensors the `gguf` package names one for one: dense Llama, Mistral, Qwen2 and Qwen3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import torch
+from gguf import GGUFWriter
+from torch import Tensor
+
+from ...layouts.errors import UserError
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+"""By `model_type` of transformers."""
+WANTED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's config as GGUF's keys and names want it."""
+
+    source: str
+    arch: gguf.MODEL_ARCH
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, source: str, config: Mapping[str, Any]) -> "Architecture":
+        """UserError for a model that llama.cpp would not read as it is, naming what is in the way."""
+        model_type = config.get("model_type")
+        if model_type not in ARCHITECTURES:
+            raise UserError(
+                f"{source}: GGUF is written for {', '.join(ARCHITECTURES)}, not for {model_type!r} models"
+            )
+        missing = [name for name in WANTED if not isinstance(config.get(name), int | float)]
+        if missing:
+            raise UserError(f"{source}: config.json has no number {missing[0]!r}, which GGUF wants")
+        rope = _rope(config)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise UserError(f"{source}: GGUF is written for plain rope, not for rope type {kind!r}")
+        return cls(source, ARCHITECTURES[model_type], config)
+
+    @property
+    def name(self) -> str:
+        return gguf.MODEL_ARCH_NAMES[self.arch]
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
+
+    def tensor_name(self, name: str) -> str:
+        """GGUF's name of the checkpoint tensor `name`. UserError where it has none."""
+        names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(f"{self.source}: GGUF has no name in {self.name} models for the tensor {name}")
+        return found
+
+    def row_order(self, name: str) -> Tensor | None:
+        """The rows of tensor `name` as llama.cpp wants them; None where they stay.
+
+        Its Llama rotates neighbouring pairs of a head's rows, transformers' a head's two halves.
+        """
+        if self.arch is not gguf.MODEL_ARCH.LLAMA:
+            return None
+        projection = name.split(".")[-2]
+        heads = {"q_proj": self.config["num_attention_heads"], "k_proj": self.kv_heads}.get(projection)
+        if heads is None:
+            return None
+        rows = torch.arange(heads * self.head_dim).view(heads, 2, self.head_dim // 2)
+        return rows.transpose(1, 2).reshape(-1)
+
+    def write_metadata(self, writer: GGUFWriter, name: str) -> None:
+        config = self.config
+        writer.add_name(name)
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(self.kv_heads)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_freq_base(float(_rope(config).get("rope_theta") or ROPE_THETA))
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_vocab_size(config["vocab_size"])
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope section, where older configs have theirs at the top."""
+    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_theta": config.get("rope_theta")} | section

@@ -1,0 +1,143 @@
+"""Writing a whole checkpoint as one GGUF file that llama.cpp reads, a tensor at a time.
+
+IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no GGUF type holds their
+numbers; what is not quantized stays in its dtype, and vectors become fp32, as llama.cpp wants them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from torch import Tensor
+from tqdm import tqdm
+
+from ...layouts.errors import UserError
+from ...layouts.files import atomic_path
+from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
+from ..checkpoints.checkpoint import Checkpoint
+from ..conventions.all_conventions import convention_of
+from ..conventions.convention import StoredWeight
+from .architecture import Architecture
+from .blocks import BLOCK_BYTES, to_blocks
+from .tokenizer import write_tokenizer
+
+TYPES = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor to write: its GGUF name and type, the shape [N, bytes of a row] of its bytes, and those."""
+
+    name: str
+    type: GGMLQuantizationType
+    byte_shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.byte_shape))
+
+
+@dataclass(frozen=True)
+class WrittenGGUF:
+    """What `write_gguf` has written.
+
+    tensors:           how many of each GGUF type
+    without_tokenizer: why the tokenizer is not in it; None where it is
+    """
+
+    path: Path
+    tensors: dict[str, int]
+    without_tokenizer: str | None
+
+
+def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> WrittenGGUF:
+    """Write `checkpoint` to `out`, atomically. UserError for what llama.cpp could not read."""
+    architecture = Architecture.of(checkpoint.source, checkpoint.config)
+    tensors = list(_tensors(checkpoint, architecture))
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[tensor.type.name] = counts.get(tensor.type.name, 0) + 1
+    with atomic_path(out) as partial:
+        writer = GGUFWriter(partial, architecture.name)
+        try:
+            architecture.write_metadata(writer, checkpoint.public_name)
+            iq2 = GGMLQuantizationType.IQ2_XXS.name in counts
+            kind = gguf.LlamaFileType.MOSTLY_IQ2_XXS if iq2 else gguf.LlamaFileType.MOSTLY_BF16
+            writer.add_file_type(kind)
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            left_out = write_tokenizer(writer, checkpoint.folder, checkpoint.config["vocab_size"])
+            for tensor in tensors:
+                writer.add_tensor_info(
+                    tensor.name, tensor.byte_shape, np.dtype(np.uint8), tensor.nbytes, tensor.type
+                )
+            writer.write_header_to_file(partial)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            total = sum(tensor.nbytes for tensor in tensors)
+            shown = None if progress else True
+            with tqdm(total=total, desc="writing", unit="B", unit_scale=True, disable=shown) as bar:
+                for tensor in tensors:
+                    writer.write_tensor_data(tensor.read())
+                    bar.update(tensor.nbytes)
+        finally:
+            writer.close()
+    return WrittenGGUF(out, counts, left_out)
+
+
+def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGUFTensor]:
+    """Every tensor of the file, known from headers alone."""
+    stored = convention_of(checkpoint).modules(checkpoint)
+    parts = {name for one in stored.values() for name in one.tensors}
+    for module, one in stored.items():
+        yield _quantized(architecture, f"{module}.weight", one)
+    for name, info in checkpoint.tensors.items():
+        if name in parts:
+            continue
+        if info.dtype not in TYPES:
+            raise UserError(f"{checkpoint.source}: {name} is {info.dtype}, which GGUF is not written from")
+        dtype = info.dtype if len(info.shape) > 1 else torch.float32
+        byte_shape = (*info.shape[:-1], info.shape[-1] * dtype.itemsize)
+
+        def read(name: str = name, dtype: torch.dtype = dtype) -> np.ndarray:
+            return _bytes(_ordered(checkpoint.read(name), architecture.row_order(name)).to(dtype))
+
+        yield GGUFTensor(architecture.tensor_name(name), TYPES[dtype], byte_shape, read)
+
+
+def _quantized(architecture: Architecture, name: str, stored: StoredWeight) -> GGUFTensor:
+    (n, k), order = stored.shape, architecture.row_order(name)
+    if isinstance(stored.spec, IQ2XXS):
+
+        def read_blocks() -> np.ndarray:
+            weight = stored.read()
+            if not isinstance(weight, IQ2XXSWeight):
+                raise ValueError(f"{name} is no IQ2_XXS weight")
+            tensors = {part: _ordered(tensor, order) for part, tensor in weight.tensors().items()}
+            return to_blocks(weight.with_tensors(tensors))
+
+        byte_shape = n, k // IQ2XXS.column_multiple * BLOCK_BYTES
+        gguf_name = architecture.tensor_name(name)
+        return GGUFTensor(gguf_name, GGMLQuantizationType.IQ2_XXS, byte_shape, read_blocks)
+
+    def read_dense() -> np.ndarray:
+        weight = stored.read()
+        return _bytes(_ordered(weight if isinstance(weight, Tensor) else weight.dequantize(), order))
+
+    return GGUFTensor(architecture.tensor_name(name), GGMLQuantizationType.BF16, (n, 2 * k), read_dense)
+
+
+def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
+    return tensor if order is None else tensor[order]
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy()
