@@ -7,9 +7,9 @@ import errno
 import importlib.metadata
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .conventions.convention import ExportConvention
 from .model_loader.skeleton import default_dtype
 from .quantization.all_quantizers import QUANTIZERS
 from .quantization.base_metadata import read_base_metadata
+from .quantization.importance import find_importance
 from .quantization.input_scales import CalibrationText, calibration_text, find_input_formats
 from .quantization.progress import byte_bar
 from .quantization.shard_writer import ShardWriter, header_room
@@ -46,7 +47,7 @@ from .quantization.work_record import (
 )
 from .recipe import Recipe, load_recipe
 
-DEFAULT_EXPORT = "compressed-tensors"
+DEFAULT_EXPORT, OWN_EXPORT = "compressed-tensors", "scalegate"
 MAX_SHARD_BYTES = 2 << 30
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 TENSORS_OF_A_LINEAR = ("packed", "scale", "zero_point", "shape")
@@ -87,7 +88,7 @@ def quantize(
     out: str | Path = "artifact",
     *,
     revision: str | None = None,
-    export: str = DEFAULT_EXPORT,
+    export: str | None = None,
     device: str | torch.device | None = None,
     calibration: str | Path | None = None,
     overwrite: bool = False,
@@ -99,7 +100,9 @@ def quantize(
     An interrupted call is taken up where it stopped by the same call again; a finished one returns at once.
     The bytes written do not depend on interruptions or threads, nor, where no text is read, on the device.
 
-    calibration: plain text, or .jsonl with one `{"text": ...}` a line; for formats that round inputs as well
+    export:      a convention; left out, compressed-tensors, or our own for formats that no other one stores
+    calibration: plain text, or .jsonl with one `{"text": ...}` a line; for formats that round inputs as well,
+                 and for those that heed how much each input matters
     """
     checkpoint = open_checkpoint(model, revision)
     text = None if calibration is None else Path(calibration).expanduser()
@@ -133,6 +136,11 @@ def quantize(
         inputs = find_input_formats(
             checkpoint, job.tasks.in_order, job.text, job.quantizer.device, record, progress
         )
+        if len(record.shards) < len(shards):
+            importance = find_importance(
+                checkpoint, job.tasks.in_order, job.text, job.quantizer.device, progress
+            )
+            job = replace(job, quantizer=replace(job.quantizer, importance=importance))
         _write_shards(job, record, shards, Found(shared, inputs), progress)
         _write_rest(job, record, shards, copied)
         sidecars = job.convention.sidecars(job.quantization_config)
@@ -148,14 +156,15 @@ def quantize(
 def prepare(
     checkpoint: Checkpoint,
     recipe: Recipe,
-    export: str,
+    export: str | None,
     device: str | torch.device | None,
     calibration: Path | None = None,
 ) -> QuantizeJob:
     """Decide everything about a job, refusing what cannot work before any time is spent on it."""
-    convention = EXPORTS[export]
     tasks = make_tasks(checkpoint, recipe)
     specs, embeddings = tasks.specs, tasks.embeddings
+    export = export or _default_export(specs.values())
+    convention = EXPORTS[export]
     for module, spec in specs.items():
         reason = _refusal(spec) or convention.refuses(spec, module, module in embeddings)
         if reason is not None:
@@ -167,6 +176,12 @@ def prepare(
     quantizer = WeightQuantizer(dtype if dtype in SCALE_DTYPES else torch.bfloat16, _device(device))
     text = calibration_text(checkpoint, specs, calibration)
     return QuantizeJob(checkpoint, recipe, tasks, export, convention, config, metadata, quantizer, text)
+
+
+def _default_export(specs: Iterable[WeightFormat]) -> str:
+    """Our own convention for what it alone stores; otherwise the one that most engines read."""
+    own = all(EXPORTS[OWN_EXPORT].refuses(spec, "") is None for spec in specs)
+    return OWN_EXPORT if own else DEFAULT_EXPORT
 
 
 def _refusal(spec: WeightFormat) -> str | None:

@@ -22,7 +22,7 @@ from .examination import examine
 from .layout import layout as lay_out
 from .publishing.push_result import PushResult
 from .push import check_target, push
-from .quantize import DEFAULT_EXPORT, quantize
+from .quantize import quantize
 from .recipe import Recipe, load_recipe
 from .signature import require_key
 from .validate import validate
@@ -37,7 +37,7 @@ class ReleaseOptions:
 
     revision: str | None = None
     """Of the model, where it is a Hub id."""
-    export: str = DEFAULT_EXPORT
+    export: str | None = None
     calibration: str | None = None
     overwrite: bool = False
     """Quantize anew where the work folder holds another or an older job."""

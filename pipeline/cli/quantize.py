@@ -15,17 +15,17 @@ from ..artifact import Artifact
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of the artifact."
 )
-@click.option("--export", default="compressed-tensors", show_default=True, help="Or: modelopt, torchao.")
+@click.option("--export", help="compressed-tensors where it stores the format; or modelopt, torchao.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--device", help="cpu, cuda or cuda:N; a GPU where there is one, unless said.")
-@click.option("--calibration", metavar="FILE", help="Text for recipes that round activations as well.")
+@click.option("--calibration", metavar="FILE", help="Text for nvfp4-w4a4, which needs it, and iq2-xxs.")
 @click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def command(
     model: str,
     recipe: str,
     out: Path,
-    export: str,
+    export: str | None,
     revision: str | None,
     device: str | None,
     calibration: str | None,
@@ -37,7 +37,7 @@ def command(
     It reads and writes shard by shard. Interrupted, the same command takes it up where it stopped.
 
     \b
-    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, nvfp4, nvfp4-w4a4, or a file of your own.
+    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, nvfp4, nvfp4-w4a4, iq2-xxs, or your own.
 
     \b
     Examples:

@@ -29,9 +29,7 @@ def _exports() -> Iterable[str]:
 @click.option(
     "--export",
     type=Registered(_exports),
-    default="compressed-tensors",
-    show_default=True,
-    help="The convention to write.",
+    help="The convention to write; compressed-tensors where it stores the format.",
 )
 @click.option("--calibration", metavar="FILE", help="Text for recipes that round activations as well.")
 @click.option("--overwrite", is_flag=True, help="Quantize anew where DIR holds another or older job.")

@@ -1,4 +1,4 @@
-"""The largest input of every linear layer on a text, layer by layer: each is read once, run and dropped.
+"""What the inputs of linear layers are like on a text, layer by layer: each is read once, run and dropped.
 
 All sequences go through a layer, a few at a time, before the next one is read. So memory holds one decoder
 layer's weights and the hidden states of the text, whatever the model's size.
@@ -6,7 +6,7 @@ layer's weights and the hidden states of the text, whatever the model's size.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from .linear_weights import LM_HEAD, LinearWeight
 
 SEQUENCES_AT_ONCE = 8
 
+T = TypeVar("T")
 Slot = tuple[str, int | None]
 """A parameter of the model, and which expert's slice of it."""
 
@@ -40,12 +41,48 @@ def largest_inputs(
     sequences: int64 [sequences, tokens]. An expert that no token reaches gets the largest of its layer's.
     Raises UserError where the model's layers cannot be run one by one.
     """
+    found = _observed(checkpoint, linears, sequences, device, progress, _largest, max)
+    return found | _unreached(checkpoint, linears, found)
+
+
+def squared_inputs(
+    checkpoint: Checkpoint,
+    linears: Sequence[LinearWeight],
+    sequences: Tensor,
+    device: torch.device,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """By module of `linears`, the sum of squares of each of its inputs, float64 [K]; as `largest_inputs`.
+
+    An expert that no token reaches has none.
+    """
+    return _observed(checkpoint, linears, sequences, device, progress, _squares, torch.add)
+
+
+def _largest(inputs: Tensor) -> float:
+    return float(inputs.abs().amax())
+
+
+def _squares(inputs: Tensor) -> Tensor:
+    return inputs.float().square().flatten(0, -2).sum(0, dtype=torch.float64)
+
+
+def _observed(
+    checkpoint: Checkpoint,
+    linears: Sequence[LinearWeight],
+    sequences: Tensor,
+    device: torch.device,
+    progress: bool,
+    measure: Callable[[Tensor], T],
+    join: Callable[[T, T], T],
+) -> dict[str, T]:
+    """By module, what `measure` says of each of its inputs [..., K], joined by `join`."""
     model = build_skeleton(checkpoint, default_dtype(checkpoint), device)
     model.config._experts_implementation = "eager"
     stored = convention_of(checkpoint).modules(checkpoint)
     loader = WeightLoader(checkpoint, stored, model, device, LayoutPicker(None, None))
     layers = _decoder_layers(checkpoint, model)
-    observer = _Observer()
+    observer = _Observer(measure, join)
     streaming = _Streaming(loader, observer)
     with tqdm(
         total=len(layers), desc="calibrating", unit=" layers", disable=None if progress else True
@@ -56,12 +93,11 @@ def largest_inputs(
         with torch.inference_mode():
             hidden = model.get_decoder()(sequences.to(device), use_cache=False).last_hidden_state
     found = {
-        module: observer.largest[slot]
+        module: observer.found[slot]
         for slot, module in _slots(loader.assignments(), linears)
-        if slot in observer.largest
+        if slot in observer.found
     }
-    found |= {one.module: float(hidden.abs().amax()) for one in linears if one.role == LM_HEAD}
-    return found | _unreached(checkpoint, linears, found)
+    return found | {one.module: measure(hidden) for one in linears if one.role == LM_HEAD}
 
 
 def _decoder_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -134,9 +170,10 @@ def _drop(layer: nn.Module) -> None:
 class _Observer(TorchFunctionMode):
     """Sees every `F.linear`, and knows by the weight's address which layer or expert it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Callable[[Tensor], Any], join: Callable[[Any, Any], Any]) -> None:
         super().__init__()
-        self.largest: dict[Slot, float] = {}
+        self.measure, self.join = measure, join
+        self.found: dict[Slot, Any] = {}
         self.slots: dict[int, Slot] = {}
 
     def watching(self, name: str, layer: nn.Module) -> "_Observer":
@@ -154,8 +191,8 @@ class _Observer(TorchFunctionMode):
         if func is nn.functional.linear:
             slot = self.slots.get(args[1].data_ptr())
             if slot is not None and args[0].numel():
-                largest = float(args[0].abs().amax())
-                self.largest[slot] = max(largest, self.largest.get(slot, 0.0))
+                seen = self.measure(args[0])
+                self.found[slot] = self.join(self.found[slot], seen) if slot in self.found else seen
         return func(*args, **(kwargs or {}))
 
 

@@ -16,13 +16,20 @@ CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
 """Weights solved at once: what stays in one core's cache, and what fills a GPU."""
 
 
-def solve_rows(solve: Callable[[slice], None], n: int, k: int, device: torch.device) -> None:
+def solve_rows(
+    solve: Callable[[slice], None],
+    n: int,
+    k: int,
+    device: torch.device,
+    chunks: tuple[int, int] = (CPU_CHUNK, GPU_CHUNK),
+) -> None:
     """`solve` for blocks of the rows of a weight [n, k]; on the CPU several at a time, each on one core.
 
+    chunks: weights to a block, on the CPU and on a GPU
     Splitting every small operation over the cores instead waits for the slowest of them each time: on a busy
     machine, hardly anything gets done.
     """
-    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // k)
+    rows = max(1, chunks[device.type != "cpu"] // k)
     blocks = [slice(start, start + rows) for start in range(0, n, rows)]
     if device.type == "cpu":
         _on_all_cores(solve, blocks)

@@ -20,7 +20,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.load_model import load_tokenizer
 from .all_quantizers import QUANTIZERS
 from .calibration import largest_inputs
-from .quantizer import CalibratingQuantizer
+from .quantizer import CalibratingQuantizer, WeighingQuantizer
 from .tasks import WeightTask
 from .work_record import WorkRecord
 
@@ -43,15 +43,16 @@ class CalibrationText:
 def calibration_text(
     checkpoint: Checkpoint, specs: Mapping[str, WeightFormat], path: Path | None
 ) -> CalibrationText | None:
-    """The text at `path` in tokens; None where no layer needs one. UserError where one does and has none."""
+    """The text at `path` in tokens; None where no layer heeds one. UserError where one must, and has none."""
     needing = next((module for module, spec in specs.items() if calibrator(spec) is not None), None)
-    if needing is None:
-        return None
-    if path is None:
+    heeding = any(isinstance(QUANTIZERS[spec.name], WeighingQuantizer) for spec in specs.values())
+    if path is None and needing is not None:
         raise UserError(
             f"{needing}: {specs[needing].label} needs a text on which the scales of inputs are found; give "
             "one of the kind that the model is used on with --calibration FILE"
         )
+    if path is None or (needing is None and not heeding):
+        return None
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise UserError(

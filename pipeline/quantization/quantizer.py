@@ -57,6 +57,15 @@ class Quantizer(Protocol):
 
 
 @runtime_checkable
+class WeighingQuantizer(Quantizer, Protocol):
+    """Of a format whose numbers are chosen better where it is known how much each input matters."""
+
+    def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> Quantized:
+        """As `quantize`, the error of column k counting `importance[k]` times; fp32 [K], positive."""
+        ...
+
+
+@runtime_checkable
 class SharingQuantizer(Quantizer, Protocol):
     """Of a format with tensors that merged weights share; they are found before anything is quantized."""
 

@@ -4,7 +4,7 @@ Not for writing; `quantize.py` hands what comes out of here to the shard's write
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
 from .all_quantizers import QUANTIZERS
 from .linear_weights import LinearWeight
-from .quantizer import Quantized, SharingQuantizer
+from .quantizer import Quantized, SharingQuantizer, WeighingQuantizer
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
 """Weights read and quantized together: besides its result, a task holds but fp32 copies of a block."""
@@ -28,6 +28,8 @@ class WeightQuantizer:
 
     scale_dtype: torch.dtype
     device: torch.device
+    importance: Mapping[str, Tensor] = field(default_factory=dict)
+    """How much each input of a module matters, fp32 [K], where that was measured."""
 
     def quantize(
         self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]
@@ -36,8 +38,12 @@ class WeightQuantizer:
         quantizer = QUANTIZERS[spec.name]
         here = {name: tensor.to(self.device) for name, tensor in shared.items()}
         parts = []
+        importance = self.importance.get(linear.module)
         for values in self._blocks(checkpoint, linear):
-            part = quantizer.quantize(values, spec, self.scale_dtype, here)
+            if importance is not None and isinstance(quantizer, WeighingQuantizer):
+                part = quantizer.quantize_weighted(values, spec, importance.to(self.device))
+            else:
+                part = quantizer.quantize(values, spec, self.scale_dtype, here)
             parts.append(Quantized(part.weight.to("cpu"), part.squared_error, part.squared_norm))
         return _merged(parts)
 

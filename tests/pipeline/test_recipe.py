@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -29,7 +30,11 @@ def message(call, *arguments: object) -> str:
 def test_the_shipped_recipes_are_what_their_names_say() -> None:
     specs = {name: load_recipe(name).spec for name in shipped_recipes()}
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
-    assert specs == int4 | {"nvfp4": NVFP4(), "nvfp4-w4a4": NVFP4(activations=True)}
+    assert specs == int4 | {
+        "nvfp4": NVFP4(),
+        "nvfp4-w4a4": NVFP4(activations=True),
+        "iq2-xxs": IQ2XXS(),
+    }
 
 
 def test_an_unknown_name_lists_the_recipes() -> None:
@@ -84,7 +89,7 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("- a\n- b\n", "a recipe is a mapping"),
         ("", "a recipe is a mapping"),
         ("format: int5\n", "line 1: `format` is one of int4"),
-        ("\nformat: [int4]\n", "line 2: `format` is one of int4, nvfp4, unquantized; not ['int4']"),
+        ("\nformat: [int4]\n", "line 2: `format` is one of int4, iq2-xxs, nvfp4, unquantized; not ['int4']"),
         ("format: nvfp4\ngroup_size: 64\n", "line 2: unknown key 'group_size'; "),
         ("group_size: 100\n", "multiple of 16"),
         ("format: int4\ngroup_size:\n", "line 2: `group_size` is a whole number"),

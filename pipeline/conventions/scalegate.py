@@ -1,0 +1,104 @@
+"""Our own convention, for formats that no published one of safetensors stores: IQ2_XXS.
+
+`quantization_config` is `{"quant_method": "scalegate", "format": "iq2-xxs", "modules": [...], "ignore":
+[...]}`, and a module's tensors are those of its format: `<module>.weight_words` int32 [N, K/16],
+`<module>.weight_scale` fp16 [N, K/256]. Other engines do not read it; `pipeline gguf` writes what llama.cpp
+reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.errors import UserError
+from ...layouts.formats.input_format import InputFormat
+from ...layouts.formats.iq2_xxs import IQ2XXS
+from ...layouts.formats.weight_format import Weight, WeightFormat, weight_of
+from ..checkpoints.checkpoint import Checkpoint
+from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .stored import refuse_shape, require_tensor
+
+METHOD = "scalegate"
+SPECS: dict[str, WeightFormat] = {IQ2XXS.name: IQ2XXS()}
+PREFIX = ".weight_"
+META = torch.device("meta")
+
+
+class Scalegate:
+    name = METHOD
+    reads = f"Scalegate's own ({', '.join(spec.label for spec in SPECS.values())})"
+
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        return (checkpoint.quantization_config or {}).get("quant_method") == METHOD
+
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
+        config = checkpoint.quantization_config or {}
+        name, modules = config.get("format"), config.get("modules")
+        if name not in SPECS:
+            raise UserError(
+                f"{checkpoint.source}: config.json declares {METHOD} with format {name!r}; "
+                f"it is one of {', '.join(SPECS)}"
+            )
+        if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+            raise UserError(f"{checkpoint.source}: config.json declares {METHOD} and no list of `modules`")
+        return {module: _stored(checkpoint, module, SPECS[name]) for module in modules}
+
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
+        return module in (checkpoint.quantization_config or {}).get("modules", [])
+
+    def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        if spec.name in SPECS:
+            return None
+        return f"{METHOD} is written in {', '.join(SPECS)} only, not in {spec.name}; leave --export out"
+
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
+        return {f"{module}{PREFIX}{name}": tensor.contiguous() for name, tensor in weight.tensors().items()}
+
+    def quantization_config(
+        self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        (spec,) = set(specs.values())
+        return {"quant_method": METHOD, "format": spec.name, "modules": list(specs), "ignore": list(ignore)}
+
+    def file_metadata(
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
+    ) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        return spec.bits_per_weight(n, k)
+
+
+def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWeight:
+    """The weight of `module`; UserError where its tensors are not what the format makes them."""
+    small = spec.random(1, spec.column_multiple, META).tensors()
+    names = {part: f"{module}{PREFIX}{part}" for part in small}
+    found = {part: require_tensor(checkpoint, names[part], (one.dtype,)) for part, one in small.items()}
+    part, info = next(iter(found.items()))
+    if len(info.shape) != 2 or info.shape[1] % small[part].shape[1]:
+        raise UserError(
+            f"{checkpoint.source}: tensor {info.name} has shape {list(info.shape)}, which no {spec.label} has"
+        )
+    n, k = info.shape[0], info.shape[1] // small[part].shape[1] * spec.column_multiple
+    refuse_shape(checkpoint, info.name, spec, n, k)
+    for part, one in small.items():
+        shape = (n, one.shape[1] * (k // spec.column_multiple))
+        require_tensor(checkpoint, names[part], (one.dtype,), shape)
+
+    def read() -> Weight:
+        return weight_of(spec, {part: checkpoint.read(name) for part, name in names.items()})
+
+    return StoredWeight(module, (n, k), spec, tuple(names.values()), read)
+
+
+CONVENTION = Scalegate()
+CONVENTIONS.add(METHOD, CONVENTION)
+EXPORTS.add(METHOD, CONVENTION)
