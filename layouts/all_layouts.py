@@ -8,7 +8,7 @@ from .cpu_dequantized import CpuDequantized, CpuOneDnn
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
 from .gemlite import GemLite
-from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedUnquantized
+from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
 from .humming import Humming
 from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout
@@ -39,6 +39,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     # Experts: nothing below serves a dense layer, and nothing above serves experts.
     GroupedUnquantized(),
     GroupedInt4(),
+    GroupedNVFP4(),
     PerExpert(TorchLinear()),
     PerExpert(CPU_INT4),
     PerExpert(CpuDequantized()),

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.experts import int4, unquantized
-from .formats.int4 import Int4, Int4Weight
+from ..kernels.experts import int4, nvfp4, unquantized
+from ..kernels.experts import packed as packed_experts
+from ..kernels.nvfp4.packing import FACTOR
+from .formats.int4 import Int4, Int4Weight, unpack_nibbles
+from .formats.nvfp4 import NVFP4, NVFP4Weight
 from .formats.unquantized import Unquantized
 from .formats.weight_format import Weight, weight_of
 from .int4_affine import int4_of, require_int4
@@ -73,6 +76,37 @@ class GroupedInt4:
         tensors, attributes = packed.tensors, packed.attributes
         rest = packed.shape[1], attributes["group_size"], bool(attributes["fractional"])
         return int4.grouped_matmul(x, tensors["words"], tensors["scale_words"], routing.blocks, *rest)
+
+
+class GroupedNVFP4:
+    """NVFP4 in the order of the matrix unit's registers; bfloat16."""
+
+    name = "grouped_nvfp4"
+    kernel = "nvfp4_grouped_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = Serves((NVFP4,), "cuda", (torch.bfloat16,), experts=True, capability=CAPABILITY).refuses(
+            problem
+        )
+        return refusal or problem.spec.refuses(problem.n, problem.k)
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        # One expert at a time: the codes a byte each are four times as large as the rest together.
+        parts = [self._pack(weight) for weight in weights]
+        words, scales, factors = (torch.stack(column) for column in zip(*parts, strict=True))
+        tensors = {"words": words, "scale_words": scales, "factor": factors}
+        return PackedWeight(self.name, weights[0].spec, (len(weights), *weights[0].shape), dtype, tensors)
+
+    def _pack(self, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
+        if not isinstance(weight, NVFP4Weight):
+            raise TypeError(f"layout {self.name} packs NVFP4Weight, not {type(weight).__name__}")
+        words, scales = nvfp4.pack(unpack_nibbles(weight.codes), weight.scale)
+        return words, scales, weight.global_scale.float().reshape(()) * FACTOR
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        words, scales, factor = (packed.tensors[name] for name in ("words", "scale_words", "factor"))
+        n, decoder = packed.shape[1], nvfp4.NVFP4Experts(half=False)
+        return packed_experts.grouped_matmul(x, words, scales, factor, routing.blocks, n, decoder)
 
 
 class GroupedDequantize:

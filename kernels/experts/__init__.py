@@ -1,1 +1,1 @@
-"""Grouped products of mixture-of-experts layers: routing, unquantized weights, INT4 weights."""
+"""Grouped products of mixture-of-experts layers: routing, unquantized, INT4 and NVFP4 weights."""

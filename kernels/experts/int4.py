@@ -1,21 +1,13 @@
-"""Grouped products on INT4 experts: packing, reference, and a Triton kernel without conversions.
+"""INT4 experts for the grouped kernel (`packed.py`): packing, reference and decoder.
 
-    x       [R, K]                          bf16 or fp16, rows contiguous; r = A // R assignments share a row
-    words   int32 [E, N/64, K/128, 64, 16]  tiles of 64 rows and 128 columns, 4 KB each; the last zero-padded
-    scale_words    int32 [E, K/group, N]           a row's group in a word; K and N padded to whole tiles
-    bias    [E, N]                          x's dtype, or None
-    y       [A, N]                          by assignment; not written where an assignment is in no block
-
-A word of a row. Slice j of a tile's 128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row
-hold what column 2t and 2t+1 of every slice are:
+Words and slices as in `packed.py`. A word of a row:
 
     bit 31                                  bit 0
      | j=3  j=2  j=1  j=0 | j=3  j=2  j=1  j=0 |    word 2t: slices 0 to 3; word 2t+1: slices 4 to 7
      |   column 2t+1      |     column 2t      |
 
 `(word >> 4j) & 0x000F000F | 0x43004300`, one shift and one lop3, is the register with columns 2t and 2t+1 of
-slice j as two bf16 numbers 128 + q (fp16: 0x6400, 1024 + q). Words are read from shared memory in the very
-registers in which the matrix instruction wants its first operand, so no value ever changes lanes.
+slice j as two bf16 numbers 128 + q (fp16: 0x6400, 1024 + q).
 
 A word of scale_words: the scale in the high half; in the low half, in the activations' type too,
 
@@ -23,45 +15,28 @@ A word of scale_words: the scale in the high half; in the low half, in the activ
     fractional zero   (8 - z) * s                     w = ((128 + q) - 136) * s + (8 - z) * s, rounded once
 
 Never (128 + q) * s - (128 + z) * s: in bf16 that errs by a quarter of a step. Both forms are two packed
-multiply-adds for two weights. The weight is the first operand ("swap AB"), blocks as in `unquantized.py`.
+multiply-adds for two weights.
 
 Instructions of the loop a weight on sm_90, groups of 128: 2.8 for blocks of 8 assignments, 3.0 for 16,
 3.3 for 32, 3.5 for 64, 4.8 for 128; 0.4 to 0.8 more in groups of 32. The unpacking is 1.9 of them.
-Bytes of a decode step in groups of 128: 4.25 bits a weight of the experts taken. Sums over K run in one
-order, in fp32.
+Bytes of a decode step in groups of 128: 4.25 bits a weight of the experts taken.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from . import packed
+from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word
 from .routing import ExpertRouting
 from .tile import Tile
 
-TILE_N, TILE_K = 64, 128
 MAX_GROUP = TILE_K
 GROUPS = (32, 64, 128)
 """Group sizes as the kernel knows them; a multiple of 128 becomes groups of 128 that are alike."""
-
-TWO_CHAINS_TO = 8
-"""Rows of a block up to which a turn of the loop takes two tiles of words."""
-TILES = (
-    Tile(n=64, k=TILE_K, stages=3, warps=4),
-    Tile(n=128, k=TILE_K, stages=3, warps=4),
-    Tile(n=128, k=TILE_K, stages=3, warps=4),
-    Tile(n=128, k=TILE_K, stages=4, warps=4),
-    Tile(n=128, k=TILE_K, stages=3, warps=4),
-    Tile(n=128, k=TILE_K, stages=3, warps=4),
-)
-"""By bucket of rows an expert gets, see `tile.py`; k is a tile of words.
-
-As tuned on an H200 for Qwen3-30B-A3B's shapes (`tests/bench/experts.py --tune`). Few experts fill the device
-with small tiles; with more rows, large ones read x less often. The last spills a little, and is the fastest.
-"""
-REUSED_FROM = 64
-"""Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
 
 
 def kernel_group(group_size: int) -> int:
@@ -89,13 +64,9 @@ def pack(
 
 def _pack_words(codes: Tensor) -> Tensor:
     """Of one expert: uint8 [N, K/2] to int32 [N/64, K/128, 64, 16]."""
-    codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
-    n, k = codes.shape
-    tiles_n, tiles_k = triton.cdiv(n, TILE_N), triton.cdiv(k, TILE_K)
-    codes = torch.nn.functional.pad(codes, (0, tiles_k * TILE_K - k, 0, tiles_n * TILE_N - n))
-    parts = codes.view(tiles_n, TILE_N, tiles_k, 2, 4, 8, 2)  # tile, row, tile, j / 4, j % 4, t, column % 2
-    ordered = parts.permute(0, 2, 1, 5, 3, 6, 4).reshape(tiles_n, tiles_k, TILE_N, 64, 2)
-    return (ordered[..., 0] | (ordered[..., 1] << 4)).view(torch.int32)
+    ordered = by_word(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)).transpose(-1, -2)
+    octets = ordered[..., ::2] | (ordered[..., 1::2] << 4)
+    return octets.reshape(*ordered.shape[:4], 4).contiguous().view(torch.int32)[..., 0]
 
 
 def _pack_scales(scale: Tensor, zero: Tensor, group_size: int, tiles_k: int, dtype: torch.dtype) -> Tensor:
@@ -178,13 +149,11 @@ def slice_types(half):
 
 
 @triton.jit
-def unpack_in_registers(
-    words, scale_words, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr
-):
+def unpack_in_registers(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
     """The tile [BN, 128] of words [BN, 16] and one to four scale_words [BN, 16], joined last."""
-    asm: tl.constexpr = unpack_asm(GROUP, FRACTIONAL, HALF)
-    constraints: tl.constexpr = unpack_constraints(GROUP)
-    types: tl.constexpr = slice_types(HALF)
+    asm: tl.constexpr = unpack_asm(DECODER.group_size, DECODER.fractional, DECODER.half)
+    constraints: tl.constexpr = unpack_constraints(DECODER.group_size)
+    types: tl.constexpr = slice_types(DECODER.half)
     inputs = (words,) + scale_words  # noqa: RUF005
     part = tl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=True, pack=2)
     even = tl.join(tl.join(part[0], part[4]), tl.join(part[2], part[6]))
@@ -194,11 +163,10 @@ def unpack_in_registers(
 
 
 @triton.jit
-def unpack_plainly(
-    words, scale_words, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr
-):
+def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
     """The same without PTX: for the interpreter."""
-    DTYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    DTYPE: tl.constexpr = tl.float16 if DECODER.half else tl.bfloat16
+    GROUP: tl.constexpr = DECODER.group_size
     word = tl.reshape(words, [BN, 8, 2, 1, 1])  # row, t, j / 4
     shift = tl.arange(0, 2)[:, None] * 16 + tl.arange(0, 4)[None, :] * 4
     code = (word >> tl.reshape(shift, [1, 1, 1, 2, 4])) & 0xF  # ..., column % 2, j % 4
@@ -209,90 +177,27 @@ def unpack_plainly(
         word = tl.where(group == i, tl.max(scale_words[i], axis=1)[:, None], word)
     scale = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     low = word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    if FRACTIONAL:
+    if DECODER.fractional:
         weight = (code - 8.0) * scale + low
     else:
-        weight = (code + (low + (1024.0 if HALF else 128.0))) * scale
+        weight = (code + (low + (1024.0 if DECODER.half else 128.0))) * scale
     return weight.to(DTYPE)
 
 
-@triton.jit
-def of_rows(at, BN: tl.constexpr):
-    """A row's word of scale_words for each of its words."""
-    return tl.broadcast_to(tl.load(at)[:, None], [BN, 16])
+@dataclass(frozen=True)
+class Int4Experts(ExpertsDecoder):
+    """group_size: 32, 64 or 128; fractional: zeros are not integers."""
 
+    group_size: int
+    fractional: bool
 
-@triton.jit
-def load_scales(at, rows, GROUP: tl.constexpr, BN: tl.constexpr):
-    """Meta of the groups of one tile of words, each [BN, 16]."""
-    if GROUP == 128:
-        return (of_rows(at, BN),)
-    elif GROUP == 64:
-        return of_rows(at, BN), of_rows(at + rows, BN)
-    else:
-        low = of_rows(at, BN), of_rows(at + rows, BN)
-        return low + (of_rows(at + 2 * rows, BN), of_rows(at + 3 * rows, BN))  # noqa: RUF005
+    name = "int4"
+    unpack_in_registers = unpack_in_registers
+    unpack_plainly = unpack_plainly
 
-
-@triton.jit(do_not_specialize=["count"])
-def int4_grouped_kernel(
-    x, words, scale_words, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
-    SHARED_BY: tl.constexpr, EVEN_K: tl.constexpr, GROUP: tl.constexpr, FRACTIONAL: tl.constexpr,
-    EVICT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHAINS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """acc [BN, BM] += weight tile [BN, 128] . x tile [BM, 128]^T over K; grid (blocks * row tiles).
-
-    rows: N padded to whole tiles of 64, where BN may reach beyond; k_tiles: tiles of words along K
-    CHAINS: tiles of words a turn, each added up by itself: two chains of products hide each other's latency
-    """
-    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    tiles = tl.cdiv(N, BN)
-    block = tl.program_id(0) // tiles
-    expert = tl.load(block_expert + block).to(tl.int64)
-    if expert < 0:
-        return
-    row = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
-    row_tile = tl.minimum(row // 64, rows // 64 - 1)  # past the end: the last tile again, and not stored
-    column = tl.arange(0, 128)
-    assignment = tl.load(assignments + block * BM + tl.arange(0, BM)).to(tl.int64)
-    taken = assignment < count
-    x_at = x + (assignment // SHARED_BY)[None, :] * x_stride + column[:, None]
-    word = (row_tile * k_tiles * 64 + row % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    words_at = words + expert * rows * k_tiles * 16 + word
-    scales_at = scale_words + expert * rows * k_tiles * (128 // GROUP) + row_tile * 64 + row % 64
-    accumulator = tl.zeros([BN, BM], tl.float32)
-    second = tl.zeros([BN, BM], tl.float32)
-    # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
-    tl.assume(k_tiles > 0)
-    for k_tile in range(0, k_tiles, CHAINS):
-        for chain in tl.static_range(CHAINS):
-            inside = taken[None, :]
-            if not EVEN_K:
-                inside = inside & ((k_tile + chain) * 128 + column < K)[:, None]
-            word = tl.load(words_at + chain * 1024, eviction_policy=EVICT)
-            scales = load_scales(scales_at + chain * rows * (128 // GROUP), rows, GROUP, BN)
-            x_tile = tl.load(x_at + chain * 128, mask=inside, other=0.0)
-            if ASM:
-                weight = unpack_in_registers(word, scales, GROUP, FRACTIONAL, HALF, BN)
-            else:
-                weight = unpack_plainly(word, scales, GROUP, FRACTIONAL, HALF, BN)
-            if chain == 0:
-                accumulator = tl.dot(weight, x_tile, accumulator)
-            else:
-                second = tl.dot(weight, x_tile, second)
-        words_at += CHAINS * 1024
-        scales_at += CHAINS * rows * (128 // GROUP)
-        x_at += CHAINS * 128
-    if CHAINS == 2:
-        accumulator += second
-    if bias is not None:
-        of_row = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
-        accumulator += of_row.to(tl.float32)[:, None]
-    to = assignment[None, :] * N + row[:, None]
-    tl.store(y + to, accumulator.to(y.dtype.element_ty), mask=taken[None, :] & (row < N)[:, None])
+    @property
+    def scale_rows(self) -> int:
+        return TILE_K // self.group_size
 
 
 def grouped_matmul(
@@ -306,23 +211,6 @@ def grouped_matmul(
     bias: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y [A, N]; shapes as in the file's docstring. `tile` overrides the table, for tuning."""
-    k = x.shape[1]
-    k_tiles = words.shape[2]
-    if triton.cdiv(k, TILE_K) != k_tiles:
-        raise ValueError(f"x has {k} columns, the packed experts {k_tiles} tiles of {TILE_K}")
-    tile = tile or TILES[routing.bucket]
-    y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
-    chains = 2 if routing.block_rows <= TWO_CHAINS_TO and k_tiles % 2 == 0 else 1
-    capability = compute_capability(x.device)
-    pdl = capability >= (9, 0)
-    int4_grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
-        x, words, scale_words, bias, y, routing.assignments, routing.block_expert, routing.count,
-        n, k, x.stride(0), scale_words.shape[2], k_tiles,
-        SHARED_BY=routing.rows_per_input(len(x)), EVEN_K=k % TILE_K == 0,
-        GROUP=kernel_group(group_size), FRACTIONAL=fractional,
-        EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
-        BM=routing.block_rows, BN=tile.n, CHAINS=chains, ASM=x.device.type == "cuda", PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
-    )  # fmt: skip
-    return y
+    """y [A, N], as `packed.grouped_matmul`."""
+    decoder = Int4Experts(x.dtype == torch.float16, kernel_group(group_size), fractional)
+    return packed.grouped_matmul(x, words, scale_words, None, routing, n, decoder, bias, tile)

@@ -21,23 +21,9 @@ from ..hopper.decoder import Decoder
 from ..hopper.nibbles import PLAIN_1D, words_offset, words_register_layout
 from ..hopper.ptx import load_shared_v2, ptx
 from ..hopper.tile import HopperTile
-from . import packing
+from .instructions import code_lines, scale_lines
 
 PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
-
-@gluon.constexpr_function
-def both_halves(*bits):
-    """A mask with these bits in each half."""
-    return hex(sum(1 << bit for bit in bits) * 0x00010001)
-
-
-@gluon.constexpr_function
-def rotate(target, source, by):
-    """Left, by a shift where no bit that counts comes around."""
-    if by < 8:
-        return f"shl.b32 {target}, {source}, {by};"
-    return f"shf.l.wrap.b32 {target}, {source}, {source}, {by};"
 
 
 @gluon.constexpr_function
@@ -59,14 +45,7 @@ def decode_asm(first_slice, slices):
         lines.append(f"mov.b32 {{half0, half1}}, $scale{i}_row0;")
         for row in rows:
             out, word = f"$out{i}_row{row}", f"$word_row{row}"
-            if j == packing.STRAY:
-                lines.append(f"shr.u32 t, {word}, {packing.STRAY_SHIFT};")
-                lines.append(f"and.b32 t, t, {both_halves(*packing.MANTISSA)};")
-                kept = both_halves(*packing.SIGN, *packing.EXPONENT)
-                lines.append(f"lop3.b32 {out}, {word}, {kept}, t, 0xEA;")
-            else:
-                lines.append(rotate("t", word, packing.SHIFTS[j]))
-                lines.append(f"and.b32 {out}, t, {both_halves(*packing.CODE_BITS)};")
+            lines += code_lines(out, word, j)
             lines.append(f"mov.b32 t, {{half{row}, half{row}}};")
             lines.append(f"mul.rn.bf16x2 {out}, {out}, t;")
     return ptx(" ".join(operands), *lines)
@@ -85,9 +64,7 @@ def slice_types(slices):
 @gluon.constexpr_function
 def scale_asm(second):
     """PTX that makes the two scales of a slice, of rows r and r+8, from a word of them."""
-    mask = both_halves(*range(packing.SCALE_BIT, packing.SCALE_BIT + 8))
-    turned = rotate("t", "$word", packing.SCALE_SHIFT) if second else "mov.b32 t, $word;"
-    return ptx("scales word", ".reg .b32 t;", turned, f"lop3.b32 $scales, t, {mask}, 0x70007000, 0xEA;")
+    return ptx("scales word", ".reg .b32 t;", *scale_lines("$scales", "$word", second))
 
 
 @gluon.jit

@@ -72,68 +72,75 @@ def scale_position(second: int, below: int, bit: int) -> int:
 
 def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [N, K] of 0..15 and their scales float8_e4m3fn [N, K/16] to words and scales."""
+    n, k = codes.shape
+    tiles_n, tiles_k = -(-n // TILE), -(-k // TILE)
+    codes, recoded = recode(codes, scale)
+    codes = torch.nn.functional.pad(codes, (0, tiles_k * TILE - k, 0, tiles_n * TILE - n))
+    parts = codes.view(tiles_n, 4, 2, 8, tiles_k, 4, 2, 4, 2)  # tile, w, u, r, tile, j, v, t, h
+    parts = parts.permute(0, 4, 1, 3, 7, 6, 2, 5, 8).reshape(tiles_n, tiles_k, 512, 4, 2)
+    recoded = torch.nn.functional.pad(recoded, (0, tiles_k * 4 - k // GROUP, 0, tiles_n * TILE - n))
+    factors = recoded.view(tiles_n, 4, 2, 8, tiles_k, 2, 2)  # tile, w, u, r, tile, word, second
+    factors = factors.permute(0, 4, 1, 3, 5, 6, 2).reshape(tiles_n, tiles_k, 64, 2, 2)
+    return words_of_codes(parts), words_of_scales(factors)
+
+
+def recode(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes with the signs and zeros of their scales, and the scales as bytes, int32 [N, K/16]."""
     bits = scale.float().view(torch.int32)
     groups = codes.view(*scale.shape, GROUP) ^ ((bits >> 28) & 8).to(torch.uint8)[..., None]
     groups = groups.masked_fill((scale.float() == 0)[..., None], 0)
     recoded = ((bits >> 20) & 0x7FF) - ((127 - EXPONENT_OFFSET) << 3)
-    return _pack_words(groups.view(codes.shape)), _pack_scales(recoded.clamp(min=0))
+    return groups.view(codes.shape), recoded.clamp(min=0)
 
 
-def _pack_words(codes: Tensor) -> Tensor:
-    n, k = codes.shape
-    tiles_n, tiles_k = -(-n // TILE), -(-k // TILE)
-    codes = torch.nn.functional.pad(codes, (0, tiles_k * TILE - k, 0, tiles_n * TILE - n))
-    parts = codes.view(tiles_n, 4, 2, 8, tiles_k, 4, 2, 4, 2)  # tile, w, u, r, tile, j, v, t, h
-    parts = parts.permute(0, 4, 1, 3, 7, 6, 2, 5, 8).reshape(tiles_n, tiles_k, 512, 4, 2)
-    words = torch.zeros((tiles_n, tiles_k, 512), dtype=torch.int32, device=codes.device)
+def words_of_codes(codes: Tensor) -> Tensor:
+    """Codes uint8 [..., slice 4, half 2] to words int32 [...]."""
+    words = torch.zeros(codes.shape[:-2], dtype=torch.int32, device=codes.device)
     for slice_ in range(4):
         for half in range(2):
             for bit in range(4):
-                one = (parts[..., slice_, half] >> bit & 1).int()
+                one = (codes[..., slice_, half] >> bit & 1).int()
                 words |= one << bit_position(slice_, half, bit)
     return words
 
 
-def _pack_scales(recoded: Tensor) -> Tensor:
-    n, groups = recoded.shape
-    tiles_n, tiles_k = -(-n // TILE), -(-groups // 4)
-    recoded = torch.nn.functional.pad(recoded, (0, tiles_k * 4 - groups, 0, tiles_n * TILE - n))
-    parts = recoded.view(tiles_n, 4, 2, 8, tiles_k, 2, 2)  # tile, w, u, r, tile, word, second
-    parts = parts.permute(0, 4, 1, 3, 5, 6, 2).reshape(tiles_n, tiles_k, 64, 2, 2)
-    words = torch.zeros((tiles_n, tiles_k, 64), dtype=torch.int32, device=recoded.device)
+def words_of_scales(recoded: Tensor) -> Tensor:
+    """Bytes int32 [..., second 2, below 2] to words int32 [...]."""
+    words = torch.zeros(recoded.shape[:-2], dtype=torch.int32, device=recoded.device)
     for second in range(2):
         for below in range(2):
             for bit in range(8):
-                words |= ((parts[..., second, below] >> bit) & 1) << scale_position(second, below, bit)
+                words |= ((recoded[..., second, below] >> bit) & 1) << scale_position(second, below, bit)
     return words
 
 
 def reference_weight(words: Tensor, scales: Tensor) -> Tensor:
     """What the kernel multiplies by, bf16 [N, K] in whole tiles: the weight over `FACTOR` and global."""
     tiles_n, tiles_k, _ = words.shape
-    halves = [[_code_bits(words, slice_, half) for half in range(2)] for slice_ in range(4)]
-    codes = torch.stack([torch.stack(pair, -1) for pair in halves], -2)  # tile, tile, word, j, h
-    parts = codes.view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4, 2)  # ..., w, r, t, v, u, j, h
+    parts = codes_of_words(words).view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4, 2)  # ..., w, r, t, v, u, j, h
     weight = parts.permute(0, 2, 6, 3, 1, 7, 5, 4, 8).reshape(tiles_n * TILE, tiles_k * TILE)
-    pairs = [[_scale_bits(scales, second, below) for below in range(2)] for second in range(2)]
-    factors = torch.stack([torch.stack(pair, -1) for pair in pairs], -2)  # tile, tile, word, second, u
-    parts = factors.view(tiles_n, tiles_k, 4, 8, 2, 2, 2)  # ..., w, r, word, second, u
+    parts = scales_of_words(scales).view(tiles_n, tiles_k, 4, 8, 2, 2, 2)  # ..., w, r, word, second, u
     factor = parts.permute(0, 2, 6, 3, 1, 4, 5).reshape(tiles_n * TILE, tiles_k * 4)
     return weight * factor.repeat_interleave(GROUP, 1)
 
 
-def _code_bits(words: Tensor, slice_: int, half: int) -> Tensor:
-    """One code of each word as a bf16 number, times 2^-126."""
-    bits = torch.zeros_like(words)
-    for bit in range(4):
-        at = bit_position(slice_, half, bit)
-        bits |= ((words >> at) & 1) << CODE_BITS[3 - bit]
-    return bits.to(torch.int16).view(torch.bfloat16)
+def codes_of_words(words: Tensor) -> Tensor:
+    """Words int32 [...] to their codes as bf16 numbers, times 2^-126, [..., slice 4, half 2]."""
+    codes = torch.zeros((*words.shape, 4, 2), dtype=torch.int32, device=words.device)
+    for slice_ in range(4):
+        for half in range(2):
+            for bit in range(4):
+                one = (words >> bit_position(slice_, half, bit)) & 1
+                codes[..., slice_, half] |= one << CODE_BITS[3 - bit]
+    return codes.to(torch.int16).view(torch.bfloat16)
 
 
-def _scale_bits(scales: Tensor, second: int, below: int) -> Tensor:
-    """One scale of each word as a bf16 number, times 2^119."""
-    bits = torch.full_like(scales, 0x7000)
-    for bit in range(8):
-        bits |= ((scales >> scale_position(second, below, bit)) & 1) << (SCALE_BIT + bit)
-    return bits.to(torch.int16).view(torch.bfloat16)
+def scales_of_words(words: Tensor) -> Tensor:
+    """Words int32 [...] to their scales as bf16 numbers, times 2^119, [..., second 2, below 2]."""
+    scales = torch.full((*words.shape, 2, 2), 0x7000, dtype=torch.int32, device=words.device)
+    for second in range(2):
+        for below in range(2):
+            for bit in range(8):
+                one = (words >> scale_position(second, below, bit)) & 1
+                scales[..., second, below] |= one << (SCALE_BIT + bit)
+    return scales.to(torch.int16).view(torch.bfloat16)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import triton
-from scalegate.kernels.experts import int4, unquantized
+from scalegate.kernels.experts import int4, packed, unquantized
 from scalegate.kernels.experts.routing import ExpertRouting, route
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile, bucket_of
 from scalegate.layouts.files import write_json
@@ -234,7 +234,7 @@ class Form:
 
 def forms_of(kind: str, name: str, bucket: int) -> list[Form]:
     """What the table says comes first."""
-    table = unquantized.TILES if kind == "bf16" else int4.TILES
+    table = unquantized.TILES if kind == "bf16" else packed.TILES
     tried = dict.fromkeys([(BLOCK_ROWS[bucket], table[bucket]), *candidates(kind, bucket)])
     return [Form(kind, name, *one) for one in tried if shared_bytes(kind, *one) <= 220 * 1024]
 

@@ -53,6 +53,11 @@ def _multiply_bf16x2(a: Tensor, b: Tensor) -> Tensor:
     return _bits(low) | _bits(high) << 16
 
 
+def _multiply_add_bf16x2(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    low, high = (_bf16(a >> at) * _bf16(b >> at) + _bf16(c >> at) for at in (0, 16))
+    return _bits(low) | _bits(high) << 16
+
+
 def _bf16(bits: Tensor) -> Tensor:
     return ((bits & 0xFFFF) << 16).int().view(torch.float32).double()
 
@@ -69,4 +74,5 @@ INSTRUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "lop3.b32": _lop3,
     "shf.l.wrap.b32": _funnel_left,
     "mul.rn.bf16x2": _multiply_bf16x2,
+    "fma.rn.bf16x2": _multiply_add_bf16x2,
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-from scalegate.kernels.experts import int4, routing, unquantized
+from scalegate.kernels.experts import int4, nvfp4, packed, routing, unquantized
 from scalegate.kernels.experts.tile import BLOCK_ROWS, ROWS_PER_EXPERT, Tile, bucket_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -24,6 +24,7 @@ SPILLING = 5
 """The bucket whose INT4 tile may spill: on an H200 four warps that do beat eight that do not by 17%."""
 MOST_INSTRUCTIONS = {8: 3.3, 16: 3.1, 32: 3.4, 64: 3.6, 128: 4.9}
 """Of the INT4 loop a weight, by rows of a block, groups of 128."""
+NVFP4_MOST_INSTRUCTIONS = {8: 3.1, 16: 3.1, 32: 3.3, 64: 3.6, 128: 4.3}
 DIVISIBLE = ("N", "K", "x_stride", "rows", "expert_stride", "n_stride")
 
 
@@ -49,14 +50,26 @@ def compiled(kernel, types: dict[str, str], constants: dict[str, object], tile: 
 def int4_kernel(
     bucket: int, group=128, fractional=False, half=False, ragged=False, biased=False, capability=90
 ):
-    tile, block_rows = int4.TILES[bucket], BLOCK_ROWS[bucket]
+    tile, block_rows = packed.TILES[bucket], BLOCK_ROWS[bucket]
     element = "*fp16" if half else "*bf16"
     types = dict.fromkeys(("x", "y", "bias"), element)
     types |= dict.fromkeys(("words", "scale_words", "assignments", "block_expert"), "*i32")
-    constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "GROUP": group, "FRACTIONAL": fractional, "ASM": True}
-    constants |= {"CHAINS": 2 if block_rows <= int4.TWO_CHAINS_TO else 1}
+    decoder = int4.Int4Experts(half, group, fractional)
+    constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "DECODER": decoder, "ASM": True, "factor": None}
+    constants |= {"CHAINS": 2 if block_rows <= packed.TWO_CHAINS_TO else 1}
     constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
-    return compiled(int4.int4_grouped_kernel, types, constants, tile, capability)
+    return compiled(packed.packed_grouped_kernel, types, constants, tile, capability)
+
+
+@functools.cache
+def nvfp4_kernel(bucket: int, ragged=False, biased=False, capability=90):
+    tile, block_rows = packed.TILES[bucket], BLOCK_ROWS[bucket]
+    types = dict.fromkeys(("x", "y", "bias"), "*bf16") | {"factor": "*fp32"}
+    types |= dict.fromkeys(("words", "scale_words", "assignments", "block_expert"), "*i32")
+    constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "DECODER": nvfp4.NVFP4Experts(False), "ASM": True}
+    constants |= {"CHAINS": 2 if block_rows <= packed.TWO_CHAINS_TO else 1}
+    constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
+    return compiled(packed.packed_grouped_kernel, types, constants, tile, capability)
 
 
 @functools.cache
@@ -121,7 +134,7 @@ def test_ragged_biased_and_transposed_weights_spill_nothing(bucket, transposed, 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight(bucket, tmp_path):
-    kernel, tile, block_rows = int4_kernel(bucket), int4.TILES[bucket], BLOCK_ROWS[bucket]
+    kernel, tile, block_rows = int4_kernel(bucket), packed.TILES[bucket], BLOCK_ROWS[bucket]
     instructions = disassembled(kernel, tmp_path)
     if bucket != SPILLING:
         check_no_local_memory(kernel, instructions)
@@ -130,9 +143,23 @@ def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight
     assert any(product in line for line in loop)
     assert "serialized" not in assembler_notes(kernel, tmp_path)
     assert not [line for line in loop if CONVERSION.search(line)]
-    chains = 2 if block_rows <= int4.TWO_CHAINS_TO else 1
-    weights_a_thread = chains * tile.n * int4.TILE_K / (32 * tile.warps)
+    chains = 2 if block_rows <= packed.TWO_CHAINS_TO else 1
+    weights_a_thread = chains * tile.n * packed.TILE_K / (32 * tile.warps)
     assert len(loop) <= MOST_INSTRUCTIONS[block_rows] * weights_a_thread
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_nvfp4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight(bucket, tmp_path):
+    kernel, tile, block_rows = nvfp4_kernel(bucket), packed.TILES[bucket], BLOCK_ROWS[bucket]
+    instructions = disassembled(kernel, tmp_path)
+    if bucket != SPILLING:
+        check_no_local_memory(kernel, instructions)
+    loop = loop_of(instructions)
+    assert "serialized" not in assembler_notes(kernel, tmp_path)
+    assert not [line for line in loop if CONVERSION.search(line)]
+    chains = 2 if block_rows <= packed.TWO_CHAINS_TO else 1
+    weights_a_thread = chains * tile.n * packed.TILE_K / (32 * tile.warps)
+    assert len(loop) <= NVFP4_MOST_INSTRUCTIONS[block_rows] * weights_a_thread
 
 
 @pytest.mark.parametrize(
@@ -192,7 +219,7 @@ def test_buckets_go_by_rows_an_expert_gets_whatever_the_number_of_experts():
         for bucket, limit in enumerate(ROWS_PER_EXPERT[:-1]):
             assert bucket_of(int(limit * experts), experts) == bucket
             assert bucket_of(int(limit * experts) + 1, experts) == bucket + 1
-    assert len(BLOCK_ROWS) == len(ROWS_PER_EXPERT) == len(int4.TILES) == len(unquantized.TILES)
+    assert len(BLOCK_ROWS) == len(ROWS_PER_EXPERT) == len(packed.TILES) == len(unquantized.TILES)
 
 
 def bits(value: torch.Tensor, dtype: torch.dtype) -> np.ndarray:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ptx_interpreter import execute
+from scalegate.kernels.experts import nvfp4 as experts
 from scalegate.kernels.nvfp4 import decoder, packing
 from scalegate.layouts.formats.int4 import pack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
@@ -92,3 +93,16 @@ def test_only_bf16_is_served_and_the_global_scale_is_the_epilogues():
     assert PACKING.dtypes == (torch.bfloat16,)
     operand = PACKING.operand(NVFP4_SWAP_AB.pack(random_weight(64, 64), torch.bfloat16))
     assert operand.factor is not None and float(operand.factor) == 0.375 * 128
+
+
+def test_the_experts_decoder_makes_the_same_weights_exactly():
+    scale = every_scale(64 * 8).view(64, 8)
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+    words, scale_words = experts.pack(codes, scale)
+    pairs = words.view(64, 8, 2)
+    of_rows = [scale_words[i // 2][:, None].expand(64, 8) for i in range(4)]
+    registers = execute(experts.unpack_asm(), 8, [pairs[..., 0], pairs[..., 1], *of_rows])
+    wanted = experts.reference_weight(words, scale_words).float()
+    for j, register in enumerate(registers):
+        halves = torch.stack((register & 0xFFFF, register >> 16), -1).flatten(1)
+        assert torch.equal((halves << 16).int().view(torch.float32), wanted[:, 16 * j : 16 * j + 16]), j

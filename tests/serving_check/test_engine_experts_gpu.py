@@ -91,9 +91,10 @@ def test_every_token_is_that_of_generate_in_float32(architecture: str, compiled:
         (Int4(32), "grouped_int4"),
         (Int4(32, zero_point="fractional"), "grouped_int4"),
         (Int4(32), "grouped_dequantize"),
+        (NVFP4(), "grouped_nvfp4"),
         (NVFP4(), "grouped_dequantize"),
     ],
-    ids=["int4", "int4 fractional", "int4 dequantized", "nvfp4 dequantized"],
+    ids=["int4", "int4 fractional", "int4 dequantized", "nvfp4", "nvfp4 dequantized"],
 )
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 @torch.inference_mode()
@@ -115,7 +116,7 @@ def test_packed_experts_are_the_dequantized_ones(architecture: str, spec, layout
         assert (y - expected).norm() / expected.norm() <= MAX_ERROR
 
 
-@pytest.mark.parametrize(("spec", "layout"), [(Int4(32), "grouped_int4"), (NVFP4(), "grouped_dequantize")])
+@pytest.mark.parametrize(("spec", "layout"), [(Int4(32), "grouped_int4"), (NVFP4(), "grouped_nvfp4")])
 def test_quantized_experts_are_served_from_graphs_and_nothing_compiles(spec, layout: str):
     config = copy.deepcopy(ARCHITECTURES["qwen3_moe"])
     config.hidden_size, config.moe_intermediate_size = 128, 96

@@ -5,7 +5,7 @@ The interpreter has no bf16 product, so products are compared in fp16 there.
 
 import pytest
 import torch
-from scalegate.kernels.experts import int4, unquantized
+from scalegate.kernels.experts import int4, nvfp4, packed, unquantized
 from scalegate.kernels.experts.routing import (
     LARGEST_CHUNK,
     buffer_size,
@@ -159,6 +159,46 @@ def test_the_int4_product_is_that_of_the_dequantized_weight(group_size, k, fract
         expected = unquantized.grouped_matmul_reference(x, dequantized(*parts, group_size), expert, bias)
         answer = int4.grouped_matmul(x, words, scale_words, routing, N, group_size, fractional, bias)
         assert relative(answer, expected) < 1e-3
+
+
+def random_nvfp4(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, and what they stand for but for their global scale, fp32."""
+    codes = torch.randint(0, 16, (EXPERTS, n, k), dtype=torch.uint8)
+    scale = (torch.rand(EXPERTS, n, k // 16) * 8 - 1).to(torch.float8_e4m3fn)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    weight = torch.cat((table, -table))[codes.long()] * scale.float().repeat_interleave(16, 2)
+    return codes.to(DEVICE), scale.to(DEVICE), weight.to(DEVICE)
+
+
+@pytest.mark.parametrize("k", [128, 160, 400])
+def test_a_packed_nvfp4_weight_is_the_dequantized_one_exactly(k):
+    codes, scale, weight = random_nvfp4(70, k)
+    for index in range(EXPERTS):
+        got = nvfp4.reference_weight(*nvfp4.pack(codes[index], scale[index]))
+        assert torch.equal(got[:70, :k].float() * 128, weight[index])
+        assert not got[70:].any() and not got[:, k:].any()
+
+
+@pytest.mark.parametrize(("k", "biased"), [(256, True), (160, False)])
+def test_the_nvfp4_product_is_that_of_the_dequantized_weight(k, biased):
+    torch.manual_seed(5)
+    expert = chosen(TOKENS, TOP_K, EXPERTS)
+    codes, scale, weight = random_nvfp4(N, k)
+    words, scale_words = (
+        torch.stack(column)
+        for column in zip(*(nvfp4.pack(codes[i], scale[i]) for i in range(EXPERTS)), strict=True)
+    )
+    globals_ = torch.rand(EXPERTS, device=DEVICE) * 0.01 + 0.001
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    bias = torch.randn(EXPERTS, N).to(dtype).to(DEVICE) if biased else None
+    routing = route(expert, EXPERTS)
+    weight = weight * globals_[:, None, None]
+    for rows in (TOKENS, TOKENS * TOP_K):
+        x = torch.randn(rows, k).to(dtype).to(DEVICE)
+        expected = unquantized.grouped_matmul_reference(x, weight, expert, bias)
+        decoder = nvfp4.NVFP4Experts(dtype == torch.float16)
+        answer = packed.grouped_matmul(x, words, scale_words, globals_ * 128, routing, N, decoder, bias)
+        assert relative(answer, expected) < (4e-3 if DEVICE == "cuda" else 1e-3)
 
 
 def test_a_group_size_the_kernel_does_not_know_is_refused():

@@ -1,0 +1,203 @@
+"""Grouped products on packed experts, of any format: a Triton kernel without conversions, and its launch.
+
+    x            [R, K]                          bf16 or fp16, rows contiguous; A // R assignments share one
+    words        int32 [E, N/64, K/128, 64, 16]  tiles of 64 rows, 128 columns; the last zero-padded
+    scale_words  int32 [E, K/128 * s, N]         s words for a row of a tile; K and N padded to whole tiles
+    factor       fp32 [E]                        what an expert's sums are multiplied by, or None
+    bias         [E, N]                          x's dtype, or None
+    y            [A, N]                          by assignment; not written where an assignment is in no block
+
+What words and scale words mean is the decoder's, one a format (`int4.py`, `nvfp4.py`). Slice j of a tile's
+128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row hold columns 2t and 2t+1 of every
+slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. So they are read from shared memory in the very
+registers in which the matrix instruction wants its first operand, and no value ever changes lanes. The weight
+is the first operand ("swap AB"), blocks as in `unquantized.py`. Sums over K run in one order, in fp32.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode_attention import compute_capability
+from .routing import ExpertRouting
+from .tile import Tile
+
+TILE_N, TILE_K = 64, 128
+TWO_CHAINS_TO = 8
+"""Rows of a block up to which a turn of the loop takes two tiles of words."""
+TILES = (
+    Tile(n=64, k=TILE_K, stages=3, warps=4),
+    Tile(n=128, k=TILE_K, stages=3, warps=4),
+    Tile(n=128, k=TILE_K, stages=3, warps=4),
+    Tile(n=128, k=TILE_K, stages=4, warps=4),
+    Tile(n=128, k=TILE_K, stages=3, warps=4),
+    Tile(n=128, k=TILE_K, stages=3, warps=4),
+)
+"""By bucket of rows an expert gets, see `tile.py`; k is a tile of words.
+
+As tuned on an H200 for Qwen3-30B-A3B's shapes in INT4 (`tests/bench/experts.py --tune`). Few experts fill the
+device with small tiles; with more rows, large ones read x less often. The last spills a little, and is the
+fastest.
+"""
+REUSED_FROM = 64
+"""Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
+
+
+@dataclass(frozen=True)
+class ExpertsDecoder:
+    """A format's parameters and its device functions; the kernel is compiled for each.
+
+    unpack_in_registers(words, scales, DECODER, BN)   the tile [BN, 128] of words [BN, 16] and `scale_rows`
+                                                      scale words [BN, 16], joined last
+    unpack_plainly(words, scales, DECODER, BN)        the same without PTX: for the interpreter
+
+    half  activations and weights are fp16, else bf16
+    """
+
+    half: bool
+
+    name: ClassVar[str]
+    unpack_in_registers: ClassVar[Any]
+    unpack_plainly: ClassVar[Any]
+
+    @property
+    def scale_rows(self) -> int:
+        """Words of scales of a row of a tile: 1, 2 or 4."""
+        raise NotImplementedError
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
+        return "-".join([repr(self), self.unpack_in_registers.cache_key, self.unpack_plainly.cache_key])
+
+
+def by_word(codes: Tensor) -> Tensor:
+    """Codes uint8 [N, K] as [N/64, K/128, 64, 16, 4, 2]: tile, tile, row, word, slice of four, column of two.
+
+    N and K are padded with zeros to whole tiles.
+    """
+    n, k = codes.shape
+    tiles_n, tiles_k = triton.cdiv(n, TILE_N), triton.cdiv(k, TILE_K)
+    codes = torch.nn.functional.pad(codes, (0, tiles_k * TILE_K - k, 0, tiles_n * TILE_N - n))
+    parts = codes.view(tiles_n, TILE_N, tiles_k, 2, 4, 8, 2)  # tile, row, tile, j / 4, j % 4, t, column % 2
+    return parts.permute(0, 2, 1, 5, 3, 4, 6).reshape(tiles_n, tiles_k, TILE_N, 16, 4, 2)
+
+
+@triton.jit
+def of_rows(at, BN: tl.constexpr):
+    """A row's word of scale_words for each of its words."""
+    return tl.broadcast_to(tl.load(at)[:, None], [BN, 16])
+
+
+@triton.jit
+def load_scales(at, rows, COUNT: tl.constexpr, BN: tl.constexpr):
+    """The words of scales of one tile of words, each [BN, 16]."""
+    if COUNT == 1:
+        return (of_rows(at, BN),)
+    elif COUNT == 2:
+        return of_rows(at, BN), of_rows(at + rows, BN)
+    else:
+        low = of_rows(at, BN), of_rows(at + rows, BN)
+        return low + (of_rows(at + 2 * rows, BN), of_rows(at + 3 * rows, BN))  # noqa: RUF005
+
+
+@triton.jit(
+    do_not_specialize=["count"],
+    repr=lambda form: form.constants["DECODER"].name + "_grouped_kernel",
+)
+def packed_grouped_kernel(
+    x, words, scale_words, factor, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
+    SHARED_BY: tl.constexpr, EVEN_K: tl.constexpr, DECODER: tl.constexpr,
+    EVICT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHAINS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """acc [BN, BM] += weight tile [BN, 128] . x tile [BM, 128]^T over K; grid (blocks * row tiles).
+
+    rows: N padded to whole tiles of 64, where BN may reach beyond; k_tiles: tiles of words along K
+    CHAINS: tiles of words a turn, each added up by itself: two chains of products hide each other's latency
+    """
+    SCALE_ROWS: tl.constexpr = DECODER.scale_rows
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tiles = tl.cdiv(N, BN)
+    block = tl.program_id(0) // tiles
+    expert = tl.load(block_expert + block).to(tl.int64)
+    if expert < 0:
+        return
+    row = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+    row_tile = tl.minimum(row // 64, rows // 64 - 1)  # past the end: the last tile again, and not stored
+    column = tl.arange(0, 128)
+    assignment = tl.load(assignments + block * BM + tl.arange(0, BM)).to(tl.int64)
+    taken = assignment < count
+    x_at = x + (assignment // SHARED_BY)[None, :] * x_stride + column[:, None]
+    word = (row_tile * k_tiles * 64 + row % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    words_at = words + expert * rows * k_tiles * 16 + word
+    scales_at = scale_words + expert * rows * k_tiles * SCALE_ROWS + row_tile * 64 + row % 64
+    accumulator = tl.zeros([BN, BM], tl.float32)
+    second = tl.zeros([BN, BM], tl.float32)
+    # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
+    tl.assume(k_tiles > 0)
+    for k_tile in range(0, k_tiles, CHAINS):
+        for chain in tl.static_range(CHAINS):
+            inside = taken[None, :]
+            if not EVEN_K:
+                inside = inside & ((k_tile + chain) * 128 + column < K)[:, None]
+            word = tl.load(words_at + chain * 1024, eviction_policy=EVICT)
+            scales = load_scales(scales_at + chain * rows * SCALE_ROWS, rows, SCALE_ROWS, BN)
+            x_tile = tl.load(x_at + chain * 128, mask=inside, other=0.0)
+            if ASM:
+                weight = DECODER.unpack_in_registers(word, scales, DECODER, BN)
+            else:
+                weight = DECODER.unpack_plainly(word, scales, DECODER, BN)
+            if chain == 0:
+                accumulator = tl.dot(weight, x_tile, accumulator)
+            else:
+                second = tl.dot(weight, x_tile, second)
+        words_at += CHAINS * 1024
+        scales_at += CHAINS * rows * SCALE_ROWS
+        x_at += CHAINS * 128
+    if CHAINS == 2:
+        accumulator += second
+    if factor is not None:
+        accumulator *= tl.load(factor + expert)
+    if bias is not None:
+        of_row = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
+        accumulator += of_row.to(tl.float32)[:, None]
+    to = assignment[None, :] * N + row[:, None]
+    tl.store(y + to, accumulator.to(y.dtype.element_ty), mask=taken[None, :] & (row < N)[:, None])
+
+
+def grouped_matmul(
+    x: Tensor,
+    words: Tensor,
+    scale_words: Tensor,
+    factor: Tensor | None,
+    routing: ExpertRouting,
+    n: int,
+    decoder: ExpertsDecoder,
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """y [A, N]; shapes as in the file's docstring. `tile` overrides the table, for tuning."""
+    k = x.shape[1]
+    k_tiles = words.shape[2]
+    if triton.cdiv(k, TILE_K) != k_tiles:
+        raise ValueError(f"x has {k} columns, the packed experts {k_tiles} tiles of {TILE_K}")
+    tile = tile or TILES[routing.bucket]
+    y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
+    chains = 2 if routing.block_rows <= TWO_CHAINS_TO and k_tiles % 2 == 0 else 1
+    capability = compute_capability(x.device)
+    pdl = capability >= (9, 0)
+    packed_grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
+        x, words, scale_words, factor, bias, y, routing.assignments, routing.block_expert, routing.count,
+        n, k, x.stride(0), scale_words.shape[2], k_tiles,
+        SHARED_BY=routing.rows_per_input(len(x)), EVEN_K=k % TILE_K == 0, DECODER=decoder,
+        EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
+        BM=routing.block_rows, BN=tile.n, CHAINS=chains, ASM=x.device.type == "cuda", PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
+    )  # fmt: skip
+    return y
