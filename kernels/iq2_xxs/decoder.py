@@ -2,9 +2,9 @@
 
 Each operation is a Gluon function with its PTX above it; a thread has four values of every tensor
 (`pack=4`). The codebook lies at the start of shared memory, at `global_smem` (a test looks), 256 bytes an
-entry: its 8 numbers in 16 bits, 16 bytes, sixteen times. Lane i reads copy i % 8, so eight lanes, which is
-what 16-byte loads are served by, never meet in a bank; and an address is the index as the second byte of
-the lane's own offset, one PRMT.
+entry: its 8 numbers in 16 bits, 16 bytes, eight times, and 128 bytes that nobody reads. Lane i reads copy
+i % 8, so the eight lanes that a 16-byte load serves at once never meet in a bank; and an address is the
+index as the second byte of the lane's own offset, one PRMT.
 
 Instructions for eight weights, one look-up:
 

@@ -261,7 +261,7 @@ def test_quantized_embeddings_are_declared_so_that_nobody_skips_them(
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens"]
     assert "model.embed_tokens" in stored_weights(tmp_path / "out")
-    assert "holds no embeddings" in refusal(example_checkpoint, recipe, tmp_path / "b", export="torchao")
+    assert "hold no embeddings" in refusal(example_checkpoint, recipe, tmp_path / "b", export="torchao")
 
 
 def test_torchao_takes_integer_and_fractional_zeros(example_checkpoint: Path, tmp_path: Path) -> None:
