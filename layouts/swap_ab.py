@@ -1,6 +1,6 @@
 """Our own INT4 layout: the weight in the order of the matrix unit's registers, unpacked without conversions.
 
-What the bytes are and why they are fast is in `kernels/int4/swap_ab.py`; here are the layouts that read them.
+What the bytes are and why they are fast is in `kernels/int4/packing.py`; here are the layouts that read them.
 Not for the CPU.
 
     swap_ab, swap_ab_invariant  Hopper (`hopper.py`)
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.hopper.packed_operand import PackedOperand
-from ..kernels.int4 import swap_ab
+from ..kernels.int4 import packing, portable
 from ..kernels.int4.decoder import Int4Decoder
 from .formats.int4 import Int4, unpack_nibbles
 from .formats.weight_format import Weight
@@ -39,8 +39,8 @@ class Int4Packing:
         weight = require_int4(weight, "swap_ab")
         group_size = weight.spec.group_size
         tensors = {
-            "words": swap_ab.pack_words(unpack_nibbles(weight.codes)),
-            "scale_words": swap_ab.pack_scales(weight.scale, weight.zero_point, group_size, dtype),
+            "words": packing.pack_words(unpack_nibbles(weight.codes)),
+            "scale_words": packing.pack_scales(weight.scale, weight.zero_point, group_size, dtype),
         }
         fractional = int(not weight.spec.has_integer_zero)
         return tensors, {"group_size": min(group_size, 128), "fractional": fractional}
@@ -71,7 +71,7 @@ class SwapABPortable:
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, attributes = packed.tensors, packed.attributes
-        return swap_ab.matmul(
+        return portable.matmul(
             x.contiguous(), tensors["words"], tensors["scale_words"],
             packed.shape[0], attributes["group_size"], bool(attributes["fractional"]),
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""INT4 weights: `swap_ab.py` is the bytes and the portable kernel; `kernels/hopper/` multiplies by them."""
+"""INT4 weights: `packing.py` is the bytes, `decoder.py` and `portable.py` their ways to a product."""

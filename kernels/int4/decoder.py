@@ -1,6 +1,6 @@
 """INT4 to wgmma's register operand on Hopper: the decoder of the stream-K and the batch-invariant kernel.
 
-The bytes are those of `swap_ab.py`, where the reference is:
+The bytes are those of `packing.py`, where the reference is:
 
     shift, lop3      two numbers 128 + q of a lane's word, in the register where wgmma wants them: no value
                      changes lanes

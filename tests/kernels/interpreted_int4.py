@@ -4,7 +4,7 @@ The interpreter has no bf16 product, so it is compared in fp16.
 """
 
 import torch
-from scalegate.kernels.int4 import swap_ab
+from scalegate.kernels.int4 import packing, portable
 
 SHAPES = [
     (64, 128, 128, False),
@@ -20,13 +20,13 @@ def compare(n: int, k: int, group_size: int, fractional: bool) -> None:
     scale = torch.rand(n, k // group_size) * 0.02 + 0.001
     zero = torch.rand(n, k // group_size) * 15
     zero = zero if fractional else zero.to(torch.uint8)
-    words = swap_ab.pack_words(codes)
-    scale_words = swap_ab.pack_scales(scale, zero, group_size, torch.float16)
-    group = min(group_size, swap_ab.MAX_GROUP)
+    words = packing.pack_words(codes)
+    scale_words = packing.pack_scales(scale, zero, group_size, torch.float16)
+    group = min(group_size, packing.MAX_GROUP)
     for m in (1, 19):
         x = torch.randn(m, k).to(torch.float16)
-        expected = swap_ab.reference_matmul(x, words, scale_words, n, group, fractional).float()
-        answer = swap_ab.matmul(x, words, scale_words, n, group, fractional)
+        expected = packing.reference_matmul(x, words, scale_words, n, group, fractional).float()
+        answer = portable.matmul(x, words, scale_words, n, group, fractional)
         error = (answer.float() - expected).norm() / expected.norm()
         if not error < 5e-4:
             raise SystemExit(f"matmul M={m} {n}x{k} g{group_size}: {error:.2e}")

@@ -6,7 +6,7 @@ import pytest
 import triton
 from hopper_compiler import assembler_notes, compiled, disassembled, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
-from scalegate.kernels.int4 import swap_ab
+from scalegate.kernels.int4 import portable
 from scalegate.kernels.int4.decoder import Int4Decoder
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -87,7 +87,7 @@ def test_every_form_of_the_weight_compiles_without_spills(
 
 @pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (89, "HMMA"), (100, None)])
 def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_path):
-    kernel = swap_ab.int4_swap_ab_kernel
+    kernel = portable.int4_swap_ab_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x": "*bf16",
         "words": "*i32",

@@ -11,7 +11,7 @@ import torch
 from scalegate.kernels.hopper import epilogue, gemm, invariant, invariant_config, stream_k, stream_k_config
 from scalegate.kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
 from scalegate.kernels.hopper.tile import NUM_SMS
-from scalegate.kernels.int4 import swap_ab
+from scalegate.kernels.int4 import packing
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.swap_ab import PACKING, SWAP_AB, SWAP_AB_PORTABLE
@@ -40,12 +40,12 @@ def random_weight(n: int, k: int, group_size: int, fractional: bool) -> Int4Weig
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (128, 192), (65, 80)])
 def test_packing_is_undone_by_unpacking(n, k):
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
-    assert torch.equal(swap_ab.unpack_words(swap_ab.pack_words(codes))[:n, :k], codes)
+    assert torch.equal(packing.unpack_words(packing.pack_words(codes))[:n, :k], codes)
 
 
 def test_a_word_holds_the_pairs_that_the_matrix_unit_wants_in_one_register():
     codes = torch.arange(64 * 64).view(64, 64).remainder(15).to(torch.uint8)
-    words = swap_ab.pack_words(codes).view(4, 8, 4, 2, 2)  # w, r, t, v, u
+    words = packing.pack_words(codes).view(4, 8, 4, 2, 2)  # w, r, t, v, u
     warp, row, pair, right, below, slice_ = 2, 5, 3, 1, 1, 3
     word = int(words[warp, row, pair, right, below]) >> (4 * slice_)
     line = codes[16 * warp + 8 * below + row]
@@ -58,7 +58,7 @@ def test_a_word_holds_the_pairs_that_the_matrix_unit_wants_in_one_register():
 def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group_size, fractional, dtype):
     weight = random_weight(n, k, group_size, fractional)
     packed = SWAP_AB_PORTABLE.pack(weight, dtype)
-    got = swap_ab.reference_weight(
+    got = packing.reference_weight(
         packed.tensors["words"],
         packed.tensors["scale_words"],
         packed.attributes["group_size"],
@@ -74,7 +74,7 @@ def test_padding_adds_nothing():
     weight = random_weight(65, 96, 32, False)
     tensors = SWAP_AB_PORTABLE.pack(weight, torch.bfloat16).tensors
     assert torch.all(tensors["scale_words"][:, 65:] == 0)
-    whole = swap_ab.reference_weight(tensors["words"], tensors["scale_words"], 32, False, torch.bfloat16)
+    whole = packing.reference_weight(tensors["words"], tensors["scale_words"], 32, False, torch.bfloat16)
     assert torch.all(whole[65:] == 0)
 
 
