@@ -9,8 +9,8 @@ from statistics import median
 
 from .measurement import MeasuredM, Repeat, output_throughput
 from .settings import Bounds, WorkloadSettings
-from .statistics import Decision, SequentialTest, decide_all, is_hopeless
-from .verdict import CurvePoint, ServingFigures, finite
+from .statistics import Decision, SequentialTest, decide, decide_all, is_hopeless
+from .verdict import CurvePoint, RivalPoint, ServingFigures, finite
 from .workload import percentile
 from .workload.engine_work import EngineWork
 
@@ -23,8 +23,45 @@ def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
     """A point for every M at which both sides finished a repeat."""
     decisions = decisions_of(measured, sequential_test(workload, bounds.throughput_floor))
-    pairs = zip(measured, decisions, strict=True)
-    return [curve_point(one, decision) for one, decision in pairs if one.artifact and one.baseline]
+    voting = rival_decisions_of(measured, workload, bounds.rival_from_m)
+    return [
+        replace(curve_point(one, decision), rival=rival_point(one, voting.get(one.m), workload))
+        for one, decision in zip(measured, decisions, strict=True)
+        if one.artifact and one.baseline
+    ]
+
+
+RIVAL_FLOOR = 1.0
+"""The artifact's throughput over the rival's, which its lower confidence limit must reach."""
+
+
+def rival_decisions_of(
+    measured: Sequence[MeasuredM], workload: WorkloadSettings, from_m: float
+) -> dict[int, Decision]:
+    """Whether the artifact is faster than the rival, at each M from `from_m` on."""
+    voting = [one for one in measured if one.m >= from_m]
+    if not voting:
+        return {}
+    test = SequentialTest(RIVAL_FLOOR, len(voting), workload.max_blocks)
+    decisions = decide_all([one.log_ratios(output_throughput, over_rival=True) for one in voting], test)
+    return {one.m: decision for one, decision in zip(voting, decisions, strict=True)}
+
+
+def rival_point(
+    measured: MeasuredM, decision: Decision | None, workload: WorkloadSettings
+) -> RivalPoint | None:
+    """The rival at one M; `decision` is None where the M has no vote."""
+    if not measured.rival:
+        return None
+    ratios = measured.log_ratios(output_throughput, over_rival=True)
+    shown = decision or decide(ratios, SequentialTest(RIVAL_FLOOR, 1, workload.max_blocks))
+    return RivalPoint(
+        figures=serving_figures(measured.rival),
+        ratio=finite(shown.ratio),
+        ratio_low=finite(shown.low),
+        ratio_high=finite(shown.high),
+        status=None if decision is None else decision.status,
+    )
 
 
 def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:

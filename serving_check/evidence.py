@@ -106,5 +106,7 @@ class Evidence:
     """Answers under load of the artifact's server, most of them at the largest M."""
     repeated: RepeatedPrompts | None = None
     """Null where nothing was measured to its end."""
+    has_rival: bool = False
+    """Whether a rival was served as well: its repeats are among `measured`."""
     diagnoses: Mapping[int, str] = field(default_factory=dict)
     """For each M that failed, what the layers' own timings say."""

@@ -18,7 +18,7 @@ from .checks.stalls import needs_another_look
 from .engines import Endpoint
 from .engines.one_server import refuse_one_address, refuse_shared_counter
 from .evidence import PackedLayers, RepeatedPrompts
-from .interleaving import Servers, measure, workload_spec
+from .interleaving import Rival, Servers, measure, workload_spec
 from .measurement import MeasuredM
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .settings import WorkloadSettings
@@ -64,15 +64,21 @@ def serve_and_measure(
     progress: bool = True,
     clock: StageClock | None = None,
     restart: Callable[[], None] | None = None,
+    rival: Rival | None = None,
 ) -> Served:
     """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
     text:    token ids that prompts are cut from
-    restart: starts both servers anew, at the same addresses; None where that is not ours to do
+    restart: starts all servers anew, at the same addresses; None where that is not ours to do
 
-    UserError where one server is behind both endpoints.
+    UserError where one server is behind two endpoints.
     """
     refuse_one_address(artifact, baseline)
+    if rival is not None:
+        refuse_one_address(artifact, rival.endpoint)
+        refuse_one_address(baseline, rival.endpoint)
+        held = kv_cache_tokens(rival.endpoint.metrics(), rival.endpoint.series)
+        require_capacity("the rival's server", held, workload)
     clock = clock or StageClock(progress)
     said, baseline_said = artifact.metrics(), baseline.metrics()
     series, baseline_series = artifact.series, baseline.series
@@ -87,8 +93,8 @@ def serve_and_measure(
         tokens = sum(len(one.tokens) for one in baseline_canary)
         refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
         canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
-    repeats = Repeats(run, baseline, tokenizer)
-    servers = Servers(artifact, baseline, workload, text, repeats)
+    repeats = Repeats(run, artifact, baseline, tokenizer)
+    servers = Servers(artifact, baseline, workload, text, repeats, rival)
     measured, _ = measure(servers, floor, progress, clock, restart)
     with clock.stage("another look"):
         look_again(servers, measured)

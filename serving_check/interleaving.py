@@ -1,4 +1,4 @@
-"""Measures two servers side by side at every M: blocks of repeats in turn, until every M is decided.
+"""Measures two servers, or with a rival three, side by side at every M: blocks of repeats in turn, until every M is decided.
 
 Which blocks are run, in which order, and when there are enough; the decision itself is `statistics.py`, one
 repeat is `repeats.py`.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from .curve import decisions_of, sequential_test
+from .curve import decisions_of, rival_decisions_of, sequential_test
 from .engines import Endpoint
 from .measurement import Block, MeasuredM
 from .repeats import Repeats
@@ -80,9 +80,11 @@ def _decide(
     decisions = decisions_of(measured, test)
     bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
     with bar:
+        settled = servers.settled_against_rival(measured)
         for blocks in range(1, test.max_blocks + 1):
             for one, decision in zip(measured, decisions, strict=True):
-                if decision.final or len(one.blocks) >= blocks or _given_up(decisions, blocks):
+                known = decision.final and one.m in settled
+                if known or len(one.blocks) >= blocks or _given_up(decisions, blocks):
                     continue
                 bar.set_postfix_str(f"M={one.m} block {blocks}")
                 if not servers.run_block(one):
@@ -94,7 +96,8 @@ def _decide(
                 if new.final and not old.final:
                     bar.update()
                     clock.say(_sentence(one.m, new))
-            if all(decision.final for decision in decisions):
+            settled = servers.settled_against_rival(measured)
+            if all(each.final and one.m in settled for one, each in zip(measured, decisions, strict=True)):
                 break
             if can_restart and needs_new_servers(decisions, test):
                 break
@@ -153,17 +156,35 @@ def _given_up(decisions: Sequence[Decision], blocks: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Rival:
+    """A third server, whose model the artifact must be faster than."""
+
+    endpoint: Endpoint
+    from_m: float
+    """At every M from this one on; below it the ratio is measured and decides nothing."""
+
+
+@dataclass(frozen=True)
 class Servers:
-    """Both sides, and what they are sent."""
+    """The sides, and what they are sent."""
 
     artifact: Endpoint
     baseline: Endpoint
     workload: WorkloadSettings
     text: Sequence[int]
     repeat: Repeats
+    rival: Rival | None = None
+
+    def settled_against_rival(self, measured: Sequence[MeasuredM]) -> set[int]:
+        """The Ms at which no further block is wanted for the rival's sake."""
+        ms = {one.m for one in measured}
+        if self.rival is None:
+            return ms
+        decisions = rival_decisions_of(measured, self.workload, self.rival.from_m)
+        return ms - {m for m, decision in decisions.items() if not decision.final}
 
     def warm_up(self, one: MeasuredM) -> bool:
-        """Short repeats of both sides, which are kept as first looks; false where a request failed.
+        """Short repeats of every side, which are kept as first looks; false where a request failed.
 
         The baseline's come first: its speed gives the artifact its deadline.
         """
@@ -186,10 +207,11 @@ class Servers:
 
     def _block(self, index: int, spec: WorkloadSpec) -> Block:
         block = Block()
-        for side in block_order(index):
-            endpoint, repeats = (
-                (self.artifact, block.artifact) if side == "A" else (self.baseline, block.baseline)
-            )
+        sides = {"A": (self.artifact, block.artifact), "B": (self.baseline, block.baseline)}
+        if self.rival is not None:
+            sides["R"] = (self.rival.endpoint, block.rival)
+        for side in block_order(index, with_rival=self.rival is not None):
+            endpoint, repeats = sides[side]
             repeats.append(self.repeat(endpoint, spec))
             if repeats[-1].errors:
                 break

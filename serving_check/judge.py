@@ -15,6 +15,7 @@ from .checks.plausible import check_plausible
 from .checks.quality import check_quality
 from .checks.reached import check_reached
 from .checks.received import check_received
+from .checks.rival import check_rival
 from .checks.served_text import check_served_text
 from .checks.stalls import check_stalls
 from .checks.streamed import check_streamed
@@ -57,5 +58,6 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_stalls(evidence.measured),
         check_kv_capacity(curve, workload, evidence.capacity),
         check_compilations(*evidence.compiled),
+        *([check_rival(curve, bounds.rival_from_m, workload.max_blocks)] if evidence.has_rival else []),
     )
     return Judgement(overall_status(checks), checks, tuple(curve))

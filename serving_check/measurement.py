@@ -1,4 +1,4 @@
-"""What the interleaved repeats gave at one M, on both sides: the raw figures that every check is judged from.
+"""What the interleaved repeats gave at one M, on every side: the raw figures that every check is judged from.
 
 They are kept in the verdict, so that whoever reads it can judge again. Running repeats is `interleaving.py`,
 judging them `judge.py` and `checks/`.
@@ -91,30 +91,34 @@ class Repeat:
 
 @dataclass
 class Block:
-    """Repeats close together in time: one of the artifact, one of the baseline."""
+    """Repeats close together in time: one of the artifact, one of the baseline, one of a rival, if any."""
 
     __pydantic_config__ = DOCUMENTED
 
     artifact: list[Repeat] = field(default_factory=list)
     baseline: list[Repeat] = field(default_factory=list)
+    rival: list[Repeat] = field(default_factory=list)
     restarts: int = 0
-    """How often both servers had been started anew by then."""
+    """How often the servers had been started anew by then."""
 
     @property
     def repeats(self) -> list[Repeat]:
-        return [*self.artifact, *self.baseline]
+        return [*self.artifact, *self.baseline, *self.rival]
 
     @property
     def errors(self) -> list[str]:
         return [error for repeat in (*self.artifact, *self.baseline) for error in repeat.errors]
 
-    def log_ratio(self, figure: Callable[[Repeat], float | None]) -> float | None:
-        """The block's log ratio of `figure`; None where a repeat has none, or the block was broken off."""
+    def log_ratio(self, figure: Callable[[Repeat], float | None], over_rival: bool = False) -> float | None:
+        """The block's log ratio of `figure`, artifact over baseline or over rival.
+
+        None where a repeat has no such figure, or the block was broken off.
+        """
         artifact = [figure(result) or 0.0 for result in self.artifact]
-        baseline = [figure(result) or 0.0 for result in self.baseline]
-        if not artifact or not baseline or min(artifact + baseline) <= 0:
+        other = [figure(result) or 0.0 for result in (self.rival if over_rival else self.baseline)]
+        if not artifact or not other or min(artifact + other) <= 0:
             return None
-        return block_log_ratio(artifact, baseline)
+        return block_log_ratio(artifact, other)
 
 
 @dataclass
@@ -145,8 +149,12 @@ class MeasuredM:
         found = [_log_ratios(blocks, figure) for blocks in groups.values()]
         return [math.fsum(values) / GROUP for values in found if len(values) == GROUP]
 
-    def log_ratios(self, figure: Callable[[Repeat], float | None]) -> list[float]:
-        return _log_ratios(self.blocks, figure)
+    @property
+    def rival(self) -> list[Repeat]:
+        return [result for block in self.blocks for result in block.rival]
+
+    def log_ratios(self, figure: Callable[[Repeat], float | None], over_rival: bool = False) -> list[float]:
+        return _log_ratios(self.blocks, figure, over_rival)
 
     @property
     def first_looks(self) -> list[float]:
@@ -154,8 +162,10 @@ class MeasuredM:
         return _log_ratios([*self.warmups, *self.blocks][:2], output_throughput)
 
 
-def _log_ratios(blocks: Sequence[Block], figure: Callable[[Repeat], float | None]) -> list[float]:
-    return [ratio for block in blocks if (ratio := block.log_ratio(figure)) is not None]
+def _log_ratios(
+    blocks: Sequence[Block], figure: Callable[[Repeat], float | None], over_rival: bool = False
+) -> list[float]:
+    return [ratio for block in blocks if (ratio := block.log_ratio(figure, over_rival)) is not None]
 
 
 def answers_of(repeats: Sequence[Repeat]) -> AnswerFigures:

@@ -25,10 +25,11 @@ MOST_KEPT = 4 * TEXTS_AT_LARGEST_M
 
 
 class Repeats:
-    """Runs repeats of both sides, and keeps some of the artifact's answers of every M."""
+    """Runs repeats of every side, and keeps some of the artifact's answers of every M."""
 
-    def __init__(self, run: Runner, baseline: Endpoint, tokenizer: TokenText | None):
+    def __init__(self, run: Runner, artifact: Endpoint, baseline: Endpoint, tokenizer: TokenText | None):
         self._run = run
+        self._artifact = artifact
         self._baseline = baseline
         self._tokenizer = tokenizer
         self._slowest: dict[int, float] = {}
@@ -45,7 +46,7 @@ class Repeats:
         if endpoint == self._baseline:
             slowest = [seconds / spec.output_len for seconds in result.e2els]
             self._slowest[spec.m] = max([self._slowest.get(spec.m, 0.0), *slowest])
-        elif self._tokenizer is not None:
+        elif endpoint == self._artifact and self._tokenizer is not None:
             texts = self._texts.get(spec.m, []) + served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
             self._texts[spec.m] = spread_evenly(texts, MOST_KEPT)
         return Repeat.of(result, self._tokenizer)

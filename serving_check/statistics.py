@@ -111,9 +111,10 @@ def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> flo
     return _mean([math.log(value) for value in artifact]) - _mean([math.log(value) for value in baseline])
 
 
-def block_order(index: int) -> str:
-    """The order of the repeats in block `index`: `A` the artifact, `B` the baseline."""
-    return "AB" if index % 2 == 0 else "BA"
+def block_order(index: int, with_rival: bool = False) -> str:
+    """The order of the repeats in block `index`: `A` the artifact, `B` the baseline, `R` a rival."""
+    orders = ("ABR", "BRA") if with_rival else ("AB", "BA")
+    return orders[index % 2]
 
 
 def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:

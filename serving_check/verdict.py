@@ -86,6 +86,21 @@ class ServingFigures:
 
 
 @dataclass(frozen=True)
+class RivalPoint:
+    """The rival at one M, from the same blocks of repeats."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    figures: ServingFigures
+    ratio: float | None
+    """Output throughput, artifact over rival: trimmed geometric mean over blocks."""
+    ratio_low: float | None
+    ratio_high: float | None
+    status: Status | None
+    """`pass` where the artifact is surely faster; null at an M that has no vote."""
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """Artifact beside baseline at one M, with the interval the decision was made with."""
 
@@ -105,6 +120,8 @@ class CurvePoint:
     """The log ratio of each block of two repeats, one of either side, in the order they ran."""
     correlation: float = 0.0
     """Between a block and the next, at most: the limits are as wide as it makes them."""
+    rival: RivalPoint | None = None
+    """Null where no rival was served."""
 
 
 @dataclass(frozen=True)

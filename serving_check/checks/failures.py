@@ -11,20 +11,27 @@ SHOWN = 3
 
 
 def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
-    """Fail where any of the artifact's requests failed; inconclusive where only the baseline's did."""
+    """Fail where any of the artifact's requests failed; inconclusive where only another side's did."""
     artifact = _errors([(one.m, result) for one in measured for result in one.artifact])
     baseline = _errors([(one.m, result) for one in measured for result in one.baseline])
+    rival = _errors([(one.m, result) for one in measured for result in one.rival])
     requests = sum(result.requests for one in measured for result in one.artifact)
-    failed, baseline_failed = artifact.total(), baseline.total()
+    failed, baseline_failed, rival_failed = artifact.total(), baseline.total(), rival.total()
     if failed:
         reason = "the artifact's server: " + _most_common(artifact)
     elif baseline_failed:
         reason = "the baseline's server, so there is nothing to compare with: " + _most_common(baseline)
+    elif rival_failed:
+        reason = "the rival's server, so there is nothing to compare with: " + _most_common(rival)
     else:
-        reason = "every request gave all its tokens, on both sides"
+        reason = "every request gave all its tokens, on every side"
     return CheckResult(
         name=NAME,
-        status="fail" if failed else "inconclusive" if baseline_failed or not requests else "pass",
+        status="fail"
+        if failed
+        else "inconclusive"
+        if baseline_failed or rival_failed or not requests
+        else "pass",
         measured=f"{failed} of {requests} requests failed",
         bound="none",
         reason=reason,

@@ -141,7 +141,7 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
         for _ in range(runs):
             ratios = {m: first if m == WORKLOAD.ms[0] else others for m in WORKLOAD.ms}
             servers = Servers(ratios, noise, scale, generator)
-            repeats = Repeats(servers, BASELINE, None)
+            repeats = Repeats(servers, ARTIFACT, BASELINE, None)
             sides = interleaving.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
             measured, decisions = interleaving.measure(sides, FLOOR, progress=False)
             statuses = {decision.status for decision in decisions}

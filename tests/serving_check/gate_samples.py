@@ -20,6 +20,7 @@ from scalegate.serving_check.workload import MetricsSample, RequestRecord, Workl
 
 ARTIFACT = Endpoint("http://artifact", "artifact")
 BASELINE = Endpoint("http://baseline", "baseline")
+RIVAL = Endpoint("http://rival", "rival")
 _UP = tuple(
     ModuleError(f"model.layers.{i}.mlp.up_proj", 0.095 + 0.001 * i, 0.095 + 0.001 * i) for i in range(4)
 )
@@ -64,13 +65,17 @@ def load_result(
 
 
 def simulated_run(
-    ratio: Callable[[int], float], noise: float = 0.03, seed: int = 0
+    ratio: Callable[[int], float],
+    noise: float = 0.03,
+    seed: int = 0,
+    rival: Callable[[int], float] = lambda m: 1.0,
 ) -> Callable[[Endpoint, WorkloadSpec], WorkloadResult]:
-    """Stands for `run_workload`: a baseline of 100·M^0.7 tok/s, an artifact at `ratio(M)` of it."""
+    """Stands for `run_workload`: a baseline of 100·M^0.7 tok/s, artifact and rival at their ratios to it."""
     generator = random.Random(seed)
 
     def run(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
-        speed = 100 * spec.m**0.7 * (ratio(spec.m) if endpoint == ARTIFACT else 1.0)
+        of_baseline = {ARTIFACT.model: ratio, RIVAL.model: rival}.get(endpoint.model, lambda m: 1.0)
+        speed = 100 * spec.m**0.7 * of_baseline(spec.m)
         return load_result(spec.m, speed * math.exp(generator.gauss(0, noise)), ttft=0.01 + 0.001 * spec.m)
 
     return run

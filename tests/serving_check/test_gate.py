@@ -28,7 +28,7 @@ def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings |
 
 
 def measured_by(run, load: WorkloadSettings, restart=None):
-    servers = Servers(ARTIFACT, BASELINE, load, TEXT, Repeats(run, BASELINE, None))
+    servers = Servers(ARTIFACT, BASELINE, load, TEXT, Repeats(run, ARTIFACT, BASELINE, None))
     return measure(servers, 0.93, progress=False, restart=restart)
 
 

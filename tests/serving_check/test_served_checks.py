@@ -287,7 +287,7 @@ def test_a_hang_is_called_by_a_deadline_from_the_baselines_speed():
         deadlines.append((endpoint.model, spec.m, spec.request_timeout))
         return load_result(spec.m, 64.0 * spec.m)  # a second for each request
 
-    repeats = Repeats(run, BASELINE, None)
+    repeats = Repeats(run, ARTIFACT, BASELINE, None)
     for endpoint, m, length in ((ARTIFACT, 1, 64), (BASELINE, 1, 64), (ARTIFACT, 1, 64), (ARTIFACT, 8, 128)):
         assert isinstance(repeats(endpoint, WorkloadSpec(m, m, 8, length)), Repeat)
     assert deadlines == [

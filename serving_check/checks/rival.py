@@ -1,0 +1,53 @@
+"""Output throughput against a rival's: a format that reads fewer bytes must lose once requests are batched.
+
+The decision is `curve.rival_decisions_of`; this words it. Source: ds4-nvfp4-spark issue 6, where NVFP4 has to
+beat IQ2_XXS from M = 4 on.
+"""
+
+from collections.abc import Sequence
+
+from ..verdict import CheckResult, CurvePoint, RivalPoint, Status
+
+NAME = "rival"
+
+
+def check_rival(curve: Sequence[CurvePoint], from_m: float, max_blocks: int) -> CheckResult:
+    """Pass where the artifact is surely faster than the rival at every M from `from_m` on.
+
+    Lower Ms are shown, and decide nothing.
+    """
+    points = [(point.m, point, point.rival) for point in curve if point.rival is not None]
+    voting = [(m, point, rival) for m, point, rival in points if rival.status is not None]
+    failed = [one for one in voting if one[2].status == "fail"]
+    open_ones = [one for one in voting if one[2].status == "inconclusive"]
+    status: Status = "fail" if failed else "inconclusive" if open_ones or not voting else "pass"
+    worst = min(voting, key=lambda one: one[2].ratio or 0.0, default=None)
+    if failed:
+        reason = "\n".join(
+            f"at M={m}: {point.artifact.output_throughput:.0f} tok/s against the rival's "
+            f"{rival.figures.output_throughput:.0f}, ratio {_ratio(rival)}"
+            for m, point, rival in failed
+        )
+    elif open_ones:
+        listed = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in open_ones)
+        reason = f"could not be decided within {max_blocks} blocks of repeats: {listed}"
+    elif not voting:
+        reason = (
+            f"no M of {from_m:g} or more was measured to its end; measure some (--m), or set --rival-from-m"
+        )
+    else:
+        reason = f"every lower confidence limit from M={from_m:g} on is above the rival"
+    shown = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in points if rival.status is None)
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"lowest {_ratio(worst[2])} at M={worst[0]}" if worst else "nothing",
+        bound=f"more output tok/s than the rival at every M from {from_m:g} on",
+        reason=reason + (f"; without a vote: {shown}" if shown else ""),
+        figures={f"ratio_m{m}": rival.ratio for m, _, rival in points},
+    )
+
+
+def _ratio(rival: RivalPoint) -> str:
+    low, high = ("?" if limit is None else f"{limit:.3f}" for limit in (rival.ratio_low, rival.ratio_high))
+    return "no ratio" if rival.ratio is None else f"{rival.ratio:.3f} [{low}, {high}]"
