@@ -210,7 +210,14 @@ class Verdict:
     duration_seconds: float
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     """What each part of it took; parts may run at the same time."""
+    rival: Subject | None = None
+    """The checkpoint that the artifact had to be faster than; null where there was none."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def rivals(self) -> list[tuple[CurvePoint, RivalPoint]]:
+        """The points of the curve at which a rival was served as well."""
+        return [(point, point.rival) for point in self.curve if point.rival is not None]
 
     @property
     def exit_status(self) -> int:

@@ -70,6 +70,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "engine_measured": _engine(verdict),
         "workload": verdict.workload,
         "curve": [_curve_row(point) for point in verdict.curve],
+        "rival": _rival(verdict),
         "plots": [{"title": _title(path), "path": path} for path in plot_files(verdict)],
         "first_lines": first_lines(verdict.exploratory, verdict.declared),
         "changed_bounds": _changed_bounds(verdict.bounds),
@@ -154,18 +155,36 @@ def _engine(verdict: Verdict) -> str:
     return ours if ours == theirs else f"{ours}, the baseline's on {theirs}"
 
 
+def _rival(verdict: Verdict) -> dict[str, Any] | None:
+    """What the card says of the rival, if there was one."""
+    if verdict.rival is None:
+        return None
+    rows = [
+        [
+            str(point.m),
+            f"{point.artifact.output_throughput:,.0f}",
+            f"{rival.figures.output_throughput:,.0f}",
+            _number(rival.ratio, 2),
+            _interval(rival.ratio_low, rival.ratio_high),
+        ]
+        for point, rival in verdict.rivals
+    ]
+    name, quantization = verdict.rival.name, verdict.rival.quantization
+    from_m = f"{verdict.bounds.rival_from_m:g}"
+    return {"name": name, "quantization": quantization, "from_m": from_m, "rows": rows}
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return UNKNOWN if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
 def _curve_row(point: CurvePoint) -> list[str]:
-    interval = (
-        f"{point.ratio_low:.2f} to {point.ratio_high:.2f}"
-        if point.ratio_low is not None and point.ratio_high is not None
-        else UNKNOWN
-    )
     return [
         str(point.m),
         f"{point.artifact.output_throughput:,.0f}",
         f"{point.baseline.output_throughput:,.0f}",
         _number(point.ratio, 2),
-        interval,
+        _interval(point.ratio_low, point.ratio_high),
         _number(point.artifact.tpot_p50_ms, 1),
         _number(point.baseline.tpot_p50_ms, 1),
         _number(point.artifact.ttft_p50_ms, 0),

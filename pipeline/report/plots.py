@@ -1,4 +1,4 @@
-"""The four plots of a verdict, as PNG: throughput, ratio, TPOT and TTFT against M, baseline beside artifact.
+"""The four plots of a verdict, as PNG: throughput, ratio, TPOT and TTFT against M, every side in each.
 
 Drawn from the verdict alone, so they can be drawn again from `serving_check.json`.
 """
@@ -14,6 +14,7 @@ from ...serving_check.verdict import ServingFigures, Verdict
 
 ARTIFACT_COLOUR = "#0b6e99"
 BASELINE_COLOUR = "#8a8a8a"
+RIVAL_COLOUR = "#c77700"
 FLOOR_COLOUR = "#b3261e"
 DOTS_PER_INCH = 130
 INCHES = (6.4, 4.0)
@@ -47,7 +48,7 @@ def _png(draw: Callable[[Axes, Verdict], None], verdict: Verdict) -> bytes:
 
 def _throughput(axes: Axes, verdict: Verdict) -> None:
     for label, colour, marker, side in _sides(verdict):
-        ms = [point.m for point in verdict.curve]
+        ms = _ms(verdict, side)
         medians = [figures.output_throughput for figures in side]
         below = [figures.output_throughput - min(figures.repeats) for figures in side]
         above = [max(figures.repeats) - figures.output_throughput for figures in side]
@@ -65,9 +66,10 @@ def _ratio(axes: Axes, verdict: Verdict) -> None:
     points = [point for point in verdict.curve if point.ratio is not None]
     floor = verdict.bounds.throughput_floor
     ratios = [point.ratio or 0.0 for point in points]
+    drawn = [1.0, floor, *ratios, *(rival.ratio for _, rival in verdict.rivals if rival.ratio is not None)]
     # An interval that is not yet bounded is drawn to the edge of what the others span.
-    top = max([1.0, floor, *ratios, *(point.ratio_high or 0.0 for point in points)]) * 1.06
-    bottom = min([1.0, floor, *ratios, *(point.ratio_low or 1.0 for point in points)]) * 0.94
+    top = max([*drawn, *(point.ratio_high or 0.0 for point in points)]) * 1.06
+    bottom = min([*drawn, *(point.ratio_low or 1.0 for point in points)]) * 0.94
     low = [
         ratio - max(bottom, point.ratio_low or bottom) for ratio, point in zip(ratios, points, strict=True)
     ]
@@ -85,6 +87,15 @@ def _ratio(axes: Axes, verdict: Verdict) -> None:
         lw=1.8,
         label="artifact, with the interval that decided",
     )
+    if verdict.rivals:
+        axes.plot(
+            [point.m for point, _ in verdict.rivals],
+            [float("nan") if rival.ratio is None else rival.ratio for _, rival in verdict.rivals],
+            color=RIVAL_COLOUR,
+            marker="^",
+            lw=1.4,
+            label="artifact ÷ rival",
+        )
     axes.set_ylim(bottom, top)
     axes.set_ylabel("throughput, artifact ÷ baseline")
     axes.set_title("Throughput ratio")
@@ -104,8 +115,8 @@ def _ttft(axes: Axes, verdict: Verdict) -> None:
 
 
 def _latency(axes: Axes, verdict: Verdict, median: Latency, slowest: Latency) -> None:
-    ms = [point.m for point in verdict.curve]
     for label, colour, marker, side in _sides(verdict):
+        ms = _ms(verdict, side)
         axes.plot(ms, _values(side, median), label=label, color=colour, marker=marker, lw=1.8)
         axes.plot(ms, _values(side, slowest), color=colour, ls=":", lw=1.4)
     axes.set_ylim(bottom=0)
@@ -113,11 +124,19 @@ def _latency(axes: Axes, verdict: Verdict, median: Latency, slowest: Latency) ->
 
 
 def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]:
-    """The baseline first, so that the artifact is drawn over it."""
+    """The artifact last, so that it is drawn over the others."""
+    rival = [one.figures for _, one in verdict.rivals]
     return [
         ("baseline", BASELINE_COLOUR, "s", [point.baseline for point in verdict.curve]),
+        *([("rival", RIVAL_COLOUR, "^", rival)] if rival else []),
         ("artifact", ARTIFACT_COLOUR, "o", [point.artifact for point in verdict.curve]),
     ]
+
+
+def _ms(verdict: Verdict, side: Sequence[ServingFigures]) -> list[int]:
+    """Of a side's figures; a rival may lack one that was broken off."""
+    points = verdict.curve if len(side) == len(verdict.curve) else [point for point, _ in verdict.rivals]
+    return [point.m for point in points]
 
 
 def _values(side: Sequence[ServingFigures], figure: Latency) -> list[float]:

@@ -22,6 +22,8 @@ def verdict_table(verdict: Verdict) -> str:
             lines += [line for part in check.reason.splitlines() for line in _wrapped(part)]
     if verdict.curve:
         lines += ["", *_curve(verdict.curve), "", *_servers(verdict.curve)]
+    if verdict.rivals:
+        lines += ["", *_rival(verdict)]
     lines += ["", f"  the baseline ran in {baseline_dtype(verdict)}"]
     if verdict.seconds_by_part:
         lines += [f"  time: {_parts(verdict)}"]
@@ -50,6 +52,19 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[str]:
             f" {_number(point.ratio, 3):>7} {interval:>16}"
             f" {_pair(ours.tpot_p50_ms, base.tpot_p50_ms):>16}"
             f" {_pair(ours.ttft_p50_ms, base.ttft_p50_ms):>16}  {MARKS[point.status]}"
+        )
+    return rows
+
+
+def _rival(verdict: Verdict) -> list[str]:
+    """Where an M has no vote, nothing stands at its line's end."""
+    rows = [f"{'M':>5} {'artifact':>10} {'rival':>10} {'ratio':>7} {'interval':>16}"]
+    for point, rival in verdict.rivals:
+        interval = f"{_number(rival.ratio_low, 3)} to {_number(rival.ratio_high, 3)}"
+        rows.append(
+            f"{point.m:>5} {point.artifact.output_throughput:>10,.0f}"
+            f" {rival.figures.output_throughput:>10,.0f} {_number(rival.ratio, 3):>7} {interval:>16}"
+            f"  {MARKS[rival.status] if rival.status else ''}".rstrip()
         )
     return rows
 
