@@ -26,6 +26,7 @@ BOUND = {
     "layout plan": "the one that was served",
     "manifest": "as it was when the verdict was given",
     "recipe": "sets the bounds that the verdict was given under",
+    "rival": "served beside the artifact where the recipe names one",
 }
 """What is said where the verdict is bound to it."""
 
@@ -127,6 +128,9 @@ def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Findi
         "says of the layers",
         "recipe": dict(verdict.declared) != declared_by(manifest.recipe)
         and f"{path} was given under other bounds than the recipe in the manifest sets",
+        "rival": bool(manifest.recipe.get("rival"))
+        and verdict.rival is None
+        and f"the recipe names a rival, {manifest.recipe.get('rival')!r}, and {path} was given without one",
     }
     for name, problem in problems.items():
         if problem:

@@ -66,6 +66,8 @@ class Recipe:
     """`quantize` unties it where it is tied: it gets a quantized copy of its own, the embeddings stay."""
     embeddings: str = KEEP
     """`quantize` is for Scalegate's own server: other engines refuse quantized embeddings."""
+    rival: str = ""
+    """Another recipe, by name or file: what is made by this one must be faster than what is made by that."""
     files: tuple[str, ...] = ()
     """Shell patterns of files that travel with the weights besides those of known kinds, by relative path."""
     changes: tuple[str, ...] = ()
@@ -86,6 +88,7 @@ class Recipe:
             "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
+            **({"rival": self.rival} if self.rival else {}),
             **({"files": list(self.files)} if self.files else {}),
             **({"changes": list(self.changes)} if self.changes else {}),
             **self.bounds,
@@ -101,6 +104,11 @@ def matches(pattern: str, module: str) -> bool:
 
 def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
+
+
+def is_recipe(name: str) -> bool:
+    """Whether it names a shipped recipe, or is a recipe's file."""
+    return name in shipped_recipes() or Path(name).expanduser().is_file()
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:
@@ -164,6 +172,7 @@ class _Reader:
             rules=self._rules(spec, node, value.get("rules"), lines.get("rules")),
             lm_head=self._choice(value, "lm_head", lines),
             embeddings=self._choice(value, "embeddings", lines),
+            rival=self._text(value, "rival", lines),
             files=self._files(value, lines),
             changes=self._changes(value, lines),
             bounds={name: float(bound) for name, bound in bounds.items()},

@@ -18,14 +18,16 @@ from ..serving_check.policy import Declared, declared_by, weaker_settings
 from ..serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME
+from .checkpoints.checkpoint import open_checkpoint
 from .examination import examine
 from .layout import layout as lay_out
 from .publishing.push_result import PushResult
 from .push import check_target, push
 from .quantize import quantize
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe, is_recipe, load_recipe
 from .signature import require_key
 from .validate import validate
+from .validation.rival import describe_rival, rival_folder
 from .validation.servers import effective_options, refuse_unreached, sized_options
 
 DEFAULT_WORK = "scalegate-work"
@@ -52,6 +54,9 @@ class ReleaseOptions:
     seed: int | None = None
     """Of the prompts; None takes a fresh one."""
     floor: float | None = None
+    rival: str | None = None
+    """A recipe, whose artifact is made too, or a checkpoint; None takes the recipe's own, if it names one."""
+    rival_from_m: float | None = None
     engine: str = DEFAULT_ENGINE
     baseline_engine: str | None = None
     text: str | Path | None = None
@@ -140,8 +145,9 @@ def release(
     check_target(folder, to, own.private, own.create_pr, own.to_revision)
     result = ReleaseResult(folder)
     _quantize(result, model, chosen, asked, progress)
-    _lay_out(result, asked, progress)
-    result.verdict = _validate(result, asked, progress)
+    _lay_out(result, folder, asked, progress)
+    rival = _make_rival(result, model, chosen, asked, progress)
+    result.verdict = _validate(result, rival, asked, progress)
     if result.verdict.status != "pass":
         return result
     result.push = push(
@@ -192,8 +198,9 @@ def _refuse_exploratory(recipe: Recipe, asked: _Asked) -> None:
 
 
 def _asked_bounds(declared: Declared, options: ReleaseOptions) -> Bounds:
-    bounds = Bounds.from_recipe(declared)
-    return bounds if options.floor is None else replace(bounds, throughput_floor=options.floor)
+    given = {"throughput_floor": options.floor, "max_first_rival_m": options.rival_from_m}
+    known = {name: value for name, value in given.items() if value is not None}
+    return replace(Bounds.from_recipe(declared), **known)
 
 
 def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool) -> None:
@@ -215,11 +222,35 @@ def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, 
     _note(result, "quantize", finished, f"{result.artifact} is {model}{at} by {recipe.name}")
 
 
-def _lay_out(result: ReleaseResult, asked: _Asked, progress: bool) -> None:
+def _make_rival(
+    result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool
+) -> str | None:
+    """The rival's folder or Hub id; one that is named by a recipe is made as the artifact is."""
+    named = asked.options.rival or recipe.rival
+    if not named or not is_recipe(named):
+        return named or None
+    folder = rival_folder(result.artifact.parent, model, named)
+    finished = not asked.options.overwrite and (folder / MANIFEST_NAME).is_file()
+    quantize(
+        model,
+        named,
+        folder,
+        revision=asked.options.revision,
+        calibration=asked.options.calibration,
+        device=None if asked.engine.device == AUTO else asked.engine.device,
+        overwrite=asked.options.overwrite,
+        progress=progress,
+    )
+    _note(result, "rival", finished, f"{folder} is {model} by {named}")
+    _lay_out(result, folder, asked, progress)
+    return str(folder)
+
+
+def _lay_out(result: ReleaseResult, folder: Path, asked: _Asked, progress: bool) -> None:
     laid_out = lay_out(
-        result.artifact,
+        folder,
         ms=asked.options.m,
-        force=asked.engine.layout,
+        force=asked.engine.layout if folder == result.artifact else None,
         device=asked.engine.device,
         dtype=asked.engine.dtype,
         progress=progress,
@@ -227,9 +258,9 @@ def _lay_out(result: ReleaseResult, asked: _Asked, progress: bool) -> None:
     _note(result, "layout", not laid_out.measured, laid_out.note)
 
 
-def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
+def _validate(result: ReleaseResult, rival: str | None, asked: _Asked, progress: bool) -> Verdict:
     options = asked.options
-    verdict, why_not = _standing_pass(result.artifact, asked)
+    verdict, why_not = _standing_pass(result.artifact, rival, asked)
     if verdict is not None:
         _note(result, "validate", True, f"a pass of {verdict.created} stands for these bytes and workload")
         return verdict
@@ -247,6 +278,8 @@ def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
         warmups=options.warmups,
         seed=options.seed,
         floor=options.floor,
+        rival=rival,
+        rival_from_m=options.rival_from_m,
         text=options.text,
         quality_tokens=options.quality_tokens,
         sign=options.sign,
@@ -257,7 +290,7 @@ def _validate(result: ReleaseResult, asked: _Asked, progress: bool) -> Verdict:
     return verdict
 
 
-def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
+def _standing_pass(folder: Path, rival: str | None, asked: _Asked) -> tuple[Verdict | None, str]:
     """A passing verdict that answers what is asked now, or why there is none."""
     found = examine(folder)
     verdict, manifest, options = found.verdict, found.manifest, asked.options
@@ -272,6 +305,8 @@ def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
         return None, "the verdict there was given under another workload"
     if verdict.bounds != _asked_bounds(declared_by(manifest.recipe), options):
         return None, "the verdict there was given with other bounds"
+    if not _is_beside(verdict, rival):
+        return None, "the verdict there was given beside another rival"
     if _text_asked(options) != (verdict.quality_text, verdict.quality_tokens_asked):
         return None, "the verdict there was given on another held-out text"
     engines = verdict.environment.engine, verdict.environment.baseline_engine
@@ -286,6 +321,13 @@ def _standing_pass(folder: Path, asked: _Asked) -> tuple[Verdict | None, str]:
     if options.sign is not None and found.signature.state == "unsigned":
         return None, "the verdict there is not signed"
     return verdict, ""
+
+
+def _is_beside(verdict: Verdict, rival: str | None) -> bool:
+    """Whether the rival of `verdict`, or that it has none, is what is asked now."""
+    if rival is None or verdict.rival is None:
+        return rival is None and verdict.rival is None
+    return describe_rival(open_checkpoint(rival)).bytes_digest == verdict.rival.bytes_digest
 
 
 def _text_asked(options: ReleaseOptions) -> tuple[str | None, int]:

@@ -32,6 +32,7 @@ from ..serving_check.engines.subprocess_endpoint import SubprocessEndpoint
 from ..serving_check.environment import describe_environment
 from ..serving_check.evidence import Evidence, Loaded
 from ..serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served, serve_and_measure
+from ..serving_check.interleaving import Rival
 from ..serving_check.judge import judge
 from ..serving_check.options import flag, takes, words_of
 from ..serving_check.policy import declared_by, first_lines, weaker, weaker_settings
@@ -56,6 +57,7 @@ from .validation.in_process import (
     read_held_out,
     take_figures,
 )
+from .validation.rival import describe_rival, open_rival
 from .validation.servers import (
     IN_PROCESS,
     baseline_options,
@@ -80,6 +82,7 @@ class _Run:
 
     artifact: Checkpoint
     baseline: Checkpoint
+    rival: Checkpoint | None
     manifest: Artifact | None
     """None for a checkpoint that Scalegate did not make."""
     workload: WorkloadSettings
@@ -129,6 +132,9 @@ class _Run:
             "engine": self.engine,
             "baseline-engine": self.baseline_engine,
         }
+        if self.rival is not None:
+            options["rival"], options["rival-revision"] = self.rival.public_name, self.rival.revision
+            options["rival-from-m"] = f"{self.bounds.max_first_rival_m:g}"
         for name, value in options.items():
             words += [] if value is None else [flag(name), str(value)]
         reach = engine_named(self.engine).options | engine_named(self.baseline_engine).options | IN_PROCESS
@@ -156,6 +162,9 @@ def validate(
     quality_tokens: int = QUALITY_TOKENS,
     revision: str | None = None,
     baseline_revision: str | None = None,
+    rival: str | Path | None = None,
+    rival_revision: str | None = None,
+    rival_from_m: float | None = None,
     sign: str | Path | None = None,
     progress: bool = True,
     **engine_options: Any,
@@ -171,6 +180,9 @@ def validate(
     seed:            of the prompts; None takes a fresh one, so that no server can have met them
     floor:           least throughput ratio; None takes the recipe's, or the default
     text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
+    rival:           a checkpoint of the same model that `artifact` must be faster than, on the same engine;
+                     None takes the one that the recipe names, if it does
+    rival_from_m:    the M from which on it must be; None takes the recipe's, or the default
     sign:            an SSH key to sign the verdict with, beside which the signature then lies
     engine_options:  the fields of EngineOptions, for both servers; sizes are the workload's unless given.
                      `layout` and `kv_cache_dtype` are for the artifact alone, to try them: it then keeps its
@@ -188,12 +200,18 @@ def validate(
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
     other = open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision)
     options = replace(options, device=resolve_device(options.device))
+    given = {"throughput_floor": floor, "max_first_rival_m": rival_from_m}
+    bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
+    third = open_rival(checkpoint, manifest, None if rival is None else str(rival), rival_revision)
+    if third is not None and not engine_named(engine).starts:
+        raise UserError(f"a rival is served by the artifact's engine, and {engine} is running already")
     run = _Run(
         artifact=checkpoint,
         baseline=other,
+        rival=third,
         manifest=manifest,
         workload=workload,
-        bounds=bounds if floor is None else replace(bounds, throughput_floor=floor),
+        bounds=bounds,
         engine=engine,
         baseline_engine=baseline_engine,
         options=options,
@@ -222,6 +240,8 @@ def validate(
 def _measure_and_judge(run: _Run) -> Verdict:
     _require_context(run.artifact, run.workload)
     _require_context(run.baseline, run.workload)
+    if run.rival is not None:
+        _require_context(run.rival, run.workload)
     text = read_held_out(run.text, run.artifact, run.baseline, run.quality_tokens)
     clock = run.clock
     clock.say(_outlook(run))
@@ -254,6 +274,7 @@ def _measure_and_judge(run: _Run) -> Verdict:
         limit=served.limit,
         compiled=served.compiled,
         packed=served.packed,
+        has_rival=run.rival is not None,
         diagnoses={point.m: explain(point.m).sentence for point in curve if point.status == "fail"},
     )
     judgement = judge(evidence, run.workload, run.bounds)
@@ -269,6 +290,9 @@ def _measure_and_judge(run: _Run) -> Verdict:
             describe_subject(run.baseline, None, baseline_layouts),
             kv_cache_dtype=_kv_format(theirs, run.baseline, asked),
         ),
+        rival=None
+        if run.rival is None
+        else replace(describe_rival(run.rival), kv_cache_dtype=_kv_format(ours, run.rival, asked)),
         checks=judgement.checks,
         curve=judgement.curve,
         evidence=evidence,
@@ -333,21 +357,29 @@ def _look_at_files(run: _Run) -> tuple[WeightFigures | None, TextFigures]:
 
 
 def _serve(run: _Run, text: HeldOutText, look: Callable[[], Looked]) -> tuple[Looked, Served]:
-    """Both servers up at once, measured in turn, and down again whatever happens.
+    """All servers up at once, measured in turn, and down again whatever happens.
 
     look: what is done besides, while they start where there is room for it, and before that where not
     """
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
     asked = run.baseline_options
-    ours = server_of(run.engine, "artifact", run.artifact.folder, run.options, logs, run.progress)
-    theirs = server_of(run.baseline_engine, "baseline", run.baseline.folder, asked, logs, run.progress)
-    started = [server for server in (ours, theirs) if isinstance(server, SubprocessEndpoint)]
-    roomy = has_room(run.artifact, run.baseline, run.options)
+    sides = [
+        (run.engine, "artifact", run.artifact, run.options),
+        (run.baseline_engine, "baseline", run.baseline, asked),
+    ]
+    if run.rival is not None:
+        sides.append((run.engine, "rival", run.rival, baseline_options(run.options)))
+    servers = [
+        server_of(engine, side, checkpoint.folder, options, logs, run.progress, len(sides))
+        for engine, side, checkpoint, options in sides
+    ]
+    started = [server for server in servers if isinstance(server, SubprocessEndpoint)]
+    roomy = has_room([checkpoint for _, _, checkpoint, _ in sides], run.options)
     looked = None if roomy else look()
-    with starting([ours, theirs], together=roomy) as endpoints:
+    with starting(servers, together=roomy) as endpoints:
         looked = look() if looked is None else looked
         with run.clock.stage("waiting for the servers"):
-            artifact, baseline = endpoints()
+            artifact, baseline, *rivals = endpoints()
         floor = run.bounds.throughput_floor
         served = serve_and_measure(
             artifact,
@@ -358,7 +390,8 @@ def _serve(run: _Run, text: HeldOutText, look: Callable[[], Looked]) -> tuple[Lo
             text.token_text,
             progress=run.progress,
             clock=run.clock,
-            restart=functools.partial(restart, started, roomy) if len(started) == 2 else None,
+            restart=functools.partial(restart, started, roomy) if len(started) == len(servers) else None,
+            rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
         )
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)

@@ -23,7 +23,7 @@ def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
     """A point for every M at which both sides finished a repeat."""
     decisions = decisions_of(measured, sequential_test(workload, bounds.throughput_floor))
-    voting = rival_decisions_of(measured, workload, bounds.rival_from_m)
+    voting = rival_decisions_of(measured, workload, bounds.max_first_rival_m)
     return [
         replace(curve_point(one, decision), rival=rival_point(one, voting.get(one.m), workload))
         for one, decision in zip(measured, decisions, strict=True)

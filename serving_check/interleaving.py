@@ -1,4 +1,4 @@
-"""Measures two servers, or with a rival three, side by side at every M: blocks of repeats in turn, until every M is decided.
+"""Measures two servers, or with a rival three, side by side: blocks of repeats, until every M is decided.
 
 Which blocks are run, in which order, and when there are enough; the decision itself is `statistics.py`, one
 repeat is `repeats.py`.

@@ -58,6 +58,6 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_stalls(evidence.measured),
         check_kv_capacity(curve, workload, evidence.capacity),
         check_compilations(*evidence.compiled),
-        *([check_rival(curve, bounds.rival_from_m, workload.max_blocks)] if evidence.has_rival else []),
+        *([check_rival(curve, bounds.max_first_rival_m, workload.max_blocks)] if evidence.has_rival else []),
     )
     return Judgement(overall_status(checks), checks, tuple(curve))

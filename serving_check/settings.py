@@ -91,8 +91,8 @@ class Bounds:
     """Largest share of answers under load that are one token again and again, beyond the baseline's."""
     min_variety: float = 0.5
     """Least share of an answer's tokens that are distinct, artifact over baseline."""
-    rival_from_m: float = 4.0
-    """Least M at which the artifact must be faster than the rival, where there is one."""
+    max_first_rival_m: float = 4.0
+    """The M from which on the artifact must be faster than the rival, where there is one."""
     min_reached: float = 0.75
     """Least number of requests decoding together, as the average output token saw it, as a share of M."""
 

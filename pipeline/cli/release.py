@@ -64,6 +64,12 @@ def _exports() -> Iterable[str]:
     help="Held-out tokens to measure quality on.",
 )
 @engine_options(sized=SIZED)
+@click.option(
+    "--rival", metavar="RECIPE|MODEL", help="What the artifact must be faster than: made by RECIPE, or MODEL."
+)
+@click.option(
+    "--rival-from-m", type=click.FloatRange(min=1), help="The M from which on; default 4, or the recipe's."
+)
 @click.option("--sign", metavar="KEY", help="Sign the verdict with this SSH key.")
 @click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
@@ -84,6 +90,7 @@ def command(
     \b
     Examples:
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+        pipeline release Qwen/Qwen3-8B --recipe nvfp4 --rival iq2-xxs --to ORG/Qwen3-8B-NVFP4
         pipeline release ./my-model --recipe my-recipe.yaml --to folder:release/my-model-int4
     """
     from ..release import release

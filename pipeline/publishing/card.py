@@ -170,7 +170,7 @@ def _rival(verdict: Verdict) -> dict[str, Any] | None:
         for point, rival in verdict.rivals
     ]
     name, quantization = verdict.rival.name, verdict.rival.quantization
-    from_m = f"{verdict.bounds.rival_from_m:g}"
+    from_m = f"{verdict.bounds.max_first_rival_m:g}"
     return {"name": name, "quantization": quantization, "from_m": from_m, "rows": rows}
 
 
@@ -258,6 +258,8 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     words += (
         [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
     )
+    if verdict.rival is not None and not recipe.get("rival"):
+        words += ["--rival", verdict.rival.name]
     engine = verdict.environment.engine
     known = find_engine(engine)
     nameless = engine == DEFAULT_ENGINE or (known is not None and not known.starts)

@@ -1,10 +1,10 @@
-"""The two servers of a validation: what each is asked to hold, and what of it the verdict records.
+"""The servers of a validation: what each is asked to hold, and what of it the verdict records.
 
 Starts nothing; how a server is started is for its engine (`serving_check/engines/`) to say. Sizes that nobody
 gave are those of the workload, alike on both sides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ TIMES_ITS_FILES = 6
 """Memory for a checkpoint in two processes, over the size of its files: float32 of bfloat16, and slack."""
 BESIDE_WEIGHTS = 4 << 30
 """Bytes for the interpreters, their libraries and the KV caches of four processes."""
-SHARE_OF_ONE = 0.45
-"""Of a GPU's memory, for each of two servers; the rest is for this process and the system."""
+SHARE_OF_ALL = 0.9
+"""Of a GPU's memory, for all servers together; the rest is for this process and the system."""
 
 
 def sized_options(given: Mapping[str, Any], workload: WorkloadSettings) -> EngineOptions:
@@ -58,23 +58,32 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
         raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
 
 
-def has_room(artifact: Checkpoint, baseline: Checkpoint, options: EngineOptions) -> bool:
-    """Whether both models fit in memory twice at the same time: in this process and in their servers.
+def has_room(checkpoints: Sequence[Checkpoint], options: EngineOptions) -> bool:
+    """Whether all models fit in memory twice at the same time: in this process and in their servers.
 
     On a GPU never: there each server has its share, and one that starts measures what is left.
     """
     if not options.device.startswith("cpu"):
         return False
-    files = [*artifact.folder.glob("*.safetensors"), *baseline.folder.glob("*.safetensors")]
+    files = [file for checkpoint in checkpoints for file in checkpoint.folder.glob("*.safetensors")]
     needed = TIMES_ITS_FILES * sum(path.stat().st_size for path in files) + BESIDE_WEIGHTS
     return psutil.virtual_memory().available > needed
 
 
 def server_of(
-    engine: str, side: str, folder: Path, options: EngineOptions, logs: Path, progress: bool = True
+    engine: str,
+    side: str,
+    folder: Path,
+    options: EngineOptions,
+    logs: Path,
+    progress: bool = True,
+    servers: int = 2,
 ) -> Server:
-    """The server for `side` ("artifact" or "baseline"), serving `folder` unless `engine` is a URL."""
-    share = SHARE_OF_ONE if options.device.startswith("cuda") else None
+    """The server for `side` ("artifact", "baseline" or "rival"), serving `folder` unless `engine` is a URL.
+
+    servers: how many share the device
+    """
+    share = SHARE_OF_ALL / servers if options.device.startswith("cuda") else None
     job = ServerJob(engine, side, folder, options, logs / f"{side}.log", share, progress)
     return engine_named(engine).server(job)
 

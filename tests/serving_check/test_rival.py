@@ -15,7 +15,7 @@ from .gate_samples import ARTIFACT, BASELINE, RIVAL, sample_evidence, simulated_
 
 LOAD = WorkloadSettings((1, 4, 8, 32))
 TEXT = list(range(500))
-FROM_M = int(Bounds.rival_from_m)
+FROM_M = int(Bounds.max_first_rival_m)
 
 
 def nvfp4(m: int) -> float:

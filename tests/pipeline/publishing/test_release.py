@@ -124,6 +124,26 @@ def test_all_stages_run_once_and_are_skipped_when_run_again(run, gate, tmp_path)
     assert gate.runs == 1
 
 
+def test_a_rival_named_by_its_recipe_is_made_too_and_given_to_the_gate(run, gate, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        release_module,
+        "validate",
+        lambda *folders, **asked: (given.append(asked["rival"]), gate(*folders, **asked))[1],
+    )
+    result = run(rival="int4-hqq-g32")
+    assert [stage.name for stage in result.stages] == [
+        "quantize",
+        "layout",
+        "rival",
+        "layout",
+        "validate",
+        "push",
+    ]
+    assert given == [str(tmp_path / "work" / "tiny-int4-hqq-g32")]
+    assert inspect(given[0]).quantized_modules == 7
+
+
 def test_what_asks_another_question_is_validated_again(run, gate):
     run()
     for changes in ({"floor": 0.95}, {"m": (1, 2, 8, 32)}, {"output_len": 128}):

@@ -1,0 +1,57 @@
+"""The checkpoint that an artifact must be faster than: given by the user, or made by the recipe's own rival.
+
+Opens it and says whether a comparison makes sense; measuring is `serving_check/interleaving.py`.
+"""
+
+from pathlib import Path
+
+from ...layouts.errors import UserError
+from ...serving_check.verdict import Subject
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from .subject import describe_subject
+
+ALIKE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Config fields that are equal where two checkpoints are of one model."""
+
+
+def open_rival(
+    artifact: Checkpoint, manifest: Artifact | None, given: str | None, revision: str | None = None
+) -> Checkpoint | None:
+    """The rival that is given, or the one that the artifact's recipe names; None where there is neither.
+
+    Raises UserError where it cannot be opened, is the artifact itself, or is of another model.
+    """
+    if given is None:
+        named = (manifest.recipe.get("rival") if manifest else None) or None
+        if manifest is None or named is None:
+            return None
+        given = str(rival_folder(artifact.folder.resolve().parent, manifest.source, named))
+        if not Path(given).is_dir():
+            raise UserError(
+                f"the recipe names a rival, {named!r}, and {given} is not there. Give a checkpoint with "
+                f"--rival, or make it: pipeline quantize {manifest.source} {given} --recipe {named}"
+            )
+    rival = open_checkpoint(given, revision)
+    if rival.folder.resolve() == artifact.folder.resolve():
+        raise UserError(f"the rival is {artifact.source} itself; give another checkpoint with --rival")
+    ours, theirs = _sizes(artifact), _sizes(rival)
+    if different := [name for name in ALIKE if ours[name] != theirs[name]]:
+        listed = ", ".join(f"{name} {theirs[name]}, not {ours[name]}" for name in different)
+        raise UserError(f"the rival, {rival.source}, is of another model: {listed}")
+    return rival
+
+
+def describe_rival(rival: Checkpoint) -> Subject:
+    manifest = Artifact.read(rival.folder) if (rival.folder / MANIFEST_NAME).is_file() else None
+    return describe_subject(rival, manifest, {})
+
+
+def rival_folder(work: Path, source: str, recipe: str) -> Path:
+    """Where `release` puts what `recipe` makes of `source`, beside the artifact."""
+    return work / f"{Path(source).name}-{Path(recipe).stem}"
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, object]:
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    return {name: text.get(name) for name in ALIKE}

@@ -1,0 +1,91 @@
+"""`pipeline validate --rival` with three real servers: the faster artifact passes, the slower one fails."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.cli.validate import command
+from scalegate.pipeline.layout import layout
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.validate import validate
+from scalegate.serving_check.record import read_verdict
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+SLOW_LAYOUT = "cpu_int4_float32"
+LOAD = [
+    "--max-repeats",
+    "6",
+    "--m",
+    "2,8",
+    "--input-len",
+    "16",
+    "--output-len",
+    "16",
+    "--quality-tokens",
+    "1024",
+    "--floor",
+    "0.01",
+]
+
+
+@pytest.fixture(scope="module")
+def fast_and_slow(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same weights, laid out well and badly."""
+    folder = tmp_path_factory.mktemp("rivals")
+    quantize(str(example_checkpoint), "int4-hqq", out=folder / "fast", progress=False)
+    shutil.copytree(folder / "fast", folder / "slow")
+    layout(folder / "slow", force=SLOW_LAYOUT, ms=(8,), progress=False)
+    return folder / "fast", folder / "slow"
+
+
+def run(artifact: Path, rival: Path, report: Path):
+    result = CliRunner().invoke(
+        command, [str(artifact), "--rival", str(rival), "--report", str(report), *LOAD]
+    )
+    verdict = read_verdict(report / "serving_check.json")
+    return result, verdict, next(check for check in verdict.checks if check.name == "rival")
+
+
+def test_a_faster_artifact_passes_and_all_three_are_shown(fast_and_slow, tmp_path: Path):
+    fast, slow = fast_and_slow
+    result, verdict, check = run(fast, slow, tmp_path)
+    assert check.status == "pass", check.reason
+    assert "without a vote: M=2" in check.reason
+    assert verdict.rival is not None and verdict.rival.name == "slow"
+    assert [point.m for point, _ in verdict.rivals] == [2, 8]
+    assert "--rival slow --rival-from-m 4" in verdict.command
+    assert "rival" in result.output
+    assert "Beside the rival" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_exchanged_the_check_fails_and_names_the_m(fast_and_slow, tmp_path: Path):
+    fast, slow = fast_and_slow
+    result, verdict, check = run(slow, fast, tmp_path)
+    assert (result.exit_code, verdict.status, check.status) == (1, "fail", "fail")
+    assert "at M=8:" in check.reason and "at M=2:" not in check.reason
+
+
+def test_a_rival_that_cannot_be_compared_is_refused_by_name(fast_and_slow, tmp_path: Path):
+    fast, _ = fast_and_slow
+    with pytest.raises(UserError, match=r"the rival is .* itself"):
+        validate(fast, rival=fast, progress=False)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match="of another model: vocab_size 64"):
+        validate(fast, rival=tmp_path / "other", progress=False)
+
+
+def test_a_recipe_that_names_a_rival_wants_it_beside_the_artifact(fast_and_slow, tmp_path: Path):
+    fast, _ = fast_and_slow
+    copy = shutil.copytree(fast, tmp_path / "artifact")
+    manifest = Artifact.read(copy)
+    manifest.recipe["rival"] = "int4-hqq-g32"
+    manifest.write(copy)
+    with pytest.raises(UserError, match=r"names a rival, 'int4-hqq-g32', and .*-int4-hqq-g32 is not there"):
+        validate(copy, progress=False)
