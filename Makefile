@@ -22,7 +22,7 @@ example: install
 	  --work release/work --to folder:release/qwen3-pycode-5m-int4
 
 test: install lint types
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" --numprocesses 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
