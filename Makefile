@@ -22,7 +22,8 @@ example: install
 	  --work release/work --to folder:release/qwen3-pycode-5m-int4
 
 test: install lint types
-	$(BIN)/pytest -m "not gpu" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "alone and not gpu"
 
 lint: install
 	$(BIN)/ruff check .

@@ -14,10 +14,12 @@ from scalegate.pipeline.validate import validate
 from scalegate.serving_check.record import read_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+pytestmark = pytest.mark.alone
+
 SLOW_LAYOUT = "cpu_int4_float32"
 LOAD = [
     "--max-repeats",
-    "6",
+    "12",
     "--m",
     "2,8",
     "--input-len",

@@ -14,6 +14,8 @@ from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import by_label
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
+pytestmark = pytest.mark.alone
+
 TOGETHER = 8
 MOST_TPOT = 4.0
 """Times the TPOT of one request, where eight decode together: eight would be one after the other."""

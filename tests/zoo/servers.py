@@ -282,7 +282,7 @@ async def one_answer_for_all(
 
 @fault("request", "plausible speed", "answered from a cache", quick=True)
 async def response_cache(traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]) -> Deltas:
-    key = tuple(generation.prompts[0])
+    key = (*generation.prompts[0], generation._params[0].max_tokens)
     if key in traffic.cache:
         for some in traffic.cache[key]:
             generation._texts[0].tokens += sum(len(delta.token_ids) for delta in some)

@@ -6,9 +6,13 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
+from scalegate.serving_check.settings import WorkloadSettings
 
 from .conftest import LONG_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
+
+
+pytestmark = pytest.mark.alone
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,7 +29,7 @@ def not_passed(judgement: Judgement) -> dict[str, str]:
 
 
 def test_a_sound_server_passes(zoo: Zoo):
-    judgement = zoo.judged()
+    judgement = zoo.judged(workload=replace(WORKLOAD, max_blocks=WorkloadSettings.max_blocks))
     assert judgement.status == "pass", not_passed(judgement)
 
 
