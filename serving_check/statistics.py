@@ -61,6 +61,8 @@ class SequentialTest:
     max_blocks: int = LOOKS[-1]
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
+    widest: float = WIDEST
+    """The upper limit over the lower one beyond which nothing passes."""
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -99,11 +101,6 @@ class Decision:
     """No further block would be looked at: decided, or out of blocks."""
     correlation: float = 0.0
     """Between a block and the next, at most: what the limits were widened for."""
-
-    @property
-    def wide(self) -> bool:
-        """Whether the limits are too far apart for the ratio to be published."""
-        return not self.high <= self.low * WIDEST
 
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
@@ -164,7 +161,7 @@ def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
 
 def _look(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
     decision = _estimate(values, test, correlation)
-    if decision.low >= test.floor and not decision.wide:
+    if decision.low >= test.floor and decision.high <= decision.low * test.widest:
         return replace(decision, status="pass", final=True)
     if decision.high < test.floor:
         return replace(decision, status="fail", final=True)

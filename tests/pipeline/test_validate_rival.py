@@ -1,4 +1,4 @@
-"""`pipeline validate --rival` with three real servers: the faster artifact passes, the slower one fails."""
+"""`pipeline validate --rival` with three real servers; that a slower artifact fails is in `test_rival.py`."""
 
 import shutil
 from pathlib import Path
@@ -18,14 +18,12 @@ pytestmark = pytest.mark.alone
 
 SLOW_LAYOUT = "cpu_int4_float32"
 LOAD = [
-    "--max-repeats",
-    "12",
     "--m",
-    "2,8",
+    "2,4",
     "--input-len",
     "16",
     "--output-len",
-    "16",
+    "8",
     "--quality-tokens",
     "1024",
     "--floor",
@@ -57,17 +55,10 @@ def test_a_faster_artifact_passes_and_all_three_are_shown(fast_and_slow, tmp_pat
     assert check.status == "pass", check.reason
     assert "without a vote: M=2" in check.reason
     assert verdict.rival is not None and verdict.rival.name == "slow"
-    assert [point.m for point, _ in verdict.rivals] == [2, 8]
+    assert [point.m for point, _ in verdict.rivals] == [2, 4]
     assert "--rival slow --rival-from-m 4" in verdict.command
     assert "rival" in result.output
     assert "Beside the rival" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_exchanged_the_check_fails_and_names_the_m(fast_and_slow, tmp_path: Path):
-    fast, slow = fast_and_slow
-    result, verdict, check = run(slow, fast, tmp_path)
-    assert (result.exit_code, verdict.status, check.status) == (1, "fail", "fail")
-    assert "at M=8:" in check.reason and "at M=2:" not in check.reason
 
 
 def test_a_rival_that_cannot_be_compared_is_refused_by_name(fast_and_slow, tmp_path: Path):

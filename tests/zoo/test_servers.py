@@ -11,7 +11,6 @@ from scalegate.serving_check.settings import WorkloadSettings
 from .conftest import LONG_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
 
-
 pytestmark = pytest.mark.alone
 
 
