@@ -178,7 +178,13 @@ def _describe(loaded: LoadedModel) -> Loaded:
 def weight_bytes(model: nn.Module) -> int:
     """Of all parameters and packed weights, those that are shared counted once."""
     tensors = [*model.parameters(), *model.buffers()]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    # oneDNN's own order of bytes has no storage that can be pointed at.
+    return sum(
+        {
+            id(tensor) if tensor.is_mkldnn else tensor.data_ptr(): tensor.numel() * tensor.element_size()
+            for tensor in tensors
+        }.values()
+    )
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
