@@ -14,6 +14,7 @@ registers in which the matrix instruction wants its first operand, and no value 
 is the first operand ("swap AB"), blocks as in `unquantized.py`. Sums over K run in one order, in fp32.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,7 +49,7 @@ REUSED_FROM = 64
 
 
 @dataclass(frozen=True)
-class ExpertsDecoder:
+class ExpertsDecoder(ABC):
     """A format's parameters and its device functions; the kernel is compiled for each.
 
     unpack_in_registers(words, scales, DECODER, BN)   the tile [BN, 128] of words [BN, 16] and `scale_rows`
@@ -65,9 +66,9 @@ class ExpertsDecoder:
     unpack_plainly: ClassVar[Any]
 
     @property
+    @abstractmethod
     def scale_rows(self) -> int:
         """Words of scales of a row of a tile: 1, 2 or 4."""
-        raise NotImplementedError
 
     @property
     def cache_key(self) -> str:

@@ -4,6 +4,7 @@ One subclass for each format, in that format's folder; this file is the contract
 beside each decoder, nor for scheduling, loading and summing, which know no format.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from .tile import HopperTile
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(ABC):
     """A format's parameters and its device functions; both kernels are compiled for each.
 
     What a format brings:
@@ -76,9 +77,9 @@ class Decoder:
         """The part of `words` that TMA loads for a stage."""
         return [tile.n // 64, tile.k_tiles * self.word_rows, 64]
 
+    @abstractmethod
     def scale_block(self, tile: HopperTile) -> list[int]:
         """The part of `scales` that TMA loads for a stage."""
-        raise NotImplementedError
 
     def scales_sums(self, tile: HopperTile) -> bool:
         """Whether scales multiply the fp32 sums over a chunk of 128 columns, and not the weights."""
