@@ -31,6 +31,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "70b-16-layers": {
+        **_SHARED,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 64,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_SHARED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 8192,
     },

@@ -1,0 +1,391 @@
+"""vLLM through `pipeline validate` on one or two GPUs: verdicts, servers that take turns, and its failures.
+
+vLLM has to be on PATH or importable here. In calls of nine minutes, on one GPU and then on two:
+
+    python -P tests/bench/engines_gpu.py --only example failures --out OUT/engines_one.json
+    python -P tests/bench/engines_gpu.py --only qwen3-8b --out OUT/engines_8b.json
+    python -P tests/bench/engines_gpu.py --only turns --out OUT/engines_turns.json
+    python -P tests/bench/engines_gpu.py --only two-gpus tensor-parallel --out OUT/engines_two.json
+
+Each row is a process of its own with a limit; whatever it leaves running is found by a mark in its
+environment. The failures run four at a time and are not timed; GPU memory is compared after all of them. The
+weights are those of `verdict_gpu.py` but for the bundled checkpoint's, and lie in memory (`--folder`). The
+table comes last; the logs of whatever went wrong are in `--logs`. Exit status 1 where a row misses its bar.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from scalegate.layouts.files import write_json
+from scalegate.layouts.outside_files import read_json_object
+from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
+from scalegate.serving_check.environment import describe_environment
+
+sys.path.insert(0, str(Path(__file__).parent))
+from verdict_gpu import EXAMPLE, make_checkpoint
+
+MARK = "ENGINES_GPU_ROW"
+RUNNING = "vllm:num_requests_running"
+LEFT_MIB = 256
+"""GPU memory that may differ between two readings with nothing left: a driver's own."""
+DECIDED, UNUSABLE = (0, 1), (2,)
+SERVER = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main"]
+LOAD = "--m 1,8,32"
+SMALL_LOAD = "--m 1 --quality-tokens 1024 --max-repeats 12"
+TAKES_THE_PORT = """#!{python}
+import os, socket, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+taken = socket.create_server(("127.0.0.1", port))
+os.set_inheritable(taken.fileno(), True)
+os.execv({real!r}, [{real!r}, *sys.argv[1:]])
+"""
+STOPS = "#!/bin/sh\nkill -STOP $$\n"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One verdict that is wanted."""
+
+    shape: str
+    """The bundled checkpoint, or one of `random_qwen3.SHAPES`."""
+    words: str
+    bar: int
+    """Seconds, at most."""
+    gpus: int = 1
+    must_say: str = ""
+    """In what it prints."""
+
+
+PARTS = {
+    "example": Part("example", "", 240),
+    "qwen3-8b": Part("qwen3-8b", "", 420),
+    "turns": Part("example", '--engine-args "--gpu-memory-utilization 0.6"', 530, must_say="took turns"),
+    "two-gpus": Part("example", "--devices 0,1", 240, gpus=2),
+    "two-gpus-8b": Part("qwen3-8b", "--devices 0,1", 420, gpus=2),
+    "tensor-parallel": Part("70b-16-layers", "--tensor-parallel-size 2", 420, gpus=2),
+}
+FAILURES = "failures"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A way in which vLLM fails, and words of the one line that must tell of it."""
+
+    words: str
+    said: str
+    artifact: str = "int4-hqq"
+    command: str | None = None
+    """In the place of `vllm`: a script."""
+    kill: str | None = None
+    """What is ended while it serves: the `server` itself, or its `EngineCore`."""
+
+
+def failures(real: str) -> dict[str, Failure]:
+    taken = TAKES_THE_PORT.format(python=sys.executable, real=real)
+    return {
+        "out of memory": Failure('--engine-args "--kv-cache-memory-bytes 4000000000000"', "out of memory"),
+        "share not free": Failure('--engine-args "--gpu-memory-utilization 0.999"', "Free memory on device"),
+        "share too small": Failure('--engine-args "--gpu-memory-utilization 0.001"', "give more with"),
+        "unknown quantization": Failure("", "--engine embedded", artifact="iq2-xxs"),
+        "unknown word": Failure('--engine-args "--no-such-word 1"', "check --engine-args"),
+        "port taken": Failure("", "took the port", command=taken),
+        "hangs at start": Failure("--startup-timeout 30", "did not serve within 30 s", command=STOPS),
+        "server killed": Failure("", "SIGKILL", kill="server"),
+        "engine core killed": Failure("", "while it served", kill="EngineCore"),
+    }
+
+
+@dataclass
+class Row:
+    name: str
+    status: int | None
+    """The exit status; None where it ran past its limit."""
+    seconds: float
+    said: str
+    """Its last line."""
+    held: bool
+    left: list[str] = field(default_factory=list)
+    """Processes that it left running; they are ended then."""
+    gpu_mib_left: int | None = None
+    verdict: dict[str, Any] | None = None
+
+
+def main() -> None:
+    options = arguments()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        folder = Path(work)
+        real = shutil.which("vllm") or script(folder / "vllm", f'#!/bin/sh\nexec {shlex.join(SERVER)} "$@"\n')
+        sources: dict[str, Path] = {}
+        for name in options.only:
+            if name == FAILURES:
+                rows += all_failures(folder, real, options)
+                continue
+            part = PARTS[name]
+            if part.shape not in sources:
+                for other in sources.values():
+                    shutil.rmtree(other)
+                sources = {part.shape: made(part.shape, folder / part.shape, options.device)}
+            rows.append(one_verdict(name, part, sources[part.shape], real, options))
+    result = {
+        "environment": vars(describe_environment(options.device, "auto", "vllm", "vllm")),
+        "gpus": torch.cuda.device_count(),
+        "rows": [asdict(row) for row in rows],
+    }
+    if options.out is not None:
+        write_json(options.out, result)
+    show(rows)
+    sys.exit(not all(row.held for row in rows))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, FAILURES], default=["example", FAILURES])
+    parser.add_argument("--cases", nargs="+", help="of the failures, these; default all")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the checkpoints lie")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "engines_gpu")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def made(shape: str, folder: Path, device: str) -> Path:
+    """A folder with `source`, and the INT4 artifact made of it."""
+    if shape == "example":
+        shutil.copytree(EXAMPLE, folder / "source")
+    else:
+        make_checkpoint(shape, folder / "source", device)
+    return quantized(folder, "int4-hqq", device)
+
+
+def quantized(folder: Path, recipe: str, device: str) -> Path:
+    words = [folder / "source", "--recipe", recipe, "--out", folder / recipe, "--device", device]
+    started = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-P", "-m", "scalegate.pipeline", "quantize", *map(str, words)], check=True
+    )
+    say(f"quantize {recipe} {time.monotonic() - started:.1f} s")
+    return folder
+
+
+def one_verdict(name: str, part: Part, folder: Path, real: str, options: argparse.Namespace) -> Row:
+    report = options.logs / f"{name}-report"
+    words = f"{LOAD} {part.words} --report {shlex.quote(str(report))}"
+    before = gpu_mib_used()
+    row, printed = validate(name, folder / "int4-hqq", words, real, part.bar, options)
+    row.gpu_mib_left = gpu_mib_used() - before
+    verdict = report / "serving_check.json"
+    if verdict.is_file():
+        row.verdict = told(read_json_object(verdict))
+    decided = row.status in DECIDED and row.verdict is not None
+    row.held = decided and part.must_say in printed and not row.left and row.gpu_mib_left < LEFT_MIB
+    return row
+
+
+def told(verdict: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "status": verdict["status"],
+        "parts": verdict["seconds_by_part"],
+        "checks": {check["name"]: [check["status"], check["reason"]] for check in verdict["checks"]},
+        "ratios": {
+            point["m"]: [point["ratio"], point["ratio_low"], point["ratio_high"], len(point["log_ratios"])]
+            for point in verdict["curve"]
+        },
+    }
+
+
+def all_failures(work: Path, real: str, options: argparse.Namespace) -> list[Row]:
+    folder = made("example", work / "failures", options.device)
+    quantized(folder, "iq2-xxs", options.device)
+    chosen = {name: one for name, one in failures(real).items() if not options.cases or name in options.cases}
+    before = gpu_mib_used()
+
+    def one(name: str, failure: Failure) -> Row:
+        command = real if failure.command is None else script(work / name / "vllm", failure.command)
+        words = f"{SMALL_LOAD} {failure.words}"
+        watch = None if failure.kill is None else killer(failure.kill)
+        row, printed = validate(name, folder / failure.artifact, words, command, 240, options, watch)
+        one_line = failure.said in row.said and "Traceback" not in printed
+        row.held = row.status in UNUSABLE and one_line and not row.left
+        return row
+
+    with ThreadPoolExecutor(4) as threads:
+        rows = list(threads.map(one, chosen, chosen.values()))
+    left = gpu_mib_used() - before
+    return [*rows, Row("GPU memory after all failures", None, 0.0, "", left < LEFT_MIB, [], left)]
+
+
+def validate(
+    name: str,
+    artifact: Path,
+    words: str,
+    vllm: str,
+    limit: float,
+    options: argparse.Namespace,
+    watch: Callable[[str], bool] | None = None,
+) -> tuple[Row, str]:
+    """Run the command in a process of its own; the row, and all that was printed.
+
+    vllm:  the command that `vllm` is to be
+    watch: called with the row's mark until it says that it is done
+    """
+    mark = uuid.uuid4().hex
+    environment = os.environ | {MARK: mark, "PATH": f"{Path(vllm).parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "-P", "-m", "scalegate.pipeline", "validate", str(artifact)]
+    device = [] if "--devices" in words else ["--device", options.device]
+    command += ["--engine", "vllm", *device, *shlex.split(words)]
+    log = options.logs / f"{name.replace(' ', '-')}.log"
+    say(f"{name}: {shlex.join(command[3:])}")
+    started, ended = time.monotonic(), threading.Event()
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        watcher = threading.Thread(target=_watch, args=(watch, mark, ended)) if watch else None
+        if watcher is not None:
+            watcher.start()
+        status: int | None = None
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        ended.set()
+        if watcher is not None:
+            watcher.join()
+    seconds = time.monotonic() - started
+    left = end_marked(mark)
+    printed = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in printed.replace("\r", "\n").splitlines() if line.strip()]
+    say(f"{name}: status {status} after {seconds:.0f} s")
+    return Row(name, status, round(seconds, 1), lines[-1] if lines else "", False, left), printed
+
+
+def _watch(watch: Callable[[str], bool], mark: str, ended: threading.Event) -> None:
+    while not watch(mark) and not ended.wait(0.5):
+        pass
+
+
+def killer(what: str) -> Callable[[str], bool]:
+    """Ends a server of the row with that mark as soon as it answers requests."""
+
+    def watch(mark: str) -> bool:
+        for supervisor in marked(mark):
+            with _gone():
+                words = supervisor.cmdline()
+                if not words[3:] or not words[3].endswith("supervisor.py") or "--port" not in words:
+                    continue
+                if not is_answering(words[words.index("--port") + 1]):
+                    continue
+                (server,) = supervisor.children()
+                workers = [one for one in server.children(recursive=True) if what in " ".join(one.cmdline())]
+                for victim in [server] if what == "server" else workers:
+                    say(f"SIGKILL to {' '.join(victim.cmdline())[:80]}")
+                    victim.kill()
+                return True
+        return False
+
+    return watch
+
+
+def is_answering(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as answer:
+            return (total(parse_metrics(answer.read().decode()), RUNNING) or 0) > 0
+    except OSError:
+        return False
+
+
+class _gone:
+    """Processes that end while they are looked at are nobody's concern."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, psutil.Error)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with _gone():
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def end_marked(mark: str) -> list[str]:
+    """What still runs of a row; ended."""
+    left = []
+    for process in marked(mark):
+        with _gone():
+            left.append(" ".join(process.cmdline())[:120])
+            process.kill()
+    return left
+
+
+def gpu_mib_used() -> int:
+    """On all GPUs, by anybody."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    memory = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
+    return sum(total - free for free, total in memory) >> 20
+
+
+def script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def say(text: str) -> None:
+    """One write: threads say things at the same time."""
+    sys.stdout.write(f"== {text}\n")
+    sys.stdout.flush()
+
+
+def show(rows: Sequence[Row]) -> None:
+    print(f"\n{'':>4} {'row':<30} {'exit':>4} {'s':>6} {'left':>4} {'MiB':>5}  what it says")
+    for row in rows:
+        mib = "" if row.gpu_mib_left is None else row.gpu_mib_left
+        status = "" if row.status is None else row.status
+        said = row.said if row.verdict is None else ratios(row.verdict)
+        held = "ok" if row.held else "MISS"
+        print(
+            f"{held:>4} {row.name:<30} {status:>4} {row.seconds:>6.0f} {len(row.left):>4} {mib:>5}"
+            f"  {said[:300]}"
+        )
+
+
+def ratios(verdict: dict[str, Any]) -> str:
+    text = ", ".join(
+        f"M={m} {ratio:.3f} [{low:.3f}, {high:.3f}] of {blocks} blocks"
+        for m, (ratio, low, high, blocks) in verdict["ratios"].items()
+        if None not in (ratio, low, high)
+    )
+    failed = [name for name, (status, _) in verdict["checks"].items() if status not in ("pass", "skipped")]
+    return f"{verdict['status']}: {text}" + (f"; not passed: {', '.join(failed)}" if failed else "")
+
+
+if __name__ == "__main__":
+    main()
