@@ -7,16 +7,19 @@ first of them. A new layout is one file and one line here.
 from .cpu_dequantized import CpuDequantized, CpuOneDnn
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
+from .fixed_rows import FixedRows
 from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
 from .humming import Humming
 from .iq2_xxs import IQ2_XXS
-from .layout import LAYOUTS, AnyLayout
+from .layout import LAYOUTS, AnyLayout, Layout
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from .per_expert import PerExpert
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
 from .torch_linear import TorchLinear
+
+FOR_A_CPU: tuple[Layout, ...] = (TorchLinear(), CPU_INT4, CpuDequantized(), Dequantize(), CPU_INT4_FLOAT32)
 
 IN_ORDER: tuple[AnyLayout, ...] = (
     TorchLinear(),
@@ -36,6 +39,8 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     CPU_INT4_FLOAT32,
     Humming(),
     GemLite(),
+    # Where bits are kept on a CPU: the same kernels, in the same order of preference.
+    *map(FixedRows, FOR_A_CPU),
     # Experts: nothing below serves a dense layer, and nothing above serves experts.
     GroupedUnquantized(),
     GroupedInt4(),
@@ -47,6 +52,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     PerExpert(CPU_INT4_CAST),
     PerExpert(CPU_INT4_FLOAT32),
     GroupedDequantize(),
+    *(PerExpert(FixedRows(layout)) for layout in FOR_A_CPU),
 )
 
 for layout in IN_ORDER:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from .numerics import Numerics
+
 
 @dataclass(frozen=True)
 class RequestTokens:
@@ -87,3 +89,5 @@ class AttentionMetadata:
     page_size: int
     host: HostMetadata | None
     """None inside a CUDA graph, whose numbers differ from launch to launch."""
+    numerics: Numerics = "tuned"
+    """What a token's output may depend on."""

@@ -12,11 +12,13 @@ from torch import Tensor, library, nn
 
 from .all_layouts import LAYOUTS
 from .errors import UserError
+from .fixed_rows import FixedRows
 from .formats.input_format import InputFormat
 from .formats.unquantized import Unquantized, UnquantizedWeight
 from .grouped_experts import GroupedUnquantized
 from .layout import ExpertsLayout, PackedWeight
 from .linear import spec_of_text, spec_text
+from .numerics import Numerics
 from .per_expert import PerExpert
 from .routing import Routing
 from .torch_linear import TorchLinear
@@ -42,7 +44,12 @@ class PackedExperts(nn.Module):
               as a rule, several where gate and up could not be merged. Parameters without stay unquantized
     """
 
-    def __init__(self, experts: nn.Module, products: Mapping[str, Sequence[ExpertsPart]]):
+    def __init__(
+        self,
+        experts: nn.Module,
+        products: Mapping[str, Sequence[ExpertsPart]],
+        numerics: Numerics = "tuned",
+    ):
         super().__init__()
         if not is_experts(experts):
             raise UserError(
@@ -56,7 +63,9 @@ class PackedExperts(nn.Module):
         self.input_formats: dict[str, InputFormat] = {}
         self._packed: dict[str, PackedWeight] = {}
         rest = {
-            name: [_unquantized(experts, name)] for name in parameters_of(experts) if name not in products
+            name: [_unquantized(experts, name, numerics)]
+            for name in parameters_of(experts)
+            if name not in products
         }
         for name, parts in {**products, **rest}.items():
             delattr(experts, name)
@@ -152,15 +161,16 @@ def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def pack_unquantized_experts(model: nn.Module) -> int:
+def pack_unquantized_experts(model: nn.Module, numerics: Numerics = "tuned") -> int:
     """Replace a model's own experts modules, without copying their weights; the number replaced.
 
-    For a GPU: no CUDA graph can hold a product that asks the host which experts are hit.
+    For a GPU, where no CUDA graph can hold a product that asks the host which experts are hit; and wherever
+    bits are kept.
     """
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     own = {name: module for name, module in found.items() if parameters_of(module)}
     for name, module in own.items():
-        model.set_submodule(name, PackedExperts(module, {}))
+        model.set_submodule(name, PackedExperts(module, {}, numerics))
     return len(own)
 
 
@@ -178,12 +188,13 @@ def _rounded(rounding: InputFormat, x: Tensor, expert: Tensor) -> Tensor:
     return rounding.with_tensors(of_row).round(rows)
 
 
-def _unquantized(experts: nn.Module, name: str) -> ExpertsPart:
+def _unquantized(experts: nn.Module, name: str, numerics: Numerics) -> ExpertsPart:
     rows = parameters_of(experts)[name]
     if rows.device.type == "cuda":
         return ExpertsPart(GroupedUnquantized().of(rows))
     weights = [UnquantizedWeight(Unquantized(), one) for one in rows]
-    return ExpertsPart(PerExpert(TorchLinear()).pack_experts(weights, rows.dtype))
+    dense = TorchLinear() if numerics == "tuned" else FixedRows(TorchLinear())
+    return ExpertsPart(PerExpert(dense).pack_experts(weights, rows.dtype))
 
 
 @library.custom_op("scalegate::route_experts", mutates_args=())

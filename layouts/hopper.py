@@ -16,7 +16,8 @@ from torch import Tensor
 from ..kernels.hopper import gemm
 from ..kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
 from .formats.weight_format import Weight
-from .layout import Numerics, PackedWeight, Problem, Serves
+from .layout import PackedWeight, Problem, Serves
+from .numerics import NUMERICS, Numerics
 
 HOPPER = (9, 0)
 
@@ -60,7 +61,7 @@ class HopperLayout:
         self.kernel = f"{packing.kernel_prefix}_{'invariant' if batch_invariant else 'stream_k'}_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        numerics: tuple[Numerics, ...] = ("tuned", "pin", "per-token") if self.batch_invariant else ("tuned",)
+        numerics: tuple[Numerics, ...] = NUMERICS if self.batch_invariant else ("tuned",)
         packing = self.packing
         serves = Serves((packing.format,), "cuda", packing.dtypes, numerics=numerics, capability=HOPPER)
         refusal = serves.refuses(problem) or packing.refuses(problem)

@@ -22,7 +22,10 @@ class TokenGroups:
             self._metadata, self._groups = metadata, {}
         if window not in self._groups:
             host = on_host(metadata)
-            self._groups[window] = [*_decoding(host, window, like), *_prompts(host, window, like)]
+            if metadata.numerics == "tuned":
+                self._groups[window] = [*_decoding(host, window, like), *_prompts(host, window, like)]
+            else:
+                self._groups[window] = _one_by_one(host, window, like)
         return self._groups[window]
 
 
@@ -53,6 +56,24 @@ def _prompts(host: HostMetadata, window: int | None, like: Tensor) -> list[Token
             chunk.first_token, chunk.start, chunk.count, chunk.pages, host.page_size, window, like
         )
         for chunk in host.requests(host.num_decodes)
+    ]
+
+
+def _one_by_one(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
+    """A group for each token: torch's product then sees a shape that follows from its context alone, whether
+    it came with a prompt or was decoded."""
+    return [
+        paged_attention.prefill_group(
+            request.first_token + index,
+            request.start + index,
+            1,
+            request.pages,
+            host.page_size,
+            window,
+            like,
+        )
+        for request in host.requests()
+        for index in range(request.count)
     ]
 
 

@@ -7,11 +7,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from .errors import UserError
 from .kv_int4 import Int4PerTokenHead
 from .kv_kvarn import KVarN
 from .kv_layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces
 from .kv_nvfp4 import NVFP4KV
 from .kv_token_by_token import TokenByToken
+from .numerics import Numerics
 from .registry import Registry
 
 
@@ -48,6 +50,29 @@ class ScaledKVFormat(KVFormat, Protocol):
     @property
     def largest(self) -> float | None:
         """The largest magnitude that it holds at a scale of 1; None where it has no such scales."""
+
+
+@runtime_checkable
+class InvariantKVFormat(KVFormat, Protocol):
+    """A format whose attention can keep a request's bits whoever shares its batch."""
+
+    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+        """What it keeps on this kind of device, `tuned` included."""
+
+
+def refuse_numerics(name: str, numerics: Numerics, device: torch.device) -> None:
+    """UserError where keys and values of this format are not attended over as `numerics` asks."""
+
+    def keeps(kv_format: KVFormat) -> bool:
+        kept = kv_format.numerics(device) if isinstance(kv_format, InvariantKVFormat) else ("tuned",)
+        return numerics in kept
+
+    if not keeps(KV_FORMATS[name]):
+        able = ", ".join(one for one, kv_format in KV_FORMATS.items() if keeps(kv_format))
+        raise UserError(
+            f"{name} keys and values are not batch-invariant as {numerics!r} asks; choose one of: {able} "
+            "(--kv-cache-dtype), or --batch-invariance tuned"
+        )
 
 
 def largest_of(kv_format: KVFormat) -> float | None:

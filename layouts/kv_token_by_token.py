@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .kv_cpu import CpuLayerKV
 from .kv_layer import KeptTokenByToken, KVScales, KVShape, LayerKV, PoolSize, StoredPages, Workspaces, zeros
+from .numerics import NUMERICS, Numerics
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class TokenByToken(KeptTokenByToken):
     @property
     def largest(self) -> float | None:
         return torch.finfo(self.dtype).max if self.dtype == torch.float8_e4m3fn else None
+
+    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+        return NUMERICS
 
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
         dtype = self.dtype or shape.dtype

@@ -6,18 +6,15 @@ all layouts refuse in the same words.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .formats.weight_format import Weight, WeightFormat
+from .numerics import Numerics
 from .registry import Registry
 from .routing import Routing
-
-Numerics = Literal["tuned", "pin", "per-token"]
-"""What a request's bits may depend on: `tuned` on its batch, `pin` on its own tokens and the chunks of its
-prompt, `per-token` on its own tokens alone."""
 
 
 @dataclass(frozen=True)

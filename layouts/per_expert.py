@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
+from .numerics import NUMERICS
 from .routing import Routing
 
 SUFFIX = "_per_expert"
@@ -25,7 +26,7 @@ class PerExpert:
         self.kernel = dense.kernel
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = Serves(device="cpu", experts=True).refuses(problem)
+        refusal = Serves(device="cpu", experts=True, numerics=NUMERICS).refuses(problem)
         return refusal or self.dense.refuses(replace(problem, experts=None))
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:

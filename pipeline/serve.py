@@ -88,6 +88,7 @@ def build_engine(folder: Path, options: EngineOptions) -> "Engine":
         device=resolve_device(options.device),
         dtype=resolve_dtype(options.dtype),
         layout=options.layout,
+        numerics=options.numerics,
     )
     ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
     served = replace(options, kv_cache_dtype=kv_cache.kv_format)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...layouts.errors import UserError
 from ...layouts.layout import Problem
+from ...layouts.numerics import Numerics
 from ...layouts.plan import LayoutPlan
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -44,6 +45,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     plan: LayoutPlan | None = None,
     layout: str | None = None,
+    numerics: Numerics = "tuned",
     revision: str | None = None,
     progress: bool = True,
 ) -> LoadedModel:
@@ -53,6 +55,7 @@ def load_model(
     plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
     layout: one layout for every quantized dense layer, or for all experts where it is one of theirs,
             whatever the plan says
+    numerics: what a row's bits may depend on; only layouts that keep it are taken
     """
     checkpoint = open_checkpoint(str(model), revision)
     device = torch.device(device)
@@ -61,7 +64,9 @@ def load_model(
     dtype = dtype or default_dtype(checkpoint)
     skeleton = build_skeleton(checkpoint, dtype, device)
     picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)
-    loader = WeightLoader(checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype))
+    loader = WeightLoader(
+        checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype), numerics
+    )
     loader.load(progress)
     # A layout that was asked for by name needs no word.
     note = dequantized_note(loader.problems, loader.layouts) if progress and layout is None else None
@@ -78,7 +83,10 @@ def load_model(
 
 
 def problems(
-    checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    numerics: Numerics = "tuned",
 ) -> dict[str, Problem]:
     """What a layout has to serve in this checkpoint, by the product's name: merged as it will be served.
 
@@ -90,7 +98,9 @@ def problems(
     skeleton = build_skeleton(checkpoint, dtype)
     groups = merge_groups(checkpoint, dtype)
     loader = WeightLoader(checkpoint, stored, skeleton, device, LayoutPicker(None, None), groups)
-    return {product.name: product.problem(loader.stored, dtype, device) for product in loader.products()}
+    return {
+        product.name: product.problem(loader.stored, dtype, device, numerics) for product in loader.products()
+    }
 
 
 def _refuse_unquantized(

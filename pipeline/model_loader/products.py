@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ...layouts.errors import UserError
 from ...layouts.layout import Experts, Problem
 from ...layouts.merged_linear import merged_name
+from ...layouts.numerics import Numerics
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .merge_groups import merged_alike
@@ -38,10 +39,12 @@ class DenseProduct:
     def name(self) -> str:
         return merged_name(self.modules)
 
-    def problem(self, stored: Stored, dtype: torch.dtype, device: torch.device) -> Problem:
+    def problem(
+        self, stored: Stored, dtype: torch.dtype, device: torch.device, numerics: Numerics
+    ) -> Problem:
         first = stored[self.weights[0]]
         rows = sum(stored[name].shape[0] for name in self.weights)
-        return Problem(first.spec, rows, first.shape[1], dtype, device)
+        return Problem(first.spec, rows, first.shape[1], dtype, device, None, numerics)
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,12 @@ class ExpertsProduct:
     def rows(self, stored: Stored) -> int:
         return sum(stored[name].shape[0] for name in self.experts[0])
 
-    def problem(self, stored: Stored, dtype: torch.dtype, device: torch.device) -> Problem:
+    def problem(
+        self, stored: Stored, dtype: torch.dtype, device: torch.device, numerics: Numerics
+    ) -> Problem:
         first = stored[self.experts[0][0]]
         experts = Experts(len(self.experts), self.top_k)
-        return Problem(first.spec, self.rows(stored), first.shape[1], dtype, device, experts)
+        return Problem(first.spec, self.rows(stored), first.shape[1], dtype, device, experts, numerics)
 
 
 Product = DenseProduct | ExpertsProduct

@@ -22,6 +22,7 @@ from ...layouts.formats.weight_format import Weight, merge_rows
 from ...layouts.layout import ExpertsLayout, Layout, Problem
 from ...layouts.linear import QuantizedLinear
 from ...layouts.merged_linear import merge_unquantized, put_merged
+from ...layouts.numerics import Numerics
 from ...layouts.plan import LayoutPlan
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
@@ -63,6 +64,7 @@ class WeightLoader:
     picker: LayoutPicker
     merge_groups: list[list[str]] = field(default_factory=list)
     """Linear layers of the model that get the same input."""
+    numerics: Numerics = "tuned"
     layouts: dict[str, str] = field(default_factory=dict)
     """Of every packed product, by its name."""
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class WeightLoader:
         return ExpertsPart(packed, stack_inputs(inputs) if inputs else None)
 
     def _place_experts(self, name: str, products: Mapping[str, list[ExpertsPart]]) -> None:
-        self.model.set_submodule(name, PackedExperts(self.model.get_submodule(name), products))
+        self.model.set_submodule(name, PackedExperts(self.model.get_submodule(name), products, self.numerics))
 
     def _pick(self, product: Product) -> object:
         problem = self.problems[product.name] = self._problem(product)
@@ -165,7 +167,7 @@ class WeightLoader:
         return LAYOUTS[name]
 
     def _problem(self, product: Product) -> Problem:
-        return product.problem(self.stored, self.model.dtype, self.device)
+        return product.problem(self.stored, self.model.dtype, self.device, self.numerics)
 
     def _merged(self, names: Sequence[str]) -> Weight:
         """The weights' rows one after another, on the CPU."""

@@ -19,6 +19,7 @@ from ...layouts.errors import UserError
 from ...layouts.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
+from ...layouts.numerics import Numerics
 from ...serving_check.answer_figures import ServedText, TokenText
 from ...serving_check.checks.served_text import text_score
 from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
@@ -140,8 +141,8 @@ def take_figures(
     artifact: Checkpoint, baseline: Checkpoint, text: HeldOutText, options: LoadOptions
 ) -> InProcessFigures:
     """Load both, look at their layers, and compare their predictions."""
-    ours = _load(artifact, options, options.engine.dtype, options.engine.layout)
-    theirs = _load(baseline, options, options.baseline_dtype, None)
+    ours = _load_artifact(artifact, options)
+    theirs = _load(baseline, options, options.baseline_dtype)
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     if loaded.vocab_size != baseline_loaded.vocab_size:
         raise UserError(
@@ -168,9 +169,9 @@ class TextScorer:
 
     def __init__(self, artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions, longest: int):
         """longest: tokens of a prompt and what followed it, at most"""
-        ours = _load(artifact, options, options.engine.dtype, options.engine.layout)
+        ours = _load_artifact(artifact, options)
         self._artifact = _as_served(ours, options, longest)
-        self._baseline = _load(baseline, options, options.baseline_dtype, None).model
+        self._baseline = _load(baseline, options, options.baseline_dtype).model
 
     def baseline_nats(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
         """Mean nats per token under the baseline."""
@@ -183,12 +184,24 @@ class TextScorer:
         return text_score(served.m, ours, theirs, served.text)
 
 
-def _load(checkpoint: Checkpoint, options: LoadOptions, dtype: str, layout: str | None) -> LoadedModel:
+def _load_artifact(artifact: Checkpoint, options: LoadOptions) -> LoadedModel:
+    engine = options.engine
+    return _load(artifact, options, engine.dtype, engine.layout, engine.numerics)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    dtype: str,
+    layout: str | None = None,
+    numerics: Numerics = "tuned",
+) -> LoadedModel:
     return load_model(
         checkpoint.folder,
         device=options.engine.device,
         dtype=resolve_dtype(dtype),
         layout=layout,
+        numerics=numerics,
         progress=options.progress,
     )
 

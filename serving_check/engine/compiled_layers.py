@@ -39,6 +39,8 @@ ONE_FORM = {"triton.persistent_reductions": False}
 few tokens finds another one to be the fastest in every process."""
 TUNINGS = (Tuning(0, 37, ONE_FORM, pdl=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
 """Ascending."""
+ONE_TUNING = TUNINGS[:1]
+"""Where bits are kept: two compilations sum a norm in two orders, and fuse other products and sums."""
 
 TELLS_NOTHING = {"layer_idx", "training"}
 """Attributes that differ between layers, or may, and do not change what is computed."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...layouts.numerics import CPU_ROWS, Numerics
 from .attention import AttentionLayer
 from .forward import Forward
 from .kv_pool import KVPool
@@ -29,20 +30,29 @@ class CpuRunner:
         pool: KVPool,
         buckets: tuple[int, ...] | None,
         largest_chunk: int,
+        numerics: Numerics = "tuned",
     ):
-        """buckets: batch sizes that decode steps are padded to, ascending; None for all."""
+        """buckets: batch sizes that decode steps are padded to, ascending; None for all.
+
+        numerics: where bits are kept, all passes have CPU_ROWS tokens, and buckets play no part
+        """
         self.model = model
         self.clock = StepClock(model.device)
         self.buckets = buckets
         self._max_requests = len(pool.block_table)
         self._forward = Forward(model, layers, pool.layers, as_op=False)
-        largest = largest_chunk + self._max_requests
-        self._buffers = StepBuffers(pool.block_table, pool.page_size, largest, model.device, static=False)
+        self._keeps_bits = numerics != "tuned"
+        largest = max(largest_chunk + self._max_requests, CPU_ROWS)
+        self._buffers = StepBuffers(
+            pool.block_table, pool.page_size, largest, model.device, static=False, numerics=numerics
+        )
         self._adjustments = LogitAdjustments(model.device)
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
         """Decoding apart from prefill, though `run` would take both at once."""
+        if self._keeps_bits:
+            return schedule.in_passes(CPU_ROWS)
         apart = (Schedule(schedule.decode, []), Schedule([], schedule.prefill))
         return [batch for batch in apart if batch.num_tokens]
 
@@ -74,18 +84,29 @@ class CpuRunner:
         return [1 << power for power in range(self._max_requests.bit_length())]
 
     def _draw(self, logits: Tensor, sequences: list[Sequence], positions: Tensor) -> Tensor:
-        batch = self._sampling_batch(sequences)
         asking = [index for index, sequence in enumerate(sequences) if sequence.adjusts_logits]
         if not asking:
-            return sample(logits, batch, positions)
+            return self._sample(logits, sequences, positions)
         who = [sequences[index] for index in asking]
         adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
         adjusted[asking] = self._adjustments.apply(logits[asking], who)
-        drawn = sample(adjusted, batch, positions)
+        drawn = self._sample(adjusted, sequences, positions)
         self._adjustments.observe(who, drawn[asking])
         return drawn
 
+    def _sample(self, logits: Tensor, sequences: list[Sequence], positions: Tensor) -> Tensor:
+        batch = self._sampling_batch(sequences)
+        if not (self._keeps_bits and batch.any_sampled):
+            return sample(logits, batch, positions)
+        # Row by row: how torch sums a row of probabilities depends on how many there are.
+        device = self.model.device
+        rows = [slice(index, index + 1) for index in range(len(sequences))]
+        alone = [sample(logits[at], SamplingBatch.of(sequences[at], device), positions[at]) for at in rows]
+        return torch.cat(alone)
+
     def _shape(self, batch: Schedule) -> StepShape:
+        if self._keeps_bits:
+            return self._buffers.shape(CPU_ROWS, len(batch.decode) + len(batch.prefill), CPU_ROWS)
         if batch.prefill:
             # A chunk in which no prompt ends still computes one row of logits: no product has zero rows.
             requests = len(batch.decode) + len(batch.prefill)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...layouts.numerics import Numerics
 from .attention import AttentionLayer
 from .buckets import mixed_buckets, mixed_warm_up_buckets
 from .cuda_graphs import CudaGraphs
@@ -37,6 +38,7 @@ class CudaRunner:
         buckets: tuple[int, ...],
         largest_chunk: int,
         compiled: bool,
+        numerics: Numerics = "tuned",
     ):
         """buckets: batch sizes that decode steps are padded to, ascending. compiled: compile the layers."""
         self.model = model
@@ -47,9 +49,11 @@ class CudaRunner:
         self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
         """Each gives logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
-        self._forward = Forward(model, layers, pool.layers, as_op=True)
+        self._forward = Forward(model, layers, pool.layers, as_op=True, numerics=numerics)
         self._must_compile = compiled
-        self._buffers = StepBuffers(pool.block_table, pool.page_size, self.largest, model.device, static=True)
+        self._buffers = StepBuffers(
+            pool.block_table, pool.page_size, self.largest, model.device, static=True, numerics=numerics
+        )
         self._sampling = SamplingRows(rows, model.device)
         self._adjustments = LogitAdjustments(model.device)
         # int64 [rows + 1]: the token drawn last for each row; padding has the last.

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
 from ...layouts.experts import pack_unquantized_experts
-from ...layouts.kv_format import KV_FORMATS
+from ...layouts.kv_format import KV_FORMATS, refuse_numerics
 from ...layouts.kv_layer import KVScales
 from ...layouts.linear import packed_layers
+from ...layouts.linear_packing import pack_linears
 from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
 from .attention import attention_layers, context_length, unsupported
 from .buckets import decode_buckets
@@ -83,10 +84,14 @@ class Engine:
         restore_layers(model)
         layers = attention_layers(model)
         packed = packed_layers(model)
-        if model.device.type == "cuda":
-            pack_unquantized_experts(model)
+        self._keeps_bits = config.numerics != "tuned"
+        refuse_numerics(config.kv_format, config.numerics, model.device)
+        if model.device.type == "cuda" or self._keeps_bits:
+            pack_unquantized_experts(model, config.numerics)
         if model.device.type == "cuda" and config.compiled:
             merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
+        if self._keeps_bits:
+            pack_linears(model, config.numerics)
         kv_format = KV_FORMATS[config.kv_format]
         page_size = config.page_size or kv_format.page_size(model.device)
         num_pages = pool_pages(
@@ -115,9 +120,11 @@ class Engine:
         buckets = decode_buckets(config.max_num_seqs, model.device, config.decode_buckets)
         self.runner: ModelRunner
         if model.device.type == "cuda" and buckets is not None:
-            self.runner = CudaRunner(model, layers, self.pool, buckets, chunk, config.compiled)
+            self.runner = CudaRunner(
+                model, layers, self.pool, buckets, chunk, config.compiled, config.numerics
+            )
         else:
-            self.runner = CpuRunner(model, layers, self.pool, buckets, chunk)
+            self.runner = CpuRunner(model, layers, self.pool, buckets, chunk, config.numerics)
         self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding)
         self._sequences: dict[str, Sequence] = {}
         self._overlapped = config.overlapped and model.device.type == "cuda"
@@ -325,7 +332,7 @@ class Engine:
             with self.runner.clock.launch():
                 result = self.runner.run(batch)
                 for chunk, logits in result.scored:
-                    _score(chunk, logits)
+                    _score(chunk, logits, self._keeps_bits)
                 for chunk in batch.prefill:
                     chunk.sequence.num_computed += chunk.count
                 if result.sequences:
@@ -335,7 +342,7 @@ class Engine:
     def _in_flight_step(self, result: StepResult) -> InFlightStep:
         """Each sequence's next token, unknown on the host until it retires; those it fills up leave."""
         sequences = result.sequences
-        logprobs = token_logprobs(result.logits, result.drawn, sequences)
+        logprobs = token_logprobs(result.logits, result.drawn, sequences, self._keeps_bits)
         for sequence in sequences:
             sequence.num_computed = len(sequence.tokens)
             sequence.tokens.append(UNKNOWN)
@@ -378,9 +385,10 @@ class Engine:
             self.scheduler.remove(sequence)
 
 
-def _score(chunk: PrefillChunk, logits: Tensor) -> None:
+def _score(chunk: PrefillChunk, logits: Tensor, one_by_one: bool) -> None:
     """Add the log-probabilities of the prompt's tokens that follow the chunk's scored positions."""
     sequence, scored = chunk.sequence, chunk.scored
     if scored:
         followed = sequence.tokens[scored.start + 1 : scored.stop + 1]
-        sequence.prompt_logprobs += prompt_logprobs(logits, followed, sequence.params.prompt_logprobs or 0)
+        count = sequence.params.prompt_logprobs or 0
+        sequence.prompt_logprobs += prompt_logprobs(logits, followed, count, one_by_one)

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from ...layouts.attention_metadata import AttentionMetadata
 from ...layouts.kv_layer import LayerKV
+from ...layouts.numerics import Numerics
 from .attention import LAYER_INDEX, Attention, AttentionLayer, PagedAttention, token_by_token
-from .compiled_layers import TUNINGS, CompiledLayers, model_layers
+from .compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
 from .cross_layer_fusion import fuse_across_layers
 
 
@@ -32,11 +33,14 @@ class Forward:
         layers: Mapping[int, AttentionLayer],
         storage: Mapping[int, LayerKV],
         as_op: bool,
+        numerics: Numerics = "tuned",
     ):
+        """numerics: what layers are compiled to keep."""
         self.model = model
         self.layers = layers
         self.storage = storage
         self.as_op = as_op
+        self._tunings = TUNINGS if numerics == "tuned" else ONE_TUNING
 
     def __call__(
         self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
@@ -52,7 +56,7 @@ class Forward:
     def compile(self) -> None:
         """Compile the layers."""
         chain = fuse_across_layers(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
-        for tuning in TUNINGS:
+        for tuning in self._tunings:
             with CompiledLayers(self.model, chain, tuning):
                 self._trace(tuning.traced_tokens)
 

@@ -139,13 +139,22 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, sequences: Rows[Sequence]) -> dict[int, TokenLogprobs]:
+def _log_softmax(logits: Tensor, one_by_one: bool) -> Tensor:
+    """float32 [B, V]. one_by_one: every row by itself, since order and alignment may follow from B."""
+    if not one_by_one:
+        return logits.float().log_softmax(dim=-1)
+    return torch.cat([row.float().log_softmax(dim=-1) for row in logits.split(1)])
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, sequences: Rows[Sequence], one_by_one: bool = False
+) -> dict[int, TokenLogprobs]:
     """For each row that wants them: log-softmax of the logits as the model gave them, before any setting."""
     wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     if not wanted:
         return {}
     rows = list(wanted)
-    logprobs = logits[rows].float().log_softmax(dim=-1)
+    logprobs = _log_softmax(logits[rows], one_by_one)
     drawn = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
     best = logprobs.topk(max(wanted.values()), dim=-1)
     values, indices = best.values.tolist(), best.indices.tolist()
@@ -155,12 +164,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor, sequences: Rows[Sequence]) ->
     }
 
 
-def prompt_logprobs(logits: Tensor, tokens: Rows[int], count: int) -> list[TokenLogprobs]:
+def prompt_logprobs(
+    logits: Tensor, tokens: Rows[int], count: int, one_by_one: bool = False
+) -> list[TokenLogprobs]:
     """logits [S, V] and the S tokens that followed → each one's log-probability, rank, `count` best."""
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), SCORED_AT_ONCE):
         part = slice(start, start + SCORED_AT_ONCE)
-        logprobs = logits[part].float().log_softmax(dim=-1)
+        logprobs = _log_softmax(logits[part], one_by_one)
         followed = to_device(torch.tensor(tokens[part]), logits.device)[:, None]
         given = logprobs.gather(1, followed)
         ranks = (logprobs > given).sum(dim=-1).add(1).tolist()

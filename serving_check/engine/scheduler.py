@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...layouts.numerics import row_tiles
 from .kv_pool import KVPool
 from .sequence import Sequence
 
@@ -48,6 +49,21 @@ class Schedule:
     def sampled(self) -> list[Sequence]:
         """Those that a token is drawn for: decoding ones, then prompts that end in this step."""
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
+
+    def in_passes(self, tokens: int) -> "list[Schedule]":
+        """The same in passes of at most `tokens`: decoding requests, then prompts, cut where one is full."""
+        passes = [Schedule(self.decode[at], []) for at in row_tiles(len(self.decode), tokens)]
+        room = 0
+        for chunk in self.prefill:
+            start, end = chunk.start, chunk.start + chunk.count
+            while start < end:
+                if room == 0:
+                    passes.append(Schedule())
+                    room = tokens
+                count = min(room, end - start)
+                passes[-1].prefill.append(PrefillChunk(chunk.sequence, start, count))
+                start, room = start + count, room - count
+        return passes
 
     @property
     def is_scored(self) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...kernels.prefill_attention import TILE, tiles_of
 from ...layouts.attention_metadata import AttentionMetadata, HostMetadata
+from ...layouts.numerics import Numerics
 from .scheduler import MOST_SCORED, PrefillChunk
 from .sequence import Sequence
 
@@ -109,9 +110,11 @@ class StepBuffers:
         max_tokens: int,
         device: torch.device,
         static: bool,
+        numerics: Numerics = "tuned",
     ):
         """block_table: int32 [rows, W], the pool's. static: steps are copied to static addresses on `device`,
-        for kernels; else they are used where they are staged."""
+        for kernels; else they are used where they are staged. numerics: what attention is to keep."""
+        self._numerics = numerics
         self.pool_table = block_table
         self.page_size = page_size
         self.static = static
@@ -202,6 +205,7 @@ class StepBuffers:
             prefill_tiles=arrays.tiles if shape.num_tiles else None,
             page_size=self.page_size,
             host=host,
+            numerics=self._numerics,
         )
         logits_indices = None if shape.decode_only else arrays.logits_indices
         return StepInput(
@@ -226,7 +230,7 @@ class StepBuffers:
             arrays.request_rows[:count] = rows
             arrays.sample_rows[:count] = rows
             arrays.decode_seq_lens[:count] = seq_lens
-            arrays.query_start_loc[:count] = self._counting[:count]
+            arrays.query_start_loc[: count + 1] = self._counting[: count + 1]
             arrays.logits_indices[:count] = self._counting[:count]
 
     def _stage_chunks(

@@ -60,12 +60,18 @@ class ExternalCommand:
         return words
 
     def server(
-        self, job: ServerJob, model: Sequence[str], words: Sequence[str], series: Series, reader: LogReader
+        self,
+        job: ServerJob,
+        model: Sequence[str],
+        words: Sequence[str],
+        series: Series,
+        reader: LogReader,
+        environment: Mapping[str, str] | None = None,
     ) -> SubprocessEndpoint:
         """On a free loopback port, not yet started; what the user adds comes last. UserError where the
         command is not there.
 
-        model: the words that name the checkpoint
+        model: the words that name the checkpoint; environment: variables it is given besides
         """
         if shutil.which(self.command) is None:
             raise UserError(
@@ -79,7 +85,7 @@ class ExternalCommand:
             f"{self.command} {job.folder}",
             log=job.log,
             base_url=f"http://{LOOPBACK}:{port}",
-            env=only_these(job.devices),
+            env={**only_these(job.devices), **(environment or {})},
             startup_timeout=job.placement.startup_timeout,
             series=series,
             progress=job.progress,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ...layouts.errors import UserError
 from ..engine.options import AUTO
 from ..options import flag
 from .engine import CardCommand, Engine, ServerJob
@@ -14,6 +15,8 @@ from .vllm_log import COMPILATIONS, compilations_in, failure_of, stage_of
 KV_FORMATS = ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 """Those of ours that vLLM 0.26 has, under the same names."""
 COMMAND = ExternalCommand("vllm", "vLLM", {name: name for name in KV_FORMATS})
+INVARIANT, INVARIANT_VARIABLE = "pin", "VLLM_BATCH_INVARIANT"
+"""What its batch-invariant mode promises, in our words, and the variable that turns it on."""
 SHARE = "--gpu-memory-utilization"
 VLLM_SERVER_SERIES = replace(VLLM_SERIES, compilations=COMPILATIONS)
 
@@ -34,8 +37,15 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(placement, name) > 1:
             words += [flag(name), str(getattr(placement, name))]
+    environment = {}
+    if options.batch_invariance != "tuned":
+        if options.batch_invariance != INVARIANT:
+            raise UserError(
+                f"vLLM does not serve --batch-invariance {options.batch_invariance}; give {INVARIANT}"
+            )
+        environment[INVARIANT_VARIABLE] = "1"
     reader = LogReader(stage_of, failure_of, compilations_in)
-    return COMMAND.server(job, [str(job.folder)], words, VLLM_SERVER_SERIES, reader)
+    return COMMAND.server(job, [str(job.folder)], words, VLLM_SERVER_SERIES, reader, environment)
 
 
 VLLM = Engine(
@@ -44,7 +54,9 @@ VLLM = Engine(
     server=_server,
     availability=COMMAND.availability,
     series=VLLM_SERVER_SERIES,
-    options=frozenset({"dtype", "max_num_seqs", "max_model_len", "kv_cache_dtype", "jit_monitor"})
+    options=frozenset(
+        {"dtype", "max_num_seqs", "max_model_len", "kv_cache_dtype", "jit_monitor", "batch_invariance"}
+    )
     | PLACEMENT,
     memory_option=SHARE,
     card_command=lambda model, method: CardCommand("vLLM", "sh", f"vllm serve {model}"),

@@ -20,6 +20,7 @@ ANOTHER = {
     "device": "cpu",
     "dtype": "float32",
     "layout": "dequantize",
+    "batch_invariance": "pin",
     "max_num_seqs": 3,
     "max_model_len": 64,
     "kv_cache_dtype": "fp8",

@@ -18,7 +18,10 @@ KEPT = ("--host", "--port", "--max-num-seqs", "--max-model-len", "--dtype", "--k
 def main() -> None:
     words = sys.argv[1:]
     with Path(os.environ["STAND_IN_WORDS"]).open("a") as file:
-        file.write(" ".join(words) + f" | {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+        file.write(
+            " ".join(words) + f" | {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+            f" | {os.environ.get('VLLM_BATCH_INVARIANT')}\n"
+        )
     fault = os.environ.get("STAND_IN")
     if fault == "memory":
         sys.exit(OUT_OF_MEMORY)

@@ -1,0 +1,46 @@
+"""Batch-invariant products on a CPU: any of its layouts, called with the same number of rows every time.
+
+oneDNN, MKL and torch's own kernels choose algorithm and blocking by the number of rows. Called with one
+number only they choose once, and a row's bits are its own. Not for a GPU, whose kernels keep bits themselves.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .formats.weight_format import Weight
+from .layout import Layout, PackedWeight, Problem, Serves
+from .numerics import CPU_ROWS, NUMERICS, row_tiles
+
+SUFFIX = "_fixed_rows"
+
+
+class FixedRows:
+    """A dense layout's product, `CPU_ROWS` rows at a time, the last tile filled up with zeros."""
+
+    def __init__(self, dense: Layout):
+        self.dense = dense
+        self.name = dense.name + SUFFIX
+        self.kernel = dense.kernel
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.numerics == "tuned":
+            return "keeps bits that nobody asked for (--batch-invariance)"
+        refusal = Serves(device="cpu", numerics=NUMERICS).refuses(problem)
+        return refusal or self.dense.refuses(replace(problem, numerics="tuned"))
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        return replace(self.dense.pack(weight, dtype), layout=self.name)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        count = x.shape[0]
+        if count == CPU_ROWS:
+            return self.dense.matmul(x, packed)
+        y = x.new_empty(count, packed.shape[0])
+        for tile in row_tiles(count, CPU_ROWS):
+            rows = tile.stop - tile.start
+            filled = functional.pad(x[tile], (0, 0, 0, CPU_ROWS - rows))
+            y[tile] = self.dense.matmul(filled, packed)[:rows]
+        return y
