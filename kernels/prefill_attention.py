@@ -152,22 +152,33 @@ def _attend_tiles(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, BY_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of a tile with one kv head's group of query heads."""
-    tile = tiles_ptr + tl.program_id(2) * 4
-    offset = tl.program_id(1) * TOKENS
+    """TOKENS tokens of a tile with one kv head's group of query heads.
+
+    BY_LENGTH: tiles_ptr has the contexts' lengths instead, and every tile is the last token of one.
+    """
     kv_head = tl.program_id(0)
-    count = tl.minimum(tl.load(tile + 1) - offset, TOKENS)
-    if count <= 0:
-        return
-    first = tl.load(tile) + offset
-    start = tl.load(tile + 2)
-    end = 0
-    if start >= 0:
-        start += offset
-        end = start + count
-    table_ptr += tl.load(tile + 3).to(tl.int64) * table_stride
+    if BY_LENGTH:
+        first = tl.program_id(2)
+        count = 1
+        start = tl.load(tiles_ptr + first) - 1
+        end = start + 1
+        request = first
+    else:
+        tile = tiles_ptr + tl.program_id(2) * 4
+        offset = tl.program_id(1) * TOKENS
+        count = tl.minimum(tl.load(tile + 1) - offset, TOKENS)
+        if count <= 0:
+            return
+        first = tl.load(tile) + offset
+        start = tl.load(tile + 2)
+        end = 0
+        if start >= 0:
+            start += offset
+            end = start + count
+        request = tl.load(tile + 3)
+    table_ptr += request.to(tl.int64) * table_stride
 
     row = tl.arange(0, TOKENS * GROUP)
     dim = tl.arange(0, DIM)
@@ -249,6 +260,9 @@ def prefill_attention(
 ) -> None:
     """Write the tiles' tokens of `out`; arguments as in the file's docstring, options as in the reference.
 
+    tiles: or the lengths of contexts, int32 [R], as `decode_attention` takes them: then row r of q is the
+    last token of context r, and gets the bits that it would get in a prompt's chunk
+
     Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
     """
     count, heads, head_dim = q.shape
@@ -257,11 +271,12 @@ def prefill_attention(
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     rows, block = program_sizes(count, dim, q.element_size(), key_pages.element_size())
     tokens = max(1, rows // group)
-    _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
+    by_length = tiles.ndim == 1
+    _attend_tiles[(kv_heads, 1 if by_length else TILE // tokens, len(tiles))](
         q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, GROUP=group, TOKENS=tokens, PAGE=page,
         BLOCK=block, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        SINKS=sinks is not None, PRECISION="tf32x3" if q.element_size() == 4 else "tf32",
+        SINKS=sinks is not None, PRECISION="tf32x3" if q.element_size() == 4 else "tf32", BY_LENGTH=by_length,
         num_warps=8 if rows == MANY_ROWS else 4, num_stages=2, maxnreg=128 if rows == MANY_ROWS else None,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from .fixed_rows import FixedRows
 from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
 from .humming import Humming
+from .invariant_linear import InvariantLinear
 from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout, Layout
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
@@ -39,8 +40,9 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     CPU_INT4_FLOAT32,
     Humming(),
     GemLite(),
-    # Where bits are kept on a CPU: the same kernels, in the same order of preference.
+    # Where bits are kept: on a CPU the same kernels, in the same order of preference.
     *map(FixedRows, FOR_A_CPU),
+    InvariantLinear(),
     # Experts: nothing below serves a dense layer, and nothing above serves experts.
     GroupedUnquantized(),
     GroupedInt4(),

@@ -44,8 +44,15 @@ def default_ms(device: torch.device) -> tuple[int, ...]:
 
 
 def default_layout(problem: Problem) -> str:
-    """The first layout, in the order of preference, that serves the problem; nothing is measured."""
-    return next(name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None)
+    """The first layout, in the order of preference, that serves the problem; nothing is measured.
+
+    UserError where there is none, as for formats that have no batch-invariant kernel.
+    """
+    for name, layout in LAYOUTS.items():
+        if layout.refuses(problem) is None:
+            return name
+    advice = "" if problem.numerics == "tuned" else "; leave --batch-invariance out"
+    raise UserError(f"no layout serves {problem!s} on {problem.device.type}{advice}")
 
 
 def forced_for(force: str | None, problem: Problem) -> str | None:

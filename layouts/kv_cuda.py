@@ -86,16 +86,14 @@ class CudaLayerKV:
         output = torch.empty_like(query)
         # It writes zeros for requests that do not decode; prefill attention overwrites those it computes.
         rows = min(len(query), len(metadata.decode_seq_lens))
-        decode_attention(
-            query[:rows],
-            self.key_pages,
-            self.value_pages,
-            metadata.block_table,
-            metadata.decode_seq_lens,
-            self._workspace,
-            out=output[:rows],
-            **kernel_options,
-        )
+        pages = self.key_pages, self.value_pages, metadata.block_table
+        lengths = metadata.decode_seq_lens
+        if metadata.numerics == "per-token":
+            prefill_attention(query[:rows], *pages, lengths[:rows], out=output[:rows], **kernel_options)
+        else:
+            decode_attention(
+                query[:rows], *pages, lengths, self._workspace, out=output[:rows], **kernel_options
+            )
         if metadata.prefill_tiles is not None:
             self._prefill(query, metadata, metadata.prefill_tiles, output, kernel_options)
         return output[..., :value_dim]

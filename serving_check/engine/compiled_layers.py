@@ -16,6 +16,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from ...layouts.errors import UserError
+from ...layouts.numerics import Numerics
 from . import pdl, top_k_pass
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 
@@ -54,7 +56,15 @@ class CompiledLayers:
     """While open, the one forward pass that it is open for compiles every layer it meets: for the first
     tuning all that can be compiled, for a later one all that were for the first."""
 
-    def __init__(self, model: nn.Module, chain: Chain = UNFUSED, tuning: Tuning = TUNINGS[0]):
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain = UNFUSED,
+        tuning: Tuning = TUNINGS[0],
+        numerics: Numerics = "tuned",
+    ):
+        """numerics: where bits are kept, a layer that cannot be compiled is a UserError."""
+        self.numerics = numerics
         self.chain = chain
         self.tuning = tuning
         self.carry = Carry()
@@ -108,6 +118,11 @@ class CompiledLayers:
         self._failed.add(forward.kind)
         reason = str(error).strip().splitlines()[0]
         name = type(forward.layer).__name__
+        if self.numerics != "tuned":
+            raise UserError(
+                f"{name} cannot be compiled, so its bits would follow the batch: {reason}. "
+                "Leave --batch-invariance out"
+            ) from error
         warnings.warn(f"{name} is served uncompiled, and slower for it: {reason}", stacklevel=2)
 
 

@@ -30,6 +30,7 @@ from .jit_monitor import JitMonitor
 from .kv_pool import KVPool, pool_pages
 from .model_runner import ModelRunner, StepResult
 from .options import EngineOptions
+from .other_products import other_products
 from .request import EngineCapacity, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from .sampler import prompt_logprobs, token_logprobs
 from .scheduler import PrefillChunk, Schedule, Scheduler
@@ -92,6 +93,8 @@ class Engine:
             merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
         if self._keeps_bits:
             pack_linears(model, config.numerics)
+            if model.device.type == "cuda":
+                self._refuse_drift(model, config)
         kv_format = KV_FORMATS[config.kv_format]
         page_size = config.page_size or kv_format.page_size(model.device)
         num_pages = pool_pages(
@@ -323,6 +326,20 @@ class Engine:
             Completion(tuple(tokens[name]), tuple(logprobs[name]), reasons[name], scores.get(name))
             for name in names
         ]
+
+    def _refuse_drift(self, model: PreTrainedModel, config: EngineOptions) -> None:
+        """UserError where a GPU would compute something in an order that follows the batch."""
+        asked = f"--batch-invariance {config.batch_invariance}"
+        if not config.compiled:
+            raise UserError(
+                f"{asked} needs compiled layers, whose norms sum in one order; leave --no-compiled out"
+            )
+        others = other_products(model)
+        if others:
+            raise unsupported(
+                type(model).__name__,
+                f"{asked} has no product that keeps bits for {', '.join(others[:3])}",
+            )
 
     def _launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Start a step: from here on, its sequences are as long as if its tokens were known."""

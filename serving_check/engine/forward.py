@@ -40,6 +40,7 @@ class Forward:
         self.layers = layers
         self.storage = storage
         self.as_op = as_op
+        self._numerics = numerics
         self._tunings = TUNINGS if numerics == "tuned" else ONE_TUNING
 
     def __call__(
@@ -57,7 +58,7 @@ class Forward:
         """Compile the layers."""
         chain = fuse_across_layers(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
         for tuning in self._tunings:
-            with CompiledLayers(self.model, chain, tuning):
+            with CompiledLayers(self.model, chain, tuning, self._numerics):
                 self._trace(tuning.traced_tokens)
 
     def _trace(self, count: int) -> None:

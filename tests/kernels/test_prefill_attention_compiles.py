@@ -36,7 +36,19 @@ def test_the_widest_heads_fit_into_shared_memory(pages: str):
     assert compiled(pages, 4096, head_dim=256).metadata.shared <= SHARED_MEMORY
 
 
-def compiled(pages: str, count: int, *, scales: int = 0, window: bool = False, head_dim: int = 128):
+def test_single_tokens_compile_by_the_same_program():
+    assert "wgmma" in compiled("*bf16", 128, by_length=True).asm["ptx"]
+
+
+def compiled(
+    pages: str,
+    count: int,
+    *,
+    scales: int = 0,
+    window: bool = False,
+    head_dim: int = 128,
+    by_length: bool = False,
+):
     activations = "*bf16" if scales else pages
     types = {
         **dict.fromkeys(["q_ptr", "out_ptr"], activations),
@@ -51,7 +63,7 @@ def compiled(pages: str, count: int, *, scales: int = 0, window: bool = False, h
     rows, block = program_sizes(count, head_dim, ITEMSIZE[activations], ITEMSIZE[pages])
     constants = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "DIM": head_dim, "GROUP": group}
     constants |= {"PAGE": 64, "TOKENS": rows // group, "BLOCK": block, "SCALES": scales}
-    constants |= {"SOFTCAP": False, "WINDOW": window, "SINKS": False}
+    constants |= {"SOFTCAP": False, "WINDOW": window, "SINKS": False, "BY_LENGTH": by_length}
     constants |= {"PRECISION": "tf32x3" if pages == "*fp32" else "tf32"}
     constants |= {name: None for name, kind in types.items() if kind is None}
     names = _attend_tiles.arg_names

@@ -11,6 +11,7 @@ import torch
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.other_products import other_products
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import Schedule
 from torch import Tensor
@@ -185,3 +186,10 @@ def test_seeded_requests_draw_the_same_tokens_and_logprobs_at_any_batch():
 def test_a_kv_format_that_cannot_keep_bits_is_refused_by_name():
     with pytest.raises(UserError, match=r"kvarn.* not batch-invariant as 'pin'.* unquantized, fp8"):
         engine_of(model_of("dense", torch.float32), "pin", kv_cache_dtype="kvarn_k4v2_g128")
+
+
+def test_a_product_that_no_layout_computes_is_found_by_name():
+    dense, experts = (engine_of(model_of(kind, torch.float32), "pin").runner.model for kind in CONFIGS)
+    assert other_products(dense) == []
+    assert other_products(experts) == [f"model.layers.{index}.mlp.gate (linear)" for index in range(2)]
+    assert len(other_products(model_of("dense", torch.float32))) > 10, "nothing was looked at"

@@ -4,6 +4,7 @@ Decode graphs, mixed batches and paged kernels must give the tokens that the CPU
 a GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
 """
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ WAYS = {
     "no graphs": {"prefill_chunk": 16, "kv_cache_tokens": 64},
     "eight bits": {"prefill_chunk": 16, "kv_cache_dtype": "int8_per_token_head"},
     "eight bits, no graphs": {"prefill_chunk": 16, "kv_cache_dtype": "int8_per_token_head"},
+    "per-token": {"prefill_chunk": 16, "batch_invariance": "per-token"},
     "whole pages, no graphs": {"prefill_chunk": 40, "kv_cache_dtype": "kvarn"},
 }
 
@@ -100,7 +102,10 @@ def prompts() -> list[list[int]]:
 
 def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
-    engine = Engine(model, EngineOptions(**SIZES, **{"page_size": 16, **sizes}), frozenset())
+    options = EngineOptions(**SIZES, **{"page_size": 16, **sizes})
+    if options.numerics != "tuned":
+        model = copy.deepcopy(model)  # whose linear layers are replaced
+    engine = Engine(model, options, frozenset())
     pool = engine.pool
     size, workspaces = PoolSize(0, pool.page_size, *pool.block_table.shape), Workspaces()
     layers = attention_layers(model)
@@ -114,7 +119,7 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
         heads_first = (None if side is None else side.transpose(1, 2).contiguous() for side in sides)
         pool.layers[index] = CudaLayerKV(StoredPages(*heads_first), shape, size, workspaces)
     buckets, chunk = (1, SIZES["max_num_seqs"]), engine.scheduler.prefill_chunk
-    engine.runner = CudaRunner(model, layers, pool, buckets, chunk, compiled=False)
+    engine.runner = CudaRunner(model, layers, pool, buckets, chunk, compiled=False, numerics=options.numerics)
     return engine
 
 

@@ -106,3 +106,20 @@ def test_tokens_on_their_own_get_the_bits_they_get_in_company():
         prefill_attention(*case[:4], tile[None], scale=0.125, out=alone)
         rows = slice(int(tile[0]), int(tile[0] + tile[1]))
         assert torch.equal(alone[rows], together[rows])
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+@pytest.mark.parametrize("options", [{}, {"window": 40}], ids=["full", "window"])
+def test_a_token_by_itself_gets_what_it_had_in_its_chunk(kv, options):
+    case, scales = make_prefill(((70, 0, 0), (9, 81, 1)), padding=0, kv=kv)
+    q, pages, tiles = case[0], case[1:4], case[4]
+    chunk, alone = torch.empty_like(q), torch.full_like(q[[69, 78]], float("nan"))
+    scale = q.shape[-1] ** -0.5
+    prefill_attention(q, *pages, tiles, scale=scale, out=chunk, **scales, **options)
+    lengths = torch.tensor([70, 90], dtype=torch.int32, device=DEVICE)
+    prefill_attention(q[[69, 78]], *pages, lengths, scale=scale, out=alone, **scales, **options)
+    # To the bit on a GPU; the interpreter's products are numpy's, whose order follows a row's place.
+    assert torch.allclose(alone, chunk[[69, 78]], rtol=1e-4, atol=1e-5)
+    nobody = torch.full_like(alone, float("nan"))
+    prefill_attention(q[:2], *pages, torch.zeros_like(lengths), scale=scale, out=nobody, **scales, **options)
+    assert not nobody.any()

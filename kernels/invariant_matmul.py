@@ -1,0 +1,202 @@
+"""Batch-invariant matrix product of a plain weight: one order of summation for every number of rows; Triton.
+
+Not for packed weights, which have `hopper/invariant.py`, nor where bits may depend on M: cuBLAS is faster.
+
+    x        [M, K]   bf16, fp16 or fp32, rows contiguous
+    weight   [N, K]   x's dtype, rows contiguous
+    y        [M, N]   x's dtype
+
+"Swap AB": the weight is the first operand of the matrix instruction, acc[BN, BM] += w[BN, BK] . x[BM, BK]^T,
+so that sixteen rows of x cost an instruction of N = 16. Sums run over K sixteen columns at a time (what one
+instruction takes), whatever the tile. K is cut in splits that follow from the weight's shape alone: with few
+rows each split has a CTA, and the one that ends last adds the partial sums in the order of K; with many rows
+one CTA goes through all splits and adds them in that order. So tile, stages and warps may follow M, and a
+row's bits cannot.
+
+Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay in L2.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode_attention import compute_capability
+
+SPLIT_UNIT = 256
+"""Columns of K of which a split has a whole number: a multiple of every tile's."""
+SLOTS = 132 * 3
+"""CTAs that a large GPU runs at a time. A constant: splits must not follow the device."""
+MAX_SPLITS = 8
+SPLIT_TILE = 64
+"""Rows of a weight in the smallest tile, by which splits are counted."""
+MAX_SPLIT_ROWS = 256
+"""Rows of x up to which splits have CTAs of their own."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """bm: rows of x; bn: rows of the weight; bk: columns a step; stages: steps in flight; warps: of a CTA."""
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    warps: int
+
+
+TILES = (
+    Tile(16, 64, 128, 5, 4),
+    Tile(32, 64, 128, 4, 4),
+    Tile(64, 64, 128, 4, 4),
+    Tile(128, 64, 64, 4, 4),
+    Tile(128, 128, 64, 4, 8),
+    Tile(256, 128, 64, 3, 8),
+)
+"""Ascending."""
+TILE_ROWS = (16, 32, 64, 128, 1024)
+"""Rows of x up to which each tile but the last serves."""
+FLOAT32_TILE = Tile(16, 64, 32, 2, 4)
+"""Of fp32, which no matrix unit multiplies exactly: right, and not fast."""
+
+
+def tile_for(m: int, dtype: torch.dtype) -> Tile:
+    """The tile for m rows of x: it decides the speed, and no bit."""
+    if dtype == torch.float32:
+        return FLOAT32_TILE
+    return TILES[next((i for i, rows in enumerate(TILE_ROWS) if m <= rows), len(TILE_ROWS))]
+
+
+def splits_of(n: int, k: int) -> int:
+    """In how many splits K is summed: by the weight's shape alone, so that one row fills the GPU.
+
+    A split costs one and a half units to start, and two fifths to be added.
+    """
+    tiles, units = triton.cdiv(n, SPLIT_TILE), triton.cdiv(k, SPLIT_UNIT)
+
+    def cost(splits: int) -> float:
+        adding = 0.4 * splits if splits > 1 else 0.0
+        return triton.cdiv(tiles * splits, SLOTS) * (triton.cdiv(units, splits) + 1.5) + adding
+
+    return min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
+
+
+def split_columns(k: int, splits: int) -> list[range]:
+    """The columns of each split, in the order in which they are added."""
+    units = triton.cdiv(k, SPLIT_UNIT)
+    cuts = [min(k, split * units // splits * SPLIT_UNIT) for split in range(splits + 1)]
+    return [range(begin, end) for begin, end in pairwise(cuts)]
+
+
+def semaphores_of(n: int) -> int:
+    """int32 zeros that a weight of n rows needs beside it; every product leaves them zero."""
+    return triton.cdiv(n, SPLIT_TILE) * triton.cdiv(MAX_SPLIT_ROWS, 128)
+
+
+@triton.jit
+def _sum_columns(
+    x_at, weight_at, in_x, in_weight, begin, end, K,
+    EVEN: tl.constexpr, EVICT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BN, BM] over the columns begin .. end."""
+    accumulator = tl.zeros([BN, BM], tl.float32)
+    x_at += begin
+    weight_at += begin
+    column = tl.arange(0, BK)
+    for k in range(begin, end, BK):
+        if EVEN:
+            weight = tl.load(weight_at, eviction_policy=EVICT)
+            x = tl.load(x_at, mask=in_x, other=0.0)
+        else:
+            inside = k + column < K
+            weight = tl.load(weight_at, mask=in_weight & inside[None, :], other=0.0, eviction_policy=EVICT)
+            x = tl.load(x_at, mask=in_x & inside[:, None], other=0.0)
+        accumulator = tl.dot(weight, x, accumulator, input_precision=PRECISION)
+        weight_at += BK
+        x_at += BK
+    return accumulator
+
+
+@triton.jit(do_not_specialize=["M", "tiles_m", "splits"])
+def invariant_matmul_kernel(
+    x_ptr, weight_ptr, y_ptr, partials, semaphores, M, N, K, units, tiles_m, splits,
+    SPLIT_K: tl.constexpr, SEQUENTIAL: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of y, those of one run of weights together; times splits where they have CTAs of their own.
+
+    SPLIT_K: K is split. SEQUENTIAL: one CTA takes all splits.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = (tile // tiles_m * BN + tl.arange(0, BN)).to(tl.int64)
+    m = (tile % tiles_m * BM + tl.arange(0, BM)).to(tl.int64)
+    column = tl.arange(0, BK)
+    in_x = (m < M)[None, :]
+    in_weight = (n < N)[:, None]
+    x_at = x_ptr + m[None, :] * K + column[:, None]
+    weight_at = weight_ptr + n[:, None] * K + column[None, :]
+    y_at = y_ptr + m[None, :] * N + n[:, None]
+    in_y = in_weight & in_x
+    if SEQUENTIAL:
+        total = tl.zeros([BN, BM], tl.float32)
+        for one in range(splits):
+            total += _sum_columns(
+                x_at, weight_at, in_x, in_weight, one * units // splits * UNIT,
+                (one + 1) * units // splits * UNIT, K, EVEN, EVICT, PRECISION, BM, BN, BK,
+            )  # fmt: skip
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=in_y)
+    else:
+        sums = _sum_columns(
+            x_at, weight_at, in_x, in_weight, split * units // splits * UNIT,
+            (split + 1) * units // splits * UNIT, K, EVEN, EVICT, PRECISION, BM, BN, BK,
+        )  # fmt: skip
+        if SPLIT_K:
+            within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+            scratch = partials + tile.to(tl.int64) * splits * (BN * BM) + within
+            tl.store(scratch + split * (BN * BM), sums)
+            tl.debug_barrier()
+            ended = tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
+            if ended == splits - 1:
+                total = tl.zeros([BN, BM], tl.float32)
+                for one in range(splits):
+                    total += tl.load(scratch + one * (BN * BM), cache_modifier=".cg")
+                tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=in_y)
+                tl.store(semaphores + tile, 0)
+        else:
+            tl.store(y_at, sums.to(y_ptr.dtype.element_ty), mask=in_y)
+
+
+def invariant_matmul(x: Tensor, weight: Tensor, semaphores: Tensor, tile: Tile | None = None) -> Tensor:
+    """A new y [M, N]; arguments as in the file's docstring. `tile` overrides the table, for tuning.
+
+    semaphores: int32 zeros, `semaphores_of(N)` of them, for this weight alone
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if m == 0:
+        return y
+    tile = tile or tile_for(m, x.dtype)
+    splits = splits_of(n, k)
+    sequential = splits > 1 and m > MAX_SPLIT_ROWS
+    own = splits if not sequential else 1
+    tiles_m, tiles_n = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
+    scratch = tiles_m * tiles_n * tile.bm * tile.bn * splits if own > 1 else 1
+    partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
+    pdl = compute_capability(x.device) >= (9, 0)
+    invariant_matmul_kernel[(tiles_m * tiles_n, own)](
+        x, weight, y, partials, semaphores, m, n, k, triton.cdiv(k, SPLIT_UNIT), tiles_m, splits,
+        SPLIT_K=splits > 1, SEQUENTIAL=sequential, EVEN=n % tile.bn == 0 and k % SPLIT_UNIT == 0,
+        EVICT="evict_first" if tiles_m == 1 else "", UNIT=SPLIT_UNIT,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BM=tile.bm, BN=tile.bn, BK=tile.bk,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,38 @@
+"""The batch-invariant product of an unquantized weight on a GPU: our own kernel, on the weight as it lies.
+
+Not for the CPU (`fixed_rows.py`), nor for serving that may depend on the batch (`torch_linear.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels.invariant_matmul import invariant_matmul, semaphores_of
+from .formats.unquantized import Unquantized
+from .formats.weight_format import Weight
+from .layout import PackedWeight, Problem, Serves
+from .numerics import NUMERICS
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class InvariantLinear:
+    """The weight [N, K], not copied, and the semaphores of its splits."""
+
+    name = "invariant_linear"
+    kernel = "invariant_matmul_kernel"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.numerics == "tuned":
+            return "keeps bits that nobody asked for (--batch-invariance)"
+        serves = Serves((Unquantized,), "cuda", DTYPES, numerics=NUMERICS, capability=(8, 0))
+        return serves.refuses(problem)
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        values = weight.dequantize(dtype).contiguous()
+        semaphores = torch.zeros(semaphores_of(weight.shape[0]), dtype=torch.int32, device=values.device)
+        tensors = {"weight": values, "semaphores": semaphores}
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        tensors = packed.tensors
+        return invariant_matmul(x.contiguous(), tensors["weight"], tensors["semaphores"])

@@ -1,0 +1,76 @@
+"""Products of a model that no layout computes: which batch-invariant serving refuses by name.
+
+A GPU's libraries choose an algorithm by the number of rows. Linear layers and experts are in layouts that
+keep bits; whatever else multiplies (a router's own product, a new architecture's) is found by running it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
+from transformers import PreTrainedModel
+
+from ...layouts.experts import PackedExperts
+from ...layouts.linear import QuantizedLinear
+from .attention import attention_layers
+
+aten = torch.ops.aten
+PRODUCTS = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.mv,
+    aten.dot,
+    aten.convolution,
+    aten._scaled_mm,
+    aten._grouped_mm,
+    aten.linear,
+    aten.matmul,
+    aten.einsum,
+    aten.scaled_dot_product_attention,
+    aten.mkldnn_linear,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+}
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._in_layouts = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, QuantizedLinear | PackedExperts)
+        }
+        self.tracker = ModuleTracker()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.overloadpacket in PRODUCTS and not _is_exact(args):
+            # The tracker begins every name with the model's class.
+            parents = {name.partition(".")[2] for name in self.tracker.parents}
+            if not parents & self._in_layouts:
+                deepest = max(parents, key=len, default="")
+                self.found[f"{deepest or 'the model'} ({func.overloadpacket.__name__})"] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _is_exact(args: tuple) -> bool:
+    """One column times one row, as rotary embeddings make it: nothing is summed, so no order can change."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    return len(tensors) >= 2 and tensors[-2].shape[-1] == 1
+
+
+def other_products(model: PreTrainedModel) -> list[str]:
+    """`model.layers.0.mlp.gate (mm)` for each, in the order in which two tokens meet them.
+
+    The model is one that paged attention serves, its linear layers packed.
+    """
+    watch = _Watch(model)
+    with watch.tracker, watch:
+        attention_layers(model)
+    return list(watch.found)

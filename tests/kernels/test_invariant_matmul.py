@@ -1,0 +1,74 @@
+"""The batch-invariant product of a plain weight: its plan as arithmetic, and that every tile compiles."""
+
+import pytest
+import torch
+import triton
+from scalegate.kernels.invariant_matmul import (
+    MAX_SPLIT_ROWS,
+    MAX_SPLITS,
+    SPLIT_TILE,
+    SPLIT_UNIT,
+    TILES,
+    Tile,
+    invariant_matmul_kernel,
+    semaphores_of,
+    split_columns,
+    splits_of,
+    tile_for,
+)
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]
+
+
+@pytest.mark.parametrize(("n", "k"), [*QWEN3_8B, (64, 100), (70, 1096)])
+def test_splits_cover_k_once_in_whole_units(n: int, k: int):
+    splits = splits_of(n, k)
+    columns = split_columns(k, splits)
+    assert 1 <= splits <= MAX_SPLITS and len(columns) == splits
+    assert [column for one in columns for column in one] == list(range(k))
+    assert all(one.start % SPLIT_UNIT == 0 for one in columns)
+    assert all(SPLIT_UNIT % tile.bk == 0 for tile in TILES), "a tile's steps end where a split does"
+
+
+def test_few_weights_are_split_until_one_row_fills_the_gpu():
+    assert splits_of(151936, 4096) == 1
+    assert all(splits_of(n, k) * -(-n // SPLIT_TILE) >= 132 for n, k in QWEN3_8B)
+
+
+def test_the_tile_follows_the_rows_and_splits_do_not():
+    assert [tile_for(m, torch.bfloat16).bm for m in (1, 8, 9, 16, 17, 64, 65, 4096)] == [
+        16, 16, 16, 16, 32, 64, 128, 256,
+    ]  # fmt: skip
+    for m in range(1, MAX_SPLIT_ROWS + 1):
+        tile = tile_for(m, torch.bfloat16)
+        assert -(-m // tile.bm) * -(-4096 // tile.bn) <= semaphores_of(4096), m
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("form", ["whole", "split", "sequential"])
+def test_every_tile_compiles_to_the_matrix_units_instruction(tile: Tile, form: str):
+    if (form == "split") > (tile.bm <= 128):
+        pytest.skip("no such form")
+    types = dict.fromkeys(["x_ptr", "weight_ptr", "y_ptr"], "*bf16")
+    types |= {"partials": "*fp32", "semaphores": "*i32"}
+    types |= dict.fromkeys(["M", "N", "K", "units", "tiles_m", "splits"], "i32")
+    constants = {"SPLIT_K": form != "whole", "SEQUENTIAL": form == "sequential", "EVEN": True}
+    constants |= {"EVICT": "", "UNIT": SPLIT_UNIT, "PRECISION": "tf32"}
+    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PDL": True}
+    names = invariant_matmul_kernel.arg_names
+    aligned = [name for name in names if str(types.get(name, ""))[:1] == "*"] + ["N", "K"]
+    source = ASTSource(
+        invariant_matmul_kernel,
+        {name: "constexpr" if name in constants else types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    kernel = triton.compile(
+        source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages}
+    )
+    assert f"wgmma.mma_async.sync.aligned.m64n{min(tile.bm, 256)}k16" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
