@@ -50,7 +50,8 @@ class CudaRunner:
         """Each gives logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
         self._forward = Forward(model, layers, pool.layers, as_op=True, numerics=numerics)
-        self._must_compile = compiled
+        self._compiled = compiled
+        self._prepared = False
         self._buffers = StepBuffers(
             pool.block_table, pool.page_size, self.largest, model.device, static=True, numerics=numerics
         )
@@ -65,7 +66,7 @@ class CudaRunner:
 
     def run(self, batch: Schedule) -> StepResult:
         """Launch a graph, or for a large batch its kernels one by one."""
-        self._compile()
+        self._prepare()
         sequences, shape = batch.sampled, self._shape(batch)
         if self._is_bucket(shape) and shape not in self.graphs:
             self._capture(shape)
@@ -95,9 +96,7 @@ class CudaRunner:
 
     def warm_up(self, num_tokens: int) -> None:
         """Capture the bucket, or where it is none, meet what kernels choose by the number of tokens."""
-        self._compile()
-        self._meet_adjusted_logits()
-        self._run_padding(self._scored_shape(self.mixed_buckets[0]))
+        self._prepare()
         shape = self._mixed_shape(num_tokens)
         if self._is_bucket(shape):
             self._capture(shape)
@@ -173,8 +172,12 @@ class CudaRunner:
         no_row = torch.full((1,), self._rows, dtype=torch.int64, device=self.model.device)
         self._sampling.draw(logits, no_row, torch.zeros_like(no_row))
 
-    def _compile(self) -> None:
-        """Once, before anything is captured."""
-        if self._must_compile:
-            self._must_compile = False
+    def _prepare(self) -> None:
+        """Once, before anything is captured: compile, and meet the steps that have no graph of their own."""
+        if self._prepared:
+            return
+        self._prepared = True
+        if self._compiled:
             self._forward.compile()
+        self._meet_adjusted_logits()
+        self._run_padding(self._scored_shape(self.mixed_buckets[0]))
