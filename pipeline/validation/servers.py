@@ -128,13 +128,26 @@ def sides_of(
 def has_room(sides: Sequence[Side]) -> bool:
     """Whether all models fit in memory twice at the same time: in this process and in their servers.
 
-    On a GPU never: there each server has its share, and one that starts measures what is left.
+    On a GPU never: what this process loads there is planned for nowhere (`gpu_memory.py`).
     """
     if not all(side.options.device.startswith("cpu") for side in sides):
         return False
     files = [file for side in sides for file in side.checkpoint.folder.glob("*.safetensors")]
     needed = TIMES_ITS_FILES * sum(path.stat().st_size for path in files) + BESIDE_WEIGHTS
     return psutil.virtual_memory().available > needed
+
+
+def may_start_at_once(sides: Sequence[Side]) -> bool:
+    """Whether servers on GPUs leave each other's start alone.
+
+    vLLM and SGLang measure what is free on a GPU while they start, and fail or take too much where that
+    changes under them. Ours keeps the tokens that it is told to.
+    """
+    measuring = [side for side in sides if not engine_named(side.engine).packs_with_layouts]
+    disturbed = any(
+        set(one.devices) & set(other.devices) for one in measuring for other in sides if other is not one
+    )
+    return all(side.devices for side in sides) and not disturbed
 
 
 def server_of(

@@ -18,7 +18,7 @@ from ...serving_check.task_scores import TaskScore
 from .gpu_memory import Side, plan_memory
 from .in_process import HeldOutText
 from .run import Run
-from .servers import baseline_options, has_room, server_of, sides_of
+from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of
 from .task_scores import CONTEXT, evaluate, paired_scores
 
 Looked = TypeVar("Looked")
@@ -63,8 +63,8 @@ def serve_sides(
     if not plan.together and not can_restart:
         raise UserError("the servers do not fit on the GPU together, and cannot be started in turns here")
     if plan.together:
-        apart = len({side.devices for side in sides}) == len(sides) and all(side.devices for side in sides)
-        with starting(servers, together=roomy or apart) as endpoints:
+        at_once = roomy or may_start_at_once(sides)
+        with starting(servers, together=at_once) as endpoints:
             looked = look() if looked is None else looked
             with run.clock.stage("waiting for the servers"):
                 artifact, baseline, *rivals = endpoints()
@@ -77,7 +77,7 @@ def serve_sides(
                 text.token_text,
                 progress=run.progress,
                 clock=run.clock,
-                restart=functools.partial(restart, started, roomy or apart) if can_restart else None,
+                restart=functools.partial(restart, started, at_once) if can_restart else None,
                 rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
             )
             scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)

@@ -15,7 +15,7 @@ from scalegate.pipeline.validation.gpu_memory import (
     needed_bytes,
     plan_memory,
 )
-from scalegate.pipeline.validation.servers import sides_of
+from scalegate.pipeline.validation.servers import may_start_at_once, sides_of
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines.placement import VISIBLE, Placement, only_these
 
@@ -63,6 +63,15 @@ def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(examp
     assert plan.shares["artifact"] == pytest.approx(SHARE_OF_FREE * 1.5 * need / 140)
     with pytest.raises(UserError, match="GiB free; end what else runs there"):
         plan_memory(both, placement, gpu(0.9 * need))
+
+
+def test_only_engines_that_measure_free_memory_wait_for_one_another(example_checkpoint: Path):
+    one_gpu, two_gpus = Placement(), Placement(devices=(0, 1))
+    assert may_start_at_once(sides(example_checkpoint, one_gpu, "embedded"))
+    for engine in ("vllm", "sglang"):
+        assert not may_start_at_once(sides(example_checkpoint, one_gpu, engine))
+    assert may_start_at_once(sides(example_checkpoint, two_gpus, "vllm"))
+    assert not may_start_at_once(sides(example_checkpoint, one_gpu, "http://localhost:8000"))
 
 
 def test_a_share_in_the_users_words_is_his_and_counts(example_checkpoint: Path):
