@@ -209,10 +209,14 @@ def published_files(folder: Path) -> list[str]:
     return names
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and sha256 of every published file of `folder`."""
+def record_files(folder: Path, known: Mapping[str, FileRecord] | None = None) -> dict[str, FileRecord]:
+    """Size and sha256 of every published file of `folder`.
+
+    known: those that this process has taken already
+    """
+    known = known or {}
     return {
-        name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
+        name: known.get(name) or FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
         for name in published_files(folder)
     }
 

@@ -8,7 +8,7 @@ import errno
 import importlib.metadata
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from .quantization.job_text import Reading, found_on, sequences_of
 from .quantization.kv_scales import find_kv_scales
 from .quantization.mixed_recipe import SENSITIVITY, MixedRecipe, mixed_recipe
 from .quantization.progress import byte_bar
+from .quantization.ranks import Ranks, join_ranks, local_device
 from .quantization.shared_tensors import find_shared_tensors
+from .quantization.tasks import WeightTask
 from .quantization.what_is_calibrated import budget_source, input_formats
 from .quantization.work_record import (
     WorkRecord,
@@ -52,7 +54,8 @@ from .quantization.write_shards import (
 )
 from .recipe import Recipe, load_recipe
 
-MAX_SHARD_BYTES = 2 << 30
+MAX_SHARD_BYTES = 1 << 30
+"""So small that the shards of a large model divide evenly among eight processes."""
 NOT_COPIED = ("hf_quant_config.json",)
 """Files about a quantization of the source, which the artifact's own replaces."""
 VERSIONED_PACKAGES = ("scalegate", "torch", "transformers", "torchao")
@@ -80,7 +83,8 @@ def quantize(
     """Quantize `model` (a folder or a Hub id) by `recipe` into the folder `out`.
 
     An interrupted call is taken up where it stopped by the same call again; a finished one returns at once.
-    The bytes written do not depend on interruptions or threads, nor, where no text is read, on the device.
+    Under torchrun all processes make the call, and each writes a share of the shards. The bytes written do
+    not depend on interruptions, processes or threads, nor, where no text is read, on the device.
 
     export:      a convention; left out, compressed-tensors, or our own for formats that no other one stores
     calibration: plain text, or .jsonl with one `{"text": ...}` a line; `hub:DATASET`; or `self`, for what the
@@ -89,61 +93,106 @@ def quantize(
     target_bits: INT4 layers get the group sizes, or stay plain, as buys most at so many bits a weight
     max_kl:      the same, at the fewest bits that keep the divergence, in nats, to this
     """
-    checkpoint = open_checkpoint(model, revision)
-    text = None if calibration is None else str(calibration)
-    folder = Path(out).expanduser()
-    chosen, table = load_recipe(recipe), None
-    if target_bits is not None or max_kl is not None:
-        mixed = _mixed(checkpoint, chosen, Budget(target_bits, max_kl), device, text, folder, progress)
-        chosen, table = mixed.recipe, mixed.table
-    job = prepare(checkpoint, chosen, export, device, text)
-    travelling = checkpoint.other_files(job.recipe.files)
-    copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
-    _say_left_out(travelling.left_out, progress)
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    _refuse_inside_itself(checkpoint, folder)
-    parameters = _parameters(job, copied, max_shard_bytes, progress)
-    with _writing(folder), locked_folder(folder):
-        if overwrite:
-            clear_folder(folder, [*copied, CONFIG_NAME])
-        artifact = finished_artifact(folder, parameters)
-        if artifact is not None:
-            _notice(f"{folder} is finished already, by the same recipe from the same source", progress)
-            artifact.left_out = travelling.left_out
-            return artifact
-        record = open_record(folder, parameters)
+    ranks = join_ranks()
+    with ranks.together():
+        progress = progress and ranks.is_first
+        device = local_device(device, ranks)
+        checkpoint = ranks.in_turn("source", lambda: open_checkpoint(model, revision))
+        text = None if calibration is None else str(calibration)
+        folder = Path(out).expanduser()
+        asked, chosen, table = load_recipe(recipe), None, None
+        if target_bits is not None or max_kl is not None:
+            budget = Budget(target_bits, max_kl)
+            mixed = ranks.in_turn(
+                "formats", lambda: _mixed(checkpoint, asked, budget, device, text, folder, progress)
+            )
+            chosen, table = mixed.recipe, mixed.table
+        job = prepare(checkpoint, chosen or asked, export, device, text)
+        travelling = checkpoint.other_files(job.recipe.files)
+        copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
+        _say_left_out(travelling.left_out, progress)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        _refuse_inside_itself(checkpoint, folder)
+        parameters = _parameters(job, copied, max_shard_bytes, ranks, progress)
+        with _writing(folder), locked_folder(folder) if ranks.is_first else nullcontext():
+
+            def open_work() -> Artifact | WorkRecord:
+                if overwrite and ranks.is_first:
+                    clear_folder(folder, [*copied, CONFIG_NAME])
+                finished = finished_artifact(folder, parameters)
+                return finished or _opened(folder, parameters, ranks, progress)
+
+            work = ranks.in_turn("record", open_work)
+            if isinstance(work, Artifact):
+                _notice(f"{folder} is finished already, by the same recipe from the same source", progress)
+                artifact = work
+            else:
+                shards = _write_all_shards(job, work, max_shard_bytes, ranks, progress)
+
+                def finish() -> Artifact:
+                    if ranks.is_first:
+                        _finish(job, work, shards, copied, parameters, table)
+                    return Artifact.read(folder)
+
+                artifact = ranks.in_turn("manifest", finish)
+        artifact.left_out = travelling.left_out
+    return artifact
+
+
+def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bool) -> WorkRecord:
+    """The job's record; the first process leaves in it only what is whole."""
+    record = open_record(folder, parameters)
+    if ranks.is_first:
         damaged = record.drop_damaged()
         if damaged:
             _notice(f"{', '.join(damaged)} changed since it was written; making it again", progress)
         for leftover in folder.rglob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
-        shards = divide_into_shards(checkpoint, job.tasks.in_order, max_shard_bytes)
-        shared = find_shared_tensors(
-            checkpoint, job.tasks.in_order, job.quantizer, record, max_shard_bytes, progress
-        )
-        reading = Reading(checkpoint, job.quantizer, record.calibration, progress)
-        sequences = sequences_of(job.text, job.wanted, reading)
-        found = found_on(sequences, job.tasks.in_order, job.wanted, shared, reading)
-        scales = scale_tensors(
-            job,
-            find_kv_scales(
-                checkpoint, job.recipe.kv_cache, sequences, job.quantizer.device, record, progress
-            ),
-        )
-        importance = importance_of(found.squares)
-        job = replace(job, quantizer=replace(job.quantizer, importance=importance))
-        known = Known(shared, input_formats(job.tasks.in_order, found), found.solved, scales)
-        write_shards(job, record, shards, known, progress)
-        write_rest(job, record, shards, copied)
-        sidecars = job.convention.sidecars(job.quantization_config)
-        written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}
-        artifact = _artifact(job, record, parameters, written, table)
-        artifact.left_out = travelling.left_out
-        remember_source(folder, checkpoint)
-        artifact.write(folder)
-        record.remove()
-    return artifact
+    return record
+
+
+def _write_all_shards(
+    job: QuantizeJob, record: WorkRecord, max_shard_bytes: int, ranks: Ranks, progress: bool
+) -> dict[str, list[WeightTask]]:
+    """What has to be known of all weights and of the text, and then the shards, whose tasks are returned.
+
+    A text is read by the first process; the others read what it has kept.
+    """
+    checkpoint, tasks = job.checkpoint, job.tasks.in_order
+    shards = divide_into_shards(checkpoint, tasks, max_shard_bytes)
+    shared = find_shared_tensors(checkpoint, shards, job.quantizer, record, ranks, progress)
+    reading = Reading(checkpoint, job.quantizer, record.calibration, progress)
+    sequences = ranks.in_turn("text", lambda: sequences_of(job.text, job.wanted, reading))
+    found = ranks.in_turn("calibration", lambda: found_on(sequences, tasks, job.wanted, shared, reading))
+    device = job.quantizer.device
+    kv_scales = ranks.in_turn(
+        "keys and values",
+        lambda: find_kv_scales(checkpoint, job.recipe.kv_cache, sequences, device, record.reload(), progress),
+    )
+    importance = importance_of(found.squares)
+    job = replace(job, quantizer=replace(job.quantizer, importance=importance))
+    known = Known(shared, input_formats(tasks, found), found.solved, scale_tensors(job, kv_scales))
+    write_shards(job, record, shards, known, ranks, progress)
+    return shards
+
+
+def _finish(
+    job: QuantizeJob,
+    record: WorkRecord,
+    shards: Mapping[str, list[WeightTask]],
+    copied: Mapping[str, Path],
+    parameters: dict[str, Any],
+    table: dict[str, Any] | None,
+) -> None:
+    """All but the shards, the manifest last."""
+    write_rest(job, record, shards, copied)
+    sidecars = job.convention.sidecars(job.quantization_config)
+    written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}
+    artifact = _artifact(job, record, parameters, written, table)
+    remember_source(record.folder, job.checkpoint)
+    artifact.write(record.folder)
+    record.remove()
 
 
 def _version(package: str) -> str:
@@ -176,21 +225,24 @@ def _mixed(
 
 
 def _parameters(
-    job: QuantizeJob, copied: Mapping[str, Path], max_shard_bytes: int, progress: bool
+    job: QuantizeJob, copied: Mapping[str, Path], max_shard_bytes: int, ranks: Ranks, progress: bool
 ) -> dict[str, Any]:
     """Everything that decides the artifact's bytes."""
     checkpoint = job.checkpoint
     source: dict[str, Any] = {"name": checkpoint.public_name, "revision": checkpoint.revision}
     if checkpoint.revision is None:
         paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *copied.values()]
-        total = sum(path.stat().st_size for path in paths)
-        with byte_bar(total, "checking the source", progress) as bar:
-            files = {}
-            for path in paths:
-                name = path.relative_to(checkpoint.folder).as_posix()
-                files[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-                bar.update(path.stat().st_size)
-        source["files"] = files
+        sizes = {path: path.stat().st_size for path in paths}
+        with byte_bar(sum(sizes.values()), "checking the source", ranks, progress) as read:
+            mine = {}
+            for path in ranks.deal("checking the source", paths, sizes.__getitem__):
+                mine[path.relative_to(checkpoint.folder).as_posix()] = sha256_of(path)
+                read(sizes[path])
+        digests: dict[str, str] = {}
+        for theirs in ranks.gather("source digests", mine):
+            digests |= theirs
+        names = {path.relative_to(checkpoint.folder).as_posix(): size for path, size in sizes.items()}
+        source["files"] = {name: {"size": size, "sha256": digests[name]} for name, size in names.items()}
     return {
         "source": source,
         "recipe": job.recipe.to_json(),
@@ -210,6 +262,7 @@ def _artifact(
 ) -> Artifact:
     """The manifest; table: what its formats were chosen by, where they were."""
     checkpoint, recipe = job.checkpoint, job.recipe
+    shards = {name: shard.file for name, shard in record.shards.items()}
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
     specs, shapes = job.tasks.specs, job.tasks.shapes
     measured = {module: measured[module] for module in specs}
@@ -243,7 +296,7 @@ def _artifact(
         source_revision=checkpoint.revision,
         recipe=recipe.to_json(),
         versions=parameters["versions"],
-        files={name: one for name, one in record_files(record.folder).items() if name in written},
+        files={name: one for name, one in record_files(record.folder, shards).items() if name in written},
         quantization=quantization,
         base_metadata=read_base_metadata(checkpoint.folder),
         source_sha256=weights_digest(checkpoint, _source_records(parameters)),

@@ -1,11 +1,13 @@
 """`pipeline quantize`: options in, `pipeline.quantize.quantize` called, a summary out."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ...layouts.errors import UserError
 from ...serving_check.engine.options import UNQUANTIZED
 from ..artifact import Artifact
 
@@ -19,6 +21,7 @@ from ..artifact import Artifact
 @click.option("--export", help="compressed-tensors where it stores the format; or modelopt, torchao.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--device", help="cpu, cuda or cuda:N; a GPU where there is one, unless said.")
+@click.option("--devices", help="all, or GPUs by number such as 0,1: a process each, which share the work.")
 @click.option(
     "--calibration",
     metavar="TEXT",
@@ -28,13 +31,16 @@ from ..artifact import Artifact
 @click.option("--max-kl", type=float, help="The same, for the fewest bits within this divergence, in nats.")
 @click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.pass_context
 def command(
+    context: click.Context,
     model: str,
     recipe: str,
     out: Path,
     export: str | None,
     revision: str | None,
     device: str | None,
+    devices: str | None,
     calibration: str | None,
     target_bits: float | None,
     max_kl: float | None,
@@ -54,7 +60,18 @@ def command(
         pipeline quantize Qwen/Qwen3-8B --out qwen3-8b-int4
         pipeline quantize ./my-model --recipe int4-hqq-g64 --out out
         pipeline quantize ./my-model --recipe mine.yaml --export torchao --out out
+        pipeline quantize ./my-70b --devices all --out out
+        torchrun --nproc-per-node 8 -m scalegate.pipeline quantize ./my-70b --out out
     """
+    if devices is not None:
+        from ..quantization.launch import devices_of, run_on
+
+        if device is not None:
+            raise UserError("--devices and --device both say where it runs; leave one of them out")
+        chosen = devices_of(devices)
+        if len(chosen) > 1:
+            context.exit(run_on(chosen, _words(context)))
+        device = chosen[0]
     from ..quantize import quantize
 
     artifact = quantize(
@@ -69,11 +86,27 @@ def command(
         max_kl=max_kl,
         overwrite=overwrite,
     )
+    if int(os.environ.get("RANK", "0")):
+        return
     summary = _summary(artifact, out)
     if as_json:
         click.echo(json.dumps(summary))
         return
     click.echo(_as_text(summary))
+
+
+def _words(context: click.Context) -> list[str]:
+    """The command as it was given, but for --devices."""
+    words = ["quantize"]
+    for parameter in context.command.params:
+        value = context.params.get(str(parameter.name))
+        if parameter.name == "devices" or value in (None, False):
+            continue
+        if isinstance(parameter, click.Option):
+            words.append(parameter.opts[0])
+        if value is not True:
+            words.append(str(value))
+    return words
 
 
 def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:

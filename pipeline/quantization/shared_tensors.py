@@ -16,6 +16,7 @@ from .all_quantizers import QUANTIZERS
 from .linear_weights import LinearWeight
 from .progress import byte_bar
 from .quantizer import SharingQuantizer
+from .ranks import Ranks
 from .tasks import WeightTask, source_bytes
 from .weight_tensors import WeightQuantizer
 from .work_record import WorkRecord
@@ -34,22 +35,27 @@ Shared = Mapping[str, Mapping[str, Tensor]]
 
 def find_shared_tensors(
     checkpoint: Checkpoint,
-    tasks: Sequence[WeightTask],
+    shards: Mapping[str, Sequence[WeightTask]],
     quantizer: WeightQuantizer,
     record: WorkRecord,
-    bytes_at_once: int,
+    ranks: Ranks,
     progress: bool,
 ) -> Shared:
     """The shared tensors of every weight whose format has any; empty, with nothing read, where none has.
 
-    bytes_at_once: the record is written whenever so much has been read, and at the end
+    shards: what is measured is kept in the record after each
     """
-    sharing = [task for task in tasks if task.linear is not None and task.spec.shared]
-    if not sharing:
+    sharing = {
+        name: [task for task in tasks if task.linear is not None and task.spec.shared]
+        for name, tasks in shards.items()
+    }
+    every = [task for tasks in sharing.values() for task in tasks]
+    if not every:
         return {}
-    _measure(checkpoint, sharing, quantizer, record, bytes_at_once, progress)
+    _measure(checkpoint, sharing, quantizer, record, ranks, progress)
+    record.reload()
     found: dict[str, Mapping[str, Tensor]] = {}
-    for spec, modules in _groups(checkpoint, sharing):
+    for spec, modules in _groups(checkpoint, every):
         largest = max(record.measured[module] for module in modules)
         tensors = _sharing_quantizer(spec).shared_tensors(spec, largest)
         found |= dict.fromkeys(modules, tensors)
@@ -58,27 +64,26 @@ def find_shared_tensors(
 
 def _measure(
     checkpoint: Checkpoint,
-    sharing: Sequence[WeightTask],
+    sharing: Mapping[str, Sequence[WeightTask]],
     quantizer: WeightQuantizer,
     record: WorkRecord,
-    bytes_at_once: int,
+    ranks: Ranks,
     progress: bool,
 ) -> None:
-    total = sum(source_bytes(checkpoint, task) for task in sharing)
-    unrecorded = 0
-    with byte_bar(total, "measuring", progress) as bar:
-        for task in sharing:
-            linear, nbytes = task.linear, source_bytes(checkpoint, task)
-            if linear is not None and linear.module not in record.measured:
-                sharer = _sharing_quantizer(task.spec)
-                record.measured[linear.module] = quantizer.measure(checkpoint, linear, sharer)
-                unrecorded += nbytes
-            if unrecorded >= bytes_at_once:
-                record.write()
-                unrecorded = 0
-            bar.update(nbytes)
-    if unrecorded:
-        record.write()
+    def cost(name: str) -> int:
+        return sum(source_bytes(checkpoint, task) for task in sharing[name])
+
+    with byte_bar(sum(map(cost, sharing)), "measuring", ranks, progress) as read:
+        for name in ranks.deal("measuring", list(sharing), cost):
+            measured: dict[str, float] = {}
+            for task in sharing[name]:
+                linear = task.linear
+                if linear is not None and linear.module not in record.measured:
+                    sharer = _sharing_quantizer(task.spec)
+                    measured[linear.module] = quantizer.measure(checkpoint, linear, sharer)
+                read(source_bytes(checkpoint, task))
+            if measured:
+                record.keep_measured(name, measured)
 
 
 def _groups(checkpoint: Checkpoint, sharing: Sequence[WeightTask]) -> list[tuple[WeightFormat, list[str]]]:

@@ -1,6 +1,8 @@
 """The record of a quantize job in its output folder: what it was asked for, and what of it is finished.
 
-It makes an interrupted job resumable and another job's folder untouchable. `scalegate.json` replaces it.
+It makes an interrupted job resumable and another job's folder untouchable. Each finished shard has a file of
+its own beside it, so that several processes can work, and what is written stays in proportion to the
+checkpoint. `scalegate.json` replaces all of it.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from pydantic import FiniteFloat, TypeAdapter
 from ...layouts.errors import UserError
 from ...layouts.files import PARTIAL_SUFFIX, write_json
 from ...layouts.outside_files import read_json_object
-from ...layouts.outside_names import name_refusal, parent_leads_out
+from ...layouts.outside_names import parent_leads_out
 from ..artifact import (
     MANIFEST_NAME,
     REPORT_FOLDER,
@@ -34,6 +36,8 @@ from ..artifact import (
 RECORD_NAME = ".scalegate-quantize.json"
 LOCK_NAME = ".scalegate-quantize.lock"
 CALIBRATION_FOLDER = ".scalegate-calibration"
+PARTS_FOLDER = ".scalegate-parts"
+FINISHED_SUFFIX, MEASURED_SUFFIX = ".finished.json", ".measured.json"
 START_OVER = "add --overwrite to start over, or give another folder"
 
 
@@ -58,30 +62,51 @@ class WorkRecord:
 
     folder: Path
     parameters: dict[str, Any]
-    shards: dict[str, FinishedShard]
+    shards: dict[str, FinishedShard] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     """By module, what decides the tensors that it shares with others (`shared_tensors.py`)."""
+    kv: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By attention module, the largest of its keys and of its values on a text (`kv_scales.py`)."""
 
     @property
     def calibration(self) -> Path:
         """The folder that keeps what was found on a text, a decoder layer at a time (`calibration.py`)."""
         return self.folder / CALIBRATION_FOLDER
 
-    kv: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By attention module, the largest of its keys and of its values on that text (`kv_scales.py`)."""
+    @property
+    def parts(self) -> Path:
+        return self.folder / PARTS_FOLDER
 
     def finish(self, name: str, shard: FinishedShard) -> None:
         self.shards[name] = shard
-        self.write()
+        write_json(self.parts / f"{name}{FINISHED_SUFFIX}", asdict(shard))
+
+    def keep_measured(self, name: str, measured: dict[str, float]) -> None:
+        """What was measured of the weights of the shard `name`."""
+        self.measured |= measured
+        write_json(self.parts / f"{name}{MEASURED_SUFFIX}", measured)
 
     def write(self) -> None:
-        shards = {name: asdict(shard) for name, shard in self.shards.items()}
-        found = {"measured": self.measured, "kv": self.kv}
-        write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "shards": shards, **found})
+        write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "kv": self.kv})
+
+    def reload(self) -> "WorkRecord":
+        """With what other processes have finished meanwhile. UserError where a part cannot be read."""
+        path = self.folder / RECORD_NAME
+        try:
+            self.kv = _PAIRS.validate_python(read_json_object(path)["kv"])
+            for path in sorted(self.parts.glob(f"*{FINISHED_SUFFIX}")):
+                shard = _SHARD.validate_python(read_json_object(path))
+                self.shards[path.name.removesuffix(FINISHED_SUFFIX)] = shard
+            for path in sorted(self.parts.glob(f"*{MEASURED_SUFFIX}")):
+                self.measured |= _MEASURED.validate_python(read_json_object(path))
+        except (UserError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not readable as a work record; {START_OVER}") from error
+        return self
 
     def remove(self) -> None:
         (self.folder / RECORD_NAME).unlink(missing_ok=True)
-        shutil.rmtree(self.calibration, ignore_errors=True)
+        for folder in (self.calibration, self.parts):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def drop_damaged(self) -> list[str]:
         """Forget the shards that are no longer what was recorded, and name them."""
@@ -90,6 +115,7 @@ class WorkRecord:
         ]
         for name in damaged:
             del self.shards[name]
+            (self.parts / f"{name}{FINISHED_SUFFIX}").unlink()
         return damaged
 
 
@@ -135,33 +161,31 @@ def finished_artifact(folder: Path, parameters: dict[str, Any]) -> Artifact | No
 def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
     """The record of the job interrupted in `folder`, or a new one. UserError where it is another job's."""
     path = folder / RECORD_NAME
+    if (folder / PARTS_FOLDER).is_symlink():
+        raise UserError(f"{folder / PARTS_FOLDER} is a symlink; {START_OVER}")
     if not path.is_file():
         foreign = [
             name
             for name in _entries(folder)
-            if not name.endswith(PARTIAL_SUFFIX) and name != CALIBRATION_FOLDER
+            if not name.endswith(PARTIAL_SUFFIX) and name not in (CALIBRATION_FOLDER, PARTS_FOLDER)
         ]
         if foreign:
             raise UserError(
                 f"{folder} is not empty (it has {foreign[0]}) and `pipeline quantize` did not begin it; "
                 "give a new or empty folder"
             )
-        record = WorkRecord(folder, parameters, {})
+        record = WorkRecord(folder, parameters)
+        # Of a job whose record was cleared away: not this one's.
+        shutil.rmtree(record.parts, ignore_errors=True)
         record.write()
         return record
-    try:
-        value = read_json_object(path)
-        shards = {name: _SHARD.validate_python(shard) for name, shard in value["shards"].items()}
-        measured = _MEASURED.validate_python(value["measured"])
-        kv = _PAIRS.validate_python(value["kv"])
-        recorded = value["parameters"]
-    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not readable as a work record; {START_OVER}") from error
-    if not isinstance(recorded, dict) or any(name_refusal(name) is not None for name in shards):
+    record = WorkRecord(folder, parameters).reload()
+    recorded = read_json_object(path).get("parameters")
+    if not isinstance(recorded, dict):
         raise UserError(f"{path} is not readable as a work record; {START_OVER}")
     if recorded != parameters:
         _refuse_other_job(folder, recorded, parameters)
-    return WorkRecord(folder, parameters, shards, measured, kv)
+    return record
 
 
 def _refuse_other_job(folder: Path, recorded: dict[str, Any], parameters: dict[str, Any]) -> None:
@@ -201,5 +225,5 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
     # The manifest first: without it, nothing here passes for finished.
     for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
         (folder / name).unlink(missing_ok=True)
-    for name in (REPORT_FOLDER, CALIBRATION_FOLDER):
+    for name in (REPORT_FOLDER, CALIBRATION_FOLDER, PARTS_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)

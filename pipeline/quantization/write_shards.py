@@ -22,6 +22,7 @@ from ..conventions.convention import kv_scale_names
 from .calibrated_layer import Solved
 from .job import QuantizeJob
 from .progress import byte_bar
+from .ranks import Ranks
 from .shard_writer import ShardWriter, header_room
 from .shared_tensors import Shared
 from .tasks import WeightTask, source_bytes
@@ -82,30 +83,31 @@ def write_shards(
     record: WorkRecord,
     shards: Mapping[str, list[WeightTask]],
     known: Known,
+    ranks: Ranks,
     progress: bool,
 ) -> None:
-    tasks = [task for group in shards.values() for task in group]
-    total = sum(source_bytes(job.checkpoint, task) for task in tasks)
-    done_tasks = [task for name in record.shards for task in shards[name]]
-    done = sum(source_bytes(job.checkpoint, task) for task in done_tasks)
-    count = len(done_tasks)
-    with byte_bar(total, "quantizing", progress, done) as bar:
-        for name, group in shards.items():
+    """Write this process's share of the shards that are not finished, and wait for the others'."""
+
+    def cost(name: str) -> int:
+        return sum(source_bytes(job.checkpoint, task) for task in shards[name])
+
+    done = sum(cost(name) for name in shards if name in record.shards)
+    with byte_bar(sum(map(cost, shards)), "quantizing", ranks, progress, done) as read:
+        for name in ranks.deal("quantizing", list(shards), cost):
             if name in record.shards:
                 continue
             modules: dict[str, dict[str, Any]] = {}
             path = record.folder / name
             last = known.kv_scales if name == list(shards)[-1] else {}
-            room = header_room([*_names_with_room(group), *last], job.file_metadata)
+            room = header_room([*_names_with_room(shards[name]), *last], job.file_metadata)
             with atomic_path(path) as partial, ShardWriter(partial, room, job.file_metadata) as writer:
-                for task in group:
+                for task in shards[name]:
                     modules |= _carry_out(job, task, known, writer)
-                    count += 1
-                    bar.set_postfix_str(f"{count}/{len(tasks)} tensors", refresh=False)
-                    bar.update(source_bytes(job.checkpoint, task))
+                    read(source_bytes(job.checkpoint, task))
                 for tensor, scale in last.items():
                     writer.add(tensor, scale)
             record.finish(name, FinishedShard(FileRecord(path.stat().st_size, sha256_of(path)), modules))
+    record.reload()
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:

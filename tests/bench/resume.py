@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scalegate.pipeline.quantize import quantize
 
-RECORD = ".scalegate-quantize.json"
+PARTS, FINISHED = ".scalegate-parts", ".finished.json"
 
 
 def start(source: Path, recipe: str, out: Path, shard_bytes: int) -> BaseProcess:
@@ -39,10 +39,9 @@ def finish(child: BaseProcess) -> None:
 
 def finished_shards(out: Path) -> dict[str, int]:
     """The shards the work record calls finished, with their files' inodes: a shard made again has another."""
-    try:
-        names = json.loads((out / RECORD).read_text())["shards"]
-    except FileNotFoundError:
+    if not (out / PARTS).is_dir():
         return {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
+    names = [path.name.removesuffix(FINISHED) for path in (out / PARTS).glob(f"*{FINISHED}")]
     return {name: (out / name).stat().st_ino for name in names}
 
 

@@ -18,7 +18,7 @@ from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization import shared_tensors
 from scalegate.pipeline.quantization.nvfp4_least_squares import quantize_nvfp4
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
-from scalegate.pipeline.quantization.work_record import RECORD_NAME
+from scalegate.pipeline.quantization.work_record import FINISHED_SUFFIX, MEASURED_SUFFIX, PARTS_FOLDER
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe, Rule, load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -129,10 +129,11 @@ def test_a_pass_that_was_cut_off_goes_on_and_the_bytes_are_equal(
     monkeypatch.setattr(WeightQuantizer, "measure", counted)
     with pytest.raises(PowerCut):
         quantize(louder, "nvfp4", tmp_path / "out", **options)
-    record = json.loads((tmp_path / "out" / RECORD_NAME).read_text())
-    assert 10 < len(record["measured"]) < 20 and not record["shards"]
+    parts = tmp_path / "out" / PARTS_FOLDER
+    kept = {module for path in parts.glob(f"*{MEASURED_SUFFIX}") for module in json.loads(path.read_text())}
+    assert 10 < len(kept) < 20 and not list(parts.glob(f"*{FINISHED_SUFFIX}"))
     quantize(louder, "nvfp4", tmp_path / "out", **options)
-    assert not record["measured"].keys() & set(measured[20:])
+    assert not kept & set(measured[20:])
     assert len(set(measured)) == 28
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -144,9 +145,8 @@ def test_a_record_with_a_measurement_that_is_no_number_is_refused(louder: Path, 
         patch.setattr(shared_tensors, "_groups", lambda *_: [][0])
         with pytest.raises(IndexError):
             quantize(louder, "nvfp4", out, progress=False)
-    record = json.loads((out / RECORD_NAME).read_text())
-    record["measured"][ATTENTION[0]] = "large"
-    (out / RECORD_NAME).write_text(json.dumps(record))
+    (part,) = (out / PARTS_FOLDER).glob(f"*{MEASURED_SUFFIX}")
+    part.write_text(json.dumps(json.loads(part.read_text()) | {ATTENTION[0]: "large"}))
     with pytest.raises(UserError, match="not readable as a work record"):
         quantize(louder, "nvfp4", out, progress=False)
 

@@ -10,7 +10,13 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.quantization import write_shards as module
-from scalegate.pipeline.quantization.work_record import LOCK_NAME, RECORD_NAME, locked_folder
+from scalegate.pipeline.quantization.work_record import (
+    FINISHED_SUFFIX,
+    LOCK_NAME,
+    PARTS_FOLDER,
+    RECORD_NAME,
+    locked_folder,
+)
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 
@@ -66,8 +72,9 @@ def test_killed_three_times_the_artifact_is_the_same(bench, example_checkpoint: 
 def test_an_unfinished_folder_does_not_pass_for_an_artifact(interrupted: Path) -> None:
     assert not (interrupted / "scalegate.json").exists()
     assert not (interrupted / "config.json").exists()
-    record = json.loads((interrupted / RECORD_NAME).read_text())
-    assert len(record["shards"]) == len(list(interrupted.glob("*.safetensors"))) == 2
+    assert (interrupted / RECORD_NAME).is_file()
+    finished = list((interrupted / PARTS_FOLDER).glob(f"*{FINISHED_SUFFIX}"))
+    assert len(finished) == len(list(interrupted.glob("*.safetensors"))) == 2
 
 
 def test_finished_shards_stay_and_half_written_ones_go(
@@ -123,6 +130,16 @@ def test_a_source_that_changed_meanwhile_is_refused(
 def test_an_unreadable_record_is_refused(interrupted: Path, example_checkpoint: Path) -> None:
     (interrupted / RECORD_NAME).write_text("{")
     with pytest.raises(UserError, match="not readable as a work record"):
+        go_on(example_checkpoint, interrupted)
+
+
+@pytest.mark.parametrize("content", ["{", '{"file": {"size": -1}, "modules": {}}'])
+def test_an_unreadable_part_of_the_record_is_refused(
+    interrupted: Path, example_checkpoint: Path, content: str
+) -> None:
+    part = next((interrupted / PARTS_FOLDER).glob(f"*{FINISHED_SUFFIX}"))
+    part.write_text(content)
+    with pytest.raises(UserError, match=r"finished.json is not readable as a work record"):
         go_on(example_checkpoint, interrupted)
 
 

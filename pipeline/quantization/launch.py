@@ -1,0 +1,97 @@
+"""Starts a quantize job as one process a device, as torchrun would, and ends all when one has failed.
+
+The processes find one another by torchrun's environment (`ranks.py`); the store they meet in is held here, so
+none outlives this process. For several machines there is torchrun itself.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+import torch
+from torch.distributed import TCPStore
+
+from ...layouts.errors import UserError
+from ..cores import available_cores
+from .ranks import FAULT, GO_ON
+
+HOST = "127.0.0.1"
+PIPELINE = (sys.executable, "-P", "-m", "scalegate.pipeline")
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 10.0
+"""For the others to end by themselves once one has failed."""
+
+
+def devices_of(words: str) -> list[str]:
+    """`all`, GPUs by number (`0,1`) or by torch's names (`cuda:0,cuda:1`, `cpu,cpu`), as torch's names."""
+    if words == "all":
+        count = torch.cuda.device_count()
+        if not count:
+            raise UserError("--devices all: this torch sees no GPU; give --devices cpu,cpu for two processes")
+        return [f"cuda:{index}" for index in range(count)]
+    names = [f"cuda:{word}" if word.isdigit() else word for word in words.split(",")]
+    for name in names:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise UserError(f"--devices {words}: {name!r} is not a device; give all, or 0,1") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UserError(f"--devices {words}: this torch sees {torch.cuda.device_count()} GPUs")
+    return names
+
+
+def run_on(devices: Sequence[str], words: Sequence[str]) -> int:
+    """Run `pipeline WORDS --device DEVICE` on each; the exit status: the first that is not 0, and 0 else."""
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(len(devices)),
+        "LOCAL_WORLD_SIZE": str(len(devices)),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": str(max(1, available_cores() // len(devices))),
+    }
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for rank, device in enumerate(devices):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes[f"process {rank} on {device}"] = subprocess.Popen(
+                [*PIPELINE, *words, "--device", device], env=os.environ | common | own
+            )
+        return _first_failure(processes)
+    finally:
+        _end(list(processes.values()))
+
+
+def _first_failure(processes: dict[str, subprocess.Popen[bytes]]) -> int:
+    while True:
+        statuses = {name: process.poll() for name, process in processes.items()}
+        killed = [name for name, status in statuses.items() if status is not None and status < 0]
+        for name in killed:
+            by = signal.Signals(-(statuses[name] or 0)).name
+            click.echo(f"Error: {name} was ended by {by}; {GO_ON}", err=True)
+            return FAULT
+        if failed := [status for status in statuses.values() if status]:
+            return failed[0]
+        if all(status == 0 for status in statuses.values()):
+            return 0
+        time.sleep(POLL_SECONDS)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Those that have heard of a failure end by themselves; the rest are ended."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for one in processes:
+            if one.poll() is None:
+                end(one)
+        deadline = time.monotonic() + GRACE_SECONDS
+    for one in processes:
+        one.wait()

@@ -1,0 +1,212 @@
+"""The processes of one quantize job, on one machine or on several: who does what, and who has failed.
+
+They share the output folder, where all that is finished lies; over torch.distributed's key-value store go
+only turns, counts and digests. No collective is used, so none can hang: whoever waits looks whether another
+has failed, or has fallen silent. One process alone is the same code over a store of its own.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import click
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
+
+from ...layouts.errors import UserError
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.05
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 120.0
+"""A process that has not said for so long that it lives is taken for dead."""
+LEAVE_SECONDS = 5.0
+FAULT = 70
+"""EX_SOFTWARE of sysexits.h: not the user's fault."""
+INTERRUPTED = 130
+FAILED = "failed"
+GO_ON = "run the same command again: finished shards are kept"
+
+
+class OtherRankFailed(click.exceptions.Exit):
+    """Another process of the job has failed and says so itself: this one ends silently, with its status."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(status)
+        self.args = (message,)
+
+
+class RankLost(click.ClickException):
+    """A process is gone and could not say why."""
+
+    exit_code = FAULT
+
+
+class Ranks:
+    """This process among `size`. Their calls must come in the same order in all of them."""
+
+    def __init__(self, store: Store, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+        call = store.add(f"calls of {rank}", 1)
+        self._store = PrefixStore(f"quantize {call}", store)
+        self._beats: dict[int, tuple[int, float]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What ends one process ends all, with its reason; at the end all leave together."""
+        ended = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(ended,), daemon=True)
+        if self.size > 1:
+            beat.start()
+        try:
+            yield
+            self.meet("the end")
+            self._leave()
+        except (OtherRankFailed, RankLost):
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+        finally:
+            ended.set()
+
+    def deal(self, what: str, steps: Sequence[T], cost: Callable[[T], int]) -> Iterator[T]:
+        """The steps of this process: whoever is free takes the dearest that is left.
+
+        A process alone takes them in their order. All must give the same steps.
+        """
+        ordered = steps if self.size == 1 else sorted(steps, key=cost, reverse=True)
+        while (index := self.count(f"{what} dealt", 1) - 1) < len(ordered):
+            yield ordered[index]
+
+    def count(self, what: str, more: int) -> int:
+        """Add to a count that all share; what it is then. Raises where another process has failed."""
+        with self._reaching():
+            self._refuse_failed()
+            return self._store.add(what, more)
+
+    def in_turn(self, what: str, work: Callable[[], T]) -> T:
+        """`work`, by the first process and then by the others, who find in the folder what it has kept."""
+        if not self.is_first:
+            self._wait(lambda: self._store.check([what]))
+            return work()
+        done = work()
+        with self._reaching():
+            self._store.set(what, "done")
+        return done
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Everybody's `value`, which JSON can hold, in the order of the ranks."""
+        with self._reaching():
+            self._store.set(f"{what} of {self.rank}", json.dumps(value))
+        keys = [f"{what} of {rank}" for rank in range(self.size)]
+        self._wait(lambda: self._store.check(keys))
+        with self._reaching():
+            return [json.loads(self._store.get(key)) for key in keys]
+
+    def meet(self, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait until all have come here; `meanwhile` is called now and then."""
+        self.count(f"{what} reached", 1)
+
+        def all_here() -> bool:
+            meanwhile()
+            return self._store.add(f"{what} reached", 0) >= self.size
+
+        self._wait(all_here)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._reaching():
+            while not ready():
+                self._refuse_failed()
+                self._refuse_silent()
+                time.sleep(POLL_SECONDS)
+
+    def _refuse_failed(self) -> None:
+        if self.size > 1 and self._store.check([FAILED]):
+            reason = json.loads(self._store.get(FAILED))
+            raise OtherRankFailed(f"process {reason['rank']}: {reason['message']}", reason["status"])
+
+    def _refuse_silent(self) -> None:
+        now = time.monotonic()
+        for rank in range(self.size):
+            beats = self._store.add(f"beats of {rank}", 0)
+            before, since = self._beats.get(rank, (-1, now))
+            self._beats[rank] = beats, since if beats == before else now
+            if rank != self.rank and now - since > SILENT_SECONDS and beats == before:
+                raise RankLost(
+                    f"process {rank} of {self.size} has not been heard of for {SILENT_SECONDS:.0f} s; {GO_ON}"
+                )
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT_SECONDS):
+            try:
+                self._store.add(f"beats of {self.rank}", 1)
+            except RuntimeError:
+                return
+
+    def _tell(self, error: BaseException) -> None:
+        if isinstance(error, click.ClickException):
+            status = 2 if error.exit_code == 1 else error.exit_code
+            message = error.format_message()
+        else:
+            status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAULT
+            message = f"{type(error).__name__}: {error}"
+        with suppress(RuntimeError):
+            reason = {"rank": self.rank, "message": message, "status": status}
+            # The first reason stands: the others may follow from it.
+            self._store.compare_set(FAILED, "", json.dumps(reason))
+
+    def _leave(self) -> None:
+        """The first may hold the store, so it goes last."""
+        with suppress(RuntimeError):
+            left = self._store.add("left", 1)
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while self.is_first and left < self.size and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                left = self._store.add("left", 0)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or isinstance(error, OtherRankFailed):
+                raise
+            raise RankLost(
+                f"process {self.rank} has lost the others ({str(error).splitlines()[0]}); {GO_ON}"
+            ) from error
+
+
+def join_ranks() -> Ranks:
+    """The job that torchrun, or our own launcher, has started this process for; otherwise a job of its own.
+
+    Read from torchrun's environment. UserError where the others cannot be reached.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return Ranks(HashStore())
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, rank, size = next(iter(rendezvous("env://")))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the other processes cannot be reached "
+            f"({str(error).splitlines()[0]}); start the job with torchrun, or unset WORLD_SIZE"
+        ) from error
+    return Ranks(store, rank, size)
+
+
+def local_device(device: str | torch.device | None, ranks: Ranks) -> str | torch.device | None:
+    """`device`, or this process's own GPU of the machine's where that does not say which."""
+    if ranks.size == 1 or str(device or "cuda") != "cuda" or not torch.cuda.is_available():
+        return device
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
