@@ -80,23 +80,24 @@ def read_texts(path: Path) -> list[str]:
 
 
 def token_windows(
-    tokenizer: Any, texts: Iterable[str], length: int = 512, max_tokens: int | None = None
+    tokenizer: Any, texts: Iterable[str], length: int = 512, max_predictions: int | None = None
 ) -> list[Tensor]:
     """Cut each document into consecutive windows int64 [<= length] that do not overlap.
 
-    No window spans two documents and none has fewer than two tokens. Stops after `max_tokens` where given.
+    No window spans two documents and none has fewer than two tokens. A window's first token is not predicted;
+    stops where as many are as `max_predictions`, if given.
     """
     windows: list[Tensor] = []
-    taken = 0
+    predictions = 0
     for text in texts:
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
         for window in ids.split(length):
-            if max_tokens is not None:
-                window = window[: max_tokens - taken]
+            if max_predictions is not None:
+                window = window[: max_predictions - predictions + 1]
             if window.numel() >= 2:
                 windows.append(window)
-                taken += window.numel()
-            if max_tokens is not None and max_tokens - taken < 2:
+                predictions += window.numel() - 1
+            if predictions == max_predictions:
                 return windows
     return windows
 

@@ -50,7 +50,8 @@ def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationTex
     else:
         windows, digest = _file_windows(tokenizer, Path(source).expanduser())
     tokens = torch.cat(windows) if windows else torch.empty(0, dtype=torch.int64)
-    whole = tokens[: len(tokens) // SEQUENCE_TOKENS * SEQUENCE_TOKENS].view(-1, SEQUENCE_TOKENS)
+    sequences = min(len(tokens) // SEQUENCE_TOKENS, SEQUENCES)
+    whole = tokens[: sequences * SEQUENCE_TOKENS].view(-1, SEQUENCE_TOKENS)
     if not len(whole):
         raise UserError(f"{source} has {len(tokens)} tokens; calibration needs at least {SEQUENCE_TOKENS}")
     shape = (len(whole), SEQUENCE_TOKENS)
@@ -58,7 +59,7 @@ def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationTex
 
 
 def _windows(tokenizer: Any, texts: Iterable[str]) -> list[Tensor]:
-    return token_windows(tokenizer, texts, SEQUENCE_TOKENS, SEQUENCES * SEQUENCE_TOKENS)
+    return token_windows(tokenizer, texts, SEQUENCE_TOKENS, SEQUENCES * (SEQUENCE_TOKENS - 1))
 
 
 def _file_windows(tokenizer: Any, path: Path) -> tuple[list[Tensor], str]:

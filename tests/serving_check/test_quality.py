@@ -69,7 +69,8 @@ def test_windows_do_not_span_documents_nor_exceed_the_budget():
     texts = ["a b c d e", "f", "g h i"]
     assert [w.numel() for w in token_windows(Words(), texts, length=2)] == [2, 2, 2]
     assert [w.numel() for w in token_windows(Words(), texts, length=10)] == [5, 3]
-    assert sum(w.numel() for w in token_windows(Words(), texts, length=10, max_tokens=7)) == 7
+    cut = token_windows(Words(), texts, length=3, max_predictions=4)
+    assert sum(w.numel() - 1 for w in cut) == 4
 
 
 def test_texts_come_from_json_lines_or_are_the_whole_file(tmp_path: Path):
