@@ -96,8 +96,9 @@ def read_held_out(
     window: int = WINDOW,
     prompt: int = 0,
 ) -> HeldOutText:
-    """Windows of `window` tokens of `path`, or of the text that ships with Scalegate: at most `tokens` are predicted.
+    """Windows of `window` tokens of `path`, or of the text that ships with Scalegate.
 
+    At most `tokens` are predicted.
     Long windows go on from one document to the next, so that all are full.
     prompt: tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
     """

@@ -30,7 +30,8 @@ def check_rival(curve: Sequence[CurvePoint], from_m: float, max_blocks: int) -> 
         )
     elif open_ones:
         listed = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in open_ones)
-        reason = f"could not be decided within {max_blocks} blocks of repeats: {listed}"
+        blocks = min(max_blocks, max(len(point.log_ratios) for _, point, _ in open_ones))
+        reason = f"could not be decided within {blocks} blocks of repeats: {listed}"
     elif not voting:
         reason = (
             f"no M of {from_m:g} or more was measured to its end; measure some (--m), or set --rival-from-m"
