@@ -1,0 +1,335 @@
+"""Batch invariance on a GPU, of Qwen3-8B's shapes with random weights: are the bits kept, and what it costs.
+
+    python -P tests/bench/batch_invariance.py bits  --format int4 --out bits_int4.json
+    python -P tests/bench/batch_invariance.py speed --format bf16 --out speed_bf16.json
+    python -P tests/bench/batch_invariance.py product --out product.json
+
+bits: 64 requests of 1 to 4,000 prompt tokens, each alone, then in company; all logits of every token are
+compared, bit for bit, under tuned, pin and per-token. tuned must differ in every kind of company. Some layers
+do: what differs in one differs in all. speed: output tokens a second of the three, all layers, in turns at no
+N: one engine after the other. product: our product of plain weights beside cuBLAS's at that M, and beside
+cuBLAS's of 128 rows whatever M is. Exit status 1 where bits differ that must not.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from scalegate.kernels import invariant_matmul as ours
+from scalegate.layouts.numerics import NUMERICS
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.serving_check.engine.scheduler import Schedule
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parent))
+import random_qwen3
+from int4_engine import merged, quantized
+from serving import greedy, wave
+
+MODEL = "qwen3-8b"
+INT4_LAYOUTS = {"tuned": "swap_ab", "pin": "swap_ab_invariant", "per-token": "swap_ab_invariant"}
+REQUESTS, NEW_TOKENS, LONGEST = 64, 32, 4000
+SHORTEST_CHUNK = 192
+"""Of prompts while others decode: small, so that most steps of the mixes are mixed batches."""
+INPUT_LEN, OUTPUT_LEN = 32, 512
+NS = (1, 8, 16, 32, 64, 128)
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
+PINNED_ROWS = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=["bits", "speed", "product"])
+    parser.add_argument("--format", choices=["bf16", "int4"], default="bf16")
+    parser.add_argument("--layers", type=int, help="default 4 for bits, all for speed")
+    parser.add_argument("--n", type=int, nargs="+", default=list(NS))
+    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN)
+    parser.add_argument("--numerics", nargs="+", default=list(NUMERICS), choices=NUMERICS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result, failed = {"bits": bits, "speed": speed, "product": product}[options.part](options)
+    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **result}
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.exit(int(failed))
+
+
+def engine_of(options: argparse.Namespace, numerics: str, layers: int | None, **sizes: Any) -> Engine:
+    """A warm engine; every call makes the same weights."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    if layers is not None:
+        random_qwen3.SHAPES[MODEL]["num_hidden_layers"] = layers
+    model = merged(random_qwen3.random_model(MODEL))
+    if options.format == "int4":
+        model = quantized(model, INT4_LAYOUTS[numerics])
+    engine = Engine(model, EngineOptions(batch_invariance=numerics, **sizes), frozenset())
+    engine.warm_up(progress=False)
+    return engine
+
+
+# Bits
+
+
+Request = tuple[str, list[int]]
+Company = Callable[[Engine, list[Request]], None]
+
+
+def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    vocabulary = random_qwen3.SHAPES[MODEL]["vocab_size"]
+    numbers = random.Random(5)
+    lengths = [1, 2, LONGEST, *(round(LONGEST ** numbers.random()) for _ in range(REQUESTS - 3))]
+    requests = [
+        (str(index), [numbers.randrange(vocabulary) for _ in range(length)])
+        for index, length in enumerate(lengths)
+    ]
+    kinds: dict[str, Company] = {
+        "a shorter neighbour": lambda engine, all_: pairs(engine, all_[8:16], [5, 6, 7]),
+        "a longer neighbour": lambda engine, all_: pairs(engine, all_[8:16], [9] * 4050),
+        "batches of 4": lambda engine, all_: batches(engine, all_[:32], 4),
+        "batches of 16": lambda engine, all_: batches(engine, all_, 16),
+        "a batch of 64": lambda engine, all_: batches(engine, all_, 64),
+        "a batch of 64, in another order": lambda engine, all_: batches(engine, all_[::-1], 64),
+        "a batch of 128": lambda engine, all_: batches(
+            engine, [*all_, *(("x" + n, t) for n, t in all_)], 128
+        ),
+        "prompts beside decoding": arriving,
+        "preempted": preempted,
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for numerics in options.numerics:
+        engine = engine_of(
+            options,
+            numerics,
+            options.layers or 4,
+            max_num_seqs=128,
+            max_model_len=4096,
+            kv_cache_tokens=300_000,
+            chunk_while_decoding=SHORTEST_CHUNK,
+        )
+        logits = recorded(engine)
+        for request in requests:
+            run(engine, [request])
+        expected = dict(logits)
+        found[numerics] = {}
+        for kind, company in kinds.items():
+            logits.clear()
+            company(engine, requests)
+            both = [key for key in expected if key in logits]
+            differ = torch.stack([(expected[key] != logits[key]).any() for key in both])
+            first = {request for request, _ in both if (request, len(dict(requests)[request])) in logits}
+            found[numerics][kind] = {
+                "rows": len(both),
+                "logits": len(both) * vocabulary,
+                "rows_that_differ": int(differ.sum()),
+                "requests": len(first),
+                "preemptions": engine.scheduler.preemptions,
+            }
+        del engine, expected, logits
+    print(f"{options.format}, {options.layers or 4} layers: rows of {vocabulary} logits that differ")
+    print(f"{'':<34}" + "".join(f"{numerics:>18}" for numerics in found))
+    for kind in kinds:
+        cells = [one[kind] for one in found.values()]
+        print(f"{kind:<34}" + "".join(f"{c['rows_that_differ']:>9} /{c['rows']:>7}" for c in cells))
+    drift = any(
+        one["rows_that_differ"]
+        for numerics in found
+        if numerics != "tuned"
+        for one in found[numerics].values()
+    )
+    vacuous = not all(one["rows_that_differ"] for one in found.get("tuned", {}).values())
+    print("FAILED" if drift else "kept", "and the control is vacuous" if vacuous else "")
+    return {"format": options.format, "layers": options.layers or 4, "found": found}, drift
+
+
+def recorded(engine: Engine) -> dict[tuple[str, int], Tensor]:
+    """Filled with the logits [V] of every token, by its request and the tokens that it follows."""
+    logits: dict[tuple[str, int], Tensor] = {}
+    run_step = engine.runner.run
+
+    def recording(batch: Schedule):
+        result = run_step(batch)
+        rows = result.logits.clone()
+        for index, sequence in enumerate(result.sequences):
+            logits[sequence.request_id, len(sequence.tokens)] = rows[index]
+        return result
+
+    engine.runner.run = recording  # type: ignore[method-assign]
+    return logits
+
+
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def run(engine: Engine, requests: list[Request]) -> None:
+    for name, tokens in requests:
+        engine.add_request(name, tokens, GREEDY)
+    while engine.has_work:
+        engine.step()
+
+
+def batches(engine: Engine, requests: list[Request], size: int) -> None:
+    for start in range(0, len(requests), size):
+        run(engine, requests[start : start + size])
+
+
+def renamed(requests: list[Request]) -> list[Request]:
+    return [(f"again {name}", tokens) for name, tokens in requests]
+
+
+def pairs(engine: Engine, requests: list[Request], other: list[int]) -> None:
+    for request in requests:
+        run(engine, [("other", other), request])
+
+
+def arriving(engine: Engine, requests: list[Request]) -> None:
+    """Two more with every third step, so that prompts are read beside decoding, in other chunks."""
+    left, step = list(requests), 0
+    while engine.has_work or left:
+        if step % 3 == 0:
+            for name, tokens in left[:2]:
+                engine.add_request(name, tokens, GREEDY)
+            left = left[2:]
+        engine.step()
+        step += 1
+
+
+def preempted(engine: Engine, requests: list[Request]) -> None:
+    """Every seventh step the request admitted last gives its pages back, and is computed again."""
+    overlapped, engine._overlapped = engine._overlapped, False
+    for name, tokens in requests[:32]:
+        engine.add_request(name, tokens, GREEDY)
+    step = 0
+    while engine.has_work:
+        engine.step()
+        step += 1
+        if step % 7 == 0 and len(engine.scheduler.running) > 1:
+            engine.scheduler._preempt_last()
+    engine._overlapped = overlapped
+
+
+# Speed
+
+
+def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    rates: dict[str, dict[int, float]] = {}
+    for numerics in options.numerics:
+        engine = engine_of(
+            options,
+            numerics,
+            options.layers,
+            max_num_seqs=128,
+            max_model_len=1024,
+            kv_cache_tokens=128 * (INPUT_LEN + options.output_len + 64),
+            decode_buckets=tuple(options.n),
+            prefill_chunk=4096,
+        )
+        rates[numerics] = {}
+        for n in options.n:
+            seconds, _ = wave(engine, n, INPUT_LEN, greedy(options.output_len))
+            rates[numerics][n] = n * options.output_len / seconds
+        compiled = engine.stats().compilations
+        print(numerics, {n: round(rate) for n, rate in rates[numerics].items()}, *compiled, flush=True)
+        del engine
+    print(f"{options.format}, {INPUT_LEN}/{options.output_len}: time over tuned's")
+    for n in options.n:
+        costs = [f"{rates['tuned'][n] / one[n]:>12.3f}" for name, one in rates.items() if name != "tuned"]
+        print(f"{n:>4} {rates['tuned'][n]:>9.0f} tok/s" + "".join(costs))
+    return {
+        "format": options.format,
+        "input_len": INPUT_LEN,
+        "output_len": options.output_len,
+        "tok_s": rates,
+    }, False
+
+
+# The product alone
+
+
+def product(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    cells, drift = [], 0
+    for n, k in SHAPES:
+        copies = max(2, 300_000_000 // (2 * n * k))  # more than the L2 cache holds
+        weights = [torch.randn(n, k, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
+        semaphores = torch.zeros(ours.semaphores_of(n), dtype=torch.int32, device="cuda")
+        x = torch.randn(max(ROWS), k, device="cuda").bfloat16()
+        alone = torch.cat([ours.invariant_matmul(row, weights[0], semaphores) for row in x[:64].split(1)])
+        wanted = x[:64].float() @ weights[0].float().T
+        error = float((alone.float() - wanted).norm() / wanted.norm())
+        for m in ROWS:
+            by_tile = {}
+            for tile in tiles_to_try(m):
+                y = ours.invariant_matmul(x[:m], weights[0], semaphores, tile)
+                drift += not torch.equal(y[:64], alone[:m])
+                calls = [partial(ours.invariant_matmul, x[:m], w, semaphores, tile) for w in weights]
+                by_tile[tile] = microseconds(calls)
+            cublas = microseconds([partial(functional.linear, x[:m], w) for w in weights])
+            pinned = microseconds([partial(functional.linear, x[: max(m, PINNED_ROWS)], w) for w in weights])
+            best = min(by_tile, key=lambda tile: by_tile[tile])
+            cell = {"n": n, "k": k, "m": m, "us": by_tile[ours.tile_for(m, x.dtype)], "cublas_us": cublas}
+            cell |= {"pinned_us": pinned, "by_tile": {str(tile): us for tile, us in by_tile.items()}}
+            cells.append({**cell, "error": error})
+            print(
+                f"{n:>6}x{k:<5} M={m:<4} ours {cell['us']:>6.1f} best {by_tile[best]:>6.1f} "
+                f"{(best.bm, best.bn, best.bk, best.stages, best.warps)!s:<20} "
+                f"cuBLAS {cublas:>6.1f} pinned {pinned:>6.1f}",
+                flush=True,
+            )
+        print(f"relative error {error:.1e}", flush=True)
+    print(f"{drift} products whose bits follow M or the tile")
+    return {"cells": cells, "drift": drift}, drift > 0
+
+
+def tiles_to_try(m: int) -> list[ours.Tile]:
+    """The table's, and others of as many rows."""
+    tile = ours.tile_for(m, torch.bfloat16)
+    more = [
+        (64, 128, 3, 4),
+        (64, 64, 6, 4),
+        (64, 128, 6, 4),
+        (128, 64, 4, 4),
+        (128, 64, 4, 8),
+        (128, 128, 3, 8),
+    ]
+    tried = [tile, *(ours.Tile(tile.bm, *one) for one in more)]
+    fits = [one for one in tried if (one.bm + one.bn) * one.bk * 2 * one.stages <= 220 * 1024]
+    return list(dict.fromkeys(one for one in fits if one.bn * one.bm <= 128 * 32 * one.warps))
+
+
+def microseconds(calls: list[Callable[[], Tensor]]) -> float:
+    """Of one call, from a graph of all of them; the median of five."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(6):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
