@@ -13,8 +13,9 @@ leaves the matrix units nothing to do and the context is what has to be split.
     out          [T, H, D]            q's dtype; written where a tile says so
 
 A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
-once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context
-and its place in its tile, whoever shares the step.
+once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context,
+whoever shares the step and wherever its tile begins: products and sums that a compiler could contract in one
+place and not in another are written as fused ones.
 
 Work for a chunk of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
 """
@@ -121,23 +122,31 @@ def _attend_block(
     else:
         key = tl.load(key_ptr + where)
         value = tl.load(value_ptr + where)
-    scores = tl.dot(q, key.to(q.dtype).T, input_precision=PRECISION) * scale_log2
+    product = tl.dot(q, key.to(q.dtype).T, input_precision=PRECISION)
+    factor = tl.full(product.shape, scale_log2, tl.float32)
     if SCALES == 2:
-        scores *= tl.load(key_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
+        factor *= tl.load(key_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
+    scores = product * factor
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
+    seen = scores
     if MASKED:
-        visible = token[None, :] <= position[:, None]
+        visible = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         if WINDOW:
             visible = visible & (token[None, :] > position[:, None] - window)
-        scores = tl.where(visible & (token < end)[None, :], scores, -float("inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        seen = tl.where(visible, scores, -float("inf"))
+    new_largest = tl.maximum(largest, tl.max(seen, axis=1))
     # A row whose window begins further on has seen nothing yet: its scores are all -inf.
     pivot = tl.where(new_largest == -float("inf"), 0.0, new_largest) if WINDOW else new_largest
     rescale = tl.exp2(largest - pivot)
-    probability = tl.exp2(scores - pivot[:, None])
-    total = total * rescale + tl.sum(probability, axis=1)
+    if SOFTCAP:
+        probability = tl.exp2(scores - pivot[:, None])
+    else:
+        probability = tl.exp2(tl.fma(product, factor, -tl.broadcast_to(pivot[:, None], product.shape)))
+    if MASKED:
+        probability = tl.where(visible, probability, 0.0)
+    total = tl.fma(total, rescale, tl.sum(probability, axis=1))
     acc = acc * rescale[:, None]
     if SCALES == 2:
         probability *= tl.load(value_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
@@ -230,16 +239,19 @@ def _attend_tiles(
 MANY_ROWS = 128
 
 
-def program_sizes(count: int, dim: int, itemsize: int, page_itemsize: int) -> tuple[int, int]:
+def program_sizes(
+    count: int, dim: int, itemsize: int, page_itemsize: int, one_form: bool = False
+) -> tuple[int, int]:
     """Rows of queries that a program takes, a group's heads counted, and keys and values at a time.
 
-    `count` tokens in a step; `dim` a power of two; bytes of a query's element and of a stored one.
+    `count` tokens in a step; `dim` a power of two; bytes of a query's element and of a stored one. one_form:
+    the same for every count.
     """
     wide = itemsize == 4 or dim > 128
     if itemsize * dim > 512:
         return 32, 32  # 64 rows of float32 and their keys and values would not fit into shared memory.
     # Twice the rows for as much of keys and values, where there are programs enough and registers for two.
-    many = count > LARGE and not wide and page_itemsize == 2
+    many = count > LARGE and not wide and page_itemsize == 2 and not one_form
     return MANY_ROWS if many else 64, 32 if wide else 64
 
 
@@ -257,11 +269,13 @@ def prefill_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     out: Tensor,
+    one_form: bool = False,
 ) -> None:
     """Write the tiles' tokens of `out`; arguments as in the file's docstring, options as in the reference.
 
     tiles: or the lengths of contexts, int32 [R], as `decode_attention` takes them: then row r of q is the
     last token of context r, and gets the bits that it would get in a prompt's chunk
+    one_form: the same program for every number of tokens
 
     Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
     """
@@ -269,7 +283,7 @@ def prefill_attention(
     kv_heads, page = key_pages.shape[1], key_pages.shape[2]
     dim, group = triton.next_power_of_2(head_dim), triton.next_power_of_2(heads // kv_heads)
     scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
-    rows, block = program_sizes(count, dim, q.element_size(), key_pages.element_size())
+    rows, block = program_sizes(count, dim, q.element_size(), key_pages.element_size(), one_form)
     tokens = max(1, rows // group)
     by_length = tiles.ndim == 1
     _attend_tiles[(kv_heads, 1 if by_length else TILE // tokens, len(tiles))](

@@ -89,7 +89,9 @@ class CudaLayerKV:
         pages = self.key_pages, self.value_pages, metadata.block_table
         lengths = metadata.decode_seq_lens
         if metadata.numerics == "per-token":
-            prefill_attention(query[:rows], *pages, lengths[:rows], out=output[:rows], **kernel_options)
+            prefill_attention(
+                query[:rows], *pages, lengths[:rows], out=output[:rows], one_form=True, **kernel_options
+            )
         else:
             decode_attention(
                 query[:rows], *pages, lengths, self._workspace, out=output[:rows], **kernel_options
@@ -126,7 +128,10 @@ class CudaLayerKV:
             for name in ("key_scale", "value_scale"):
                 if options[name].ndim == 3:  # of each token, not of each head
                     options[name] = options[name].index_select(0, pages)
-        prefill_attention(query, key_pages, value_pages, block_table, tiles, out=output, **options)
+        one_form = metadata.numerics != "tuned"
+        prefill_attention(
+            query, key_pages, value_pages, block_table, tiles, out=output, one_form=one_form, **options
+        )
 
     def _refuse_unsupported(self) -> None:
         refuse_page_size(self.key_pages.shape[2])

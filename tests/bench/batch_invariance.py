@@ -27,7 +27,6 @@ from scalegate.kernels import invariant_matmul as ours
 from scalegate.layouts.numerics import NUMERICS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import Schedule
 from torch import Tensor
 from torch.nn import functional
@@ -98,8 +97,8 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for index, length in enumerate(lengths)
     ]
     kinds: dict[str, Company] = {
-        "a shorter neighbour": lambda engine, all_: pairs(engine, all_[8:16], [5, 6, 7]),
-        "a longer neighbour": lambda engine, all_: pairs(engine, all_[8:16], [9] * 4040),
+        "shorter neighbours": lambda engine, all_: beside(engine, all_[8:16], [5, 6, 7], 7),
+        "a longer neighbour": lambda engine, all_: beside(engine, all_[8:16], [9] * 4040, 1),
         "batches of 4": lambda engine, all_: batches(engine, all_[:32], 4),
         "batches of 16": lambda engine, all_: batches(engine, all_, 16),
         "a batch of 64": lambda engine, all_: batches(engine, all_, 64),
@@ -168,7 +167,7 @@ def recorded(engine: Engine) -> dict[tuple[str, int], Tensor]:
     return logits
 
 
-GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+GREEDY = greedy(NEW_TOKENS)
 
 
 def run(engine: Engine, requests: list[Request]) -> None:
@@ -187,9 +186,9 @@ def renamed(requests: list[Request]) -> list[Request]:
     return [(f"again {name}", tokens) for name, tokens in requests]
 
 
-def pairs(engine: Engine, requests: list[Request], other: list[int]) -> None:
+def beside(engine: Engine, requests: list[Request], other: list[int], count: int) -> None:
     for request in requests:
-        run(engine, [("other", other), request])
+        run(engine, [*((f"other {index}", other) for index in range(count)), request])
 
 
 def arriving(engine: Engine, requests: list[Request]) -> None:

@@ -1,5 +1,7 @@
 """The paged prefill kernel compiles for a GPU, without one: interpreters take what compilers refuse."""
 
+import re
+
 import pytest
 import triton
 from scalegate.kernels.prefill_attention import MANY_ROWS, _attend_tiles, program_sizes
@@ -9,6 +11,7 @@ from triton.compiler import ASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*fp8e4nv": 1, "*i8": 1}
+ARITHMETIC = ("fma.rn.f32", "mul.f32", "sub.f32", "add.f32", "neg.f32", "ex2.approx", "wgmma.mma_async")
 SCALE_POINTERS = {0: None, 1: "*fp32", 2: "*fp32"}
 
 
@@ -38,6 +41,18 @@ def test_the_widest_heads_fit_into_shared_memory(pages: str):
 
 def test_single_tokens_compile_by_the_same_program():
     assert "wgmma" in compiled("*bf16", 128, by_length=True).asm["ptx"]
+
+
+def test_masked_blocks_and_single_tokens_are_computed_by_the_same_arithmetic():
+    """A compiler that contracts a product and a sum in one loop and not in the other makes a token's bits
+    follow where its tile begins, which was so once."""
+    found = set()
+    for count, by_length in ((4096, False), (256, False), (256, True)):
+        ptx = compiled("*bf16", count, by_length=by_length).asm["ptx"]
+        loops = [block for block in re.split(r"\n(?=\$L__BB)", ptx) if "ex2." in block]
+        assert len(loops) == 2, "one for masked blocks, one for the others"
+        found |= {tuple(loop.count(word) for word in ARITHMETIC) for loop in loops}
+    assert len(found) == 1, found
 
 
 def compiled(
