@@ -132,7 +132,7 @@ def quantize(
 
                 def finish() -> Artifact:
                     if ranks.is_first:
-                        _finish(job, work, shards, copied, parameters, table)
+                        _finish(job, work.reload(), shards, copied, parameters, table)
                     return Artifact.read(folder)
 
                 artifact = ranks.in_turn("manifest", finish)

@@ -107,7 +107,6 @@ def write_shards(
                 for tensor, scale in last.items():
                     writer.add(tensor, scale)
             record.finish(name, FinishedShard(FileRecord(path.stat().st_size, sha256_of(path)), modules))
-    record.reload()
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:

@@ -31,6 +31,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": {
+        **_SHARED,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "tie_word_embeddings": False,
+    },
     "70b-16-layers": {
         **_SHARED,
         "num_hidden_layers": 16,

@@ -1,0 +1,256 @@
+"""Quantizing on one, two and four GPUs under torchrun: how much faster, and whether the bytes are the same.
+
+On a machine with so many GPUs, in one call of nine minutes:
+
+    python -P tests/bench/distributed_quantize.py --gpus 1 2 --out OUT/distributed_2.json
+    python -P tests/bench/distributed_quantize.py --gpus 1 2 4 --out OUT/distributed_4.json
+
+Weights of Qwen3-32B's shapes are drawn on the GPU into files in memory, so no disk is timed; `--layers` cuts
+them. First a cut of `--resume-layers` is quantized by two processes of which one is killed, and finished
+on one GPU. What no longer fits into `--seconds` is left out and said. The seconds are those of `quantize`,
+without Python's imports; those of the whole command stand beside them. The table comes last. Exit status 1
+where bytes differ or a speed-up misses its bar.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from scalegate.layouts.files import write_json
+from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
+from scalegate.pipeline.cores import available_cores
+from scalegate.pipeline.quantization.work_record import FINISHED_SUFFIX, PARTS_FOLDER
+from scalegate.pipeline.quantize import MAX_SHARD_BYTES, quantize
+from scalegate.serving_check.environment import describe_environment
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from random_qwen3 import SHAPES
+
+SHAPE = "qwen3-32b"
+BARS = {2: 1.8, 4: 3.4}
+SHARD_BYTES = 4 << 30
+WRITERS = 4
+SECONDS_NAME = "seconds.json"
+KILLED_AFTER = 2
+"""Finished shards, before one of the processes is killed."""
+
+
+def main() -> None:
+    options = arguments()
+    if options.rank_of is not None:
+        one_rank(*options.rank_of, options)
+        return
+    began = time.monotonic()
+    result: dict[str, Any] = {
+        "environment": vars(describe_environment(options.device, "auto", "none", "none")),
+        "shape": f"{SHAPE} cut to {options.layers} of {SHAPES[SHAPE]['num_hidden_layers']} layers",
+        "recipe": options.recipe,
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        folder = Path(work)
+        made(folder / "cut", options.resume_layers, options)
+        result["resume"] = kill_and_resume(folder, options)
+        shutil.rmtree(folder / "cut")
+        result["source_bytes"] = made(folder / "source", options.layers, options)
+        result["runs"] = runs(folder, options, began)
+    if options.out is not None:
+        write_json(options.out, result)
+    sys.exit(not show(result))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"])
+    parser.add_argument("--resume-layers", type=int, default=6)
+    parser.add_argument("--recipe", default="int4-hqq")
+    parser.add_argument("--device", default="cuda", help="cpu tries the script out")
+    parser.add_argument("--seconds", type=float, default=520)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the checkpoints lie")
+    parser.add_argument("--width", type=int, default=1, help="a divisor of the shapes, to try the script out")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank-of", type=Path, nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def made(folder: Path, layers: int, options: argparse.Namespace) -> int:
+    """A checkpoint of random weights in shards of 4 GiB; its bytes."""
+    started = time.monotonic()
+    folder.mkdir()
+    narrow = ("hidden_size", "intermediate_size", "vocab_size")
+    sizes = {**SHAPES[SHAPE], "num_hidden_layers": layers}
+    sizes |= {name: sizes[name] // options.width for name in narrow}
+    config = Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {
+            name: weight.shape
+            for name, weight in AutoModelForCausalLM.from_config(config).state_dict().items()
+        }
+    groups: list[list[str]] = [[]]
+    for name in shapes:
+        if 2 * sum(shapes[one].numel() for one in [*groups[-1], name]) > SHARD_BYTES // options.width**2:
+            groups.append([])
+        groups[-1].append(name)
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+
+    def write(number: int) -> None:
+        tensors = {}
+        for name in groups[number]:
+            drawn = torch.empty(shapes[name], dtype=torch.bfloat16, device=options.device)
+            tensors[name] = drawn.normal_(std=0.02).cpu()
+        save_file(tensors, folder / names[number], {"format": "pt"})
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        list(threads.map(write, range(len(groups))))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    total = 2 * sum(shape.numel() for shape in shapes.values())
+    weight_map = {name: names[number] for number, group in enumerate(groups) for name in group}
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+    say(f"{total / 1e9:.1f} GB of weights in {len(groups)} shards: {time.monotonic() - started:.0f} s")
+    return total
+
+
+def one_rank(source: Path, out: Path, options: argparse.Namespace) -> None:
+    started = time.monotonic()
+    # Without an index, so that each process takes its own GPU of the machine's.
+    quantize(
+        source,
+        options.recipe,
+        out,
+        device=options.device,
+        max_shard_bytes=MAX_SHARD_BYTES // options.width**2,
+    )
+    if os.environ["RANK"] == "0":
+        write_json(out.with_name(f"{out.name}-{SECONDS_NAME}"), time.monotonic() - started)
+
+
+def torchrun(count: int, source: Path, out: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    words = ["--rank-of", source, out, "--recipe", options.recipe, "--device", options.device]
+    words += ["--width", options.width]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), __file__, *map(str, words)]
+    threads = str(max(1, available_cores() // count))
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": threads})
+
+
+def kill_and_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One of two processes killed, and the rest done by one: the bytes against those of one alone."""
+    source, whole, out = folder / "cut", folder / "whole", folder / "resumed"
+    finish(torchrun(1, source, whole, options))
+    job = torchrun(2, source, out, options)
+    parts = out / PARTS_FOLDER
+    while len(list(parts.glob(f"*{FINISHED_SUFFIX}"))) < KILLED_AFTER and job.poll() is None:
+        time.sleep(0.02)
+    killed_at = time.monotonic()
+    for process in psutil.Process(job.pid).children(recursive=True):
+        if process.environ().get("RANK") == "1":
+            process.send_signal(signal.SIGKILL)
+    status = job.wait(120)
+    ended = time.monotonic() - killed_at
+    names = [path.name.removesuffix(FINISHED_SUFFIX) for path in parts.glob(f"*{FINISHED_SUFFIX}")]
+    kept = {name: (out / name).stat().st_ino for name in names}
+    finish(torchrun(1, source, out, options))
+    again = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
+    found = {
+        "layers": options.resume_layers,
+        "status_of_torchrun": status,
+        "seconds_until_all_had_ended": round(ended, 1),
+        "shards": len(again),
+        "finished_before": len(kept),
+        "made_again": sum(again[name] != inode for name, inode in kept.items()),
+        "equal": equal(whole, out),
+    }
+    for one in (whole, out):
+        shutil.rmtree(one)
+    say(f"killed and resumed: {found}")
+    return found
+
+
+def runs(folder: Path, options: argparse.Namespace, began: float) -> list[dict[str, Any]]:
+    """The whole checkpoint on each number of GPUs; artifacts are compared and not kept."""
+    rows: list[dict[str, Any]] = []
+    first = folder / "on-one"
+    longest = 0.0
+    for count in options.gpus:
+        left = options.seconds - (time.monotonic() - began)
+        if left < longest * 1.1:
+            rows.append({"gpus": count, "left_out": f"{left:.0f} s were left"})
+            continue
+        out = first if not rows else folder / f"on-{count}"
+        started = time.monotonic()
+        finish(torchrun(count, folder / "source", out, options))
+        whole = time.monotonic() - started
+        longest = max(longest, whole)
+        seconds = json.loads(out.with_name(f"{out.name}-{SECONDS_NAME}").read_text(encoding="utf-8"))
+        same = out == first or equal(first, out)
+        rows.append({"gpus": count, "seconds": seconds, "command_seconds": whole, "equal": same})
+        say(f"{count} GPUs: {seconds:.1f} s, {whole:.1f} s with the start")
+        if out != first:
+            shutil.rmtree(out)
+    return rows
+
+
+def finish(job: subprocess.Popen[bytes]) -> None:
+    if job.wait():
+        raise SystemExit(f"quantize ended with status {job.returncode}")
+
+
+def equal(one: Path, other: Path) -> bool:
+    """The same manifest, and of the second the very bytes that it records."""
+    same = (one / MANIFEST_NAME).read_bytes() == (other / MANIFEST_NAME).read_bytes()
+    return same and not Artifact.read(other).changed_files(other)
+
+
+def say(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+def show(result: dict[str, Any]) -> bool:
+    """Whether all holds."""
+    holds = result["resume"]["equal"] and result["resume"]["made_again"] == 0
+    print(f"\n{result['shape']}, {result['source_bytes'] / 1e9:.1f} GB, {result['recipe']}, no disk")
+    print("GPUs  seconds   GB/s  speed-up  bar  with start  bytes")
+    base = result["runs"][0]
+    for row in result["runs"]:
+        if "left_out" in row:
+            print(f"{row['gpus']:>4}  left out: {row['left_out']}")
+            continue
+        speedup = base["seconds"] / row["seconds"]
+        bar = BARS.get(row["gpus"])
+        holds = holds and row["equal"] and (bar is None or speedup >= bar)
+        print(
+            f"{row['gpus']:>4} {row['seconds']:>8.1f} {result['source_bytes'] / row['seconds'] / 1e9:>6.2f}"
+            f" {speedup:>8.2f}× {bar or '':>4} {base['command_seconds'] / row['command_seconds']:>10.2f}×"
+            f"  {'equal' if row['equal'] else 'DIFFER'}"
+        )
+    resume = result["resume"]
+    print(
+        f"one of two killed after {resume['finished_before']} of {resume['shards']} shards, all ended within "
+        f"{resume['seconds_until_all_had_ended']} s; finished on one GPU: "
+        f"{'equal' if resume['equal'] else 'DIFFERENT'} bytes, {resume['made_again']} shards made again"
+    )
+    return bool(holds)
+
+
+if __name__ == "__main__":
+    main()
