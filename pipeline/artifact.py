@@ -28,6 +28,8 @@ REPORT_FOLDER = "serving_check"
 SOURCE_NAME = ".scalegate-source"
 """Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
 SCHEMA_VERSION = 2
+SCALED_BY = "scaled_by"
+"""Of a quantized module: the norm whose weight was divided by the scales that its columns have."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """A repository or a revision, as it may stand in an address."""
 
@@ -119,6 +121,11 @@ class Artifact:
         """Each quantized module's relative error against the source, as it was when the artifact was made."""
         modules = self.quantization.get("modules", {})
         return {module: float(measured["relative_error"]) for module, measured in modules.items()}
+
+    def scaled_modules(self) -> dict[str, str]:
+        """By module whose columns were scaled before rounding, the norm's tensor that has taken that over."""
+        modules = self.quantization.get("modules", {})
+        return {module: str(one[SCALED_BY]) for module, one in modules.items() if SCALED_BY in one}
 
     def declared_changes(self) -> tuple[str, ...]:
         """The parts of tokenizer, templates and generation settings that the recipe changes on purpose."""

@@ -19,7 +19,7 @@ import torch
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX
 from ..layouts.formats.weight_format import spec_to_json
-from .artifact import Artifact, FileRecord, record_files, sha256_of
+from .artifact import SCALED_BY, Artifact, FileRecord, record_files, sha256_of
 from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from .publishing.card_engines import kv_cache_commands
@@ -59,7 +59,7 @@ MAX_SHARD_BYTES = 1 << 30
 NOT_COPIED = ("hf_quant_config.json",)
 """Files about a quantization of the source, which the artifact's own replaces."""
 VERSIONED_PACKAGES = ("scalegate", "torch", "transformers", "torchao")
-MODULE_FIGURES = ("shape", "format", "relative_error", "output_error")
+MODULE_FIGURES = ("shape", "format", "relative_error", SCALED_BY, "output_error")
 """What the manifest says of each quantized module."""
 LEFT_OUT_SHOWN = 10
 """Files beside the source's weights that are named one by one on stderr."""
@@ -172,7 +172,8 @@ def _write_all_shards(
     )
     importance = importance_of(found.squares)
     job = replace(job, quantizer=replace(job.quantizer, importance=importance))
-    known = Known(shared, input_formats(tasks, found), found.solved, scale_tensors(job, kv_scales))
+    inputs, scales = input_formats(tasks, found), scale_tensors(job, kv_scales)
+    known = Known(shared, inputs, found.solved, scales, found.equalized)
     write_shards(job, record, shards, known, ranks, progress)
     return shards
 

@@ -28,8 +28,8 @@ from .name_patterns import compiled, full_match
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"
 KEEP, QUANTIZE = "keep", "quantize"
-DATA_FREE, GPTQ = "data-free", "gptq"
-METHODS = (DATA_FREE, GPTQ)
+DATA_FREE, GPTQ, AWQ, AWQ_GPTQ = "data-free", "gptq", "awq", "awq-gptq"
+METHODS = (DATA_FREE, GPTQ, AWQ, AWQ_GPTQ)
 DEFAULT_SPEC = Int4()
 REGEX_PREFIX = "re:"
 MAX_RECIPE_BYTES = 1 << 16
@@ -62,8 +62,8 @@ class Recipe:
     spec: WeightFormat = DEFAULT_SPEC
     """In YAML: `format`, and its parameters beside it."""
     method: str = DATA_FREE
-    """How weights are rounded: each by itself, or `gptq`: with the layer's inputs on a text in view
-    (`quantization/second_order.py`)."""
+    """How weights are rounded: each by itself, or with the layer's inputs on a text in view: `gptq`
+    (`quantization/second_order.py`), `awq` (`quantization/equalization.py`), or both."""
     calibration: str = ""
     """The text for what reads one: a file, `hub:DATASET`, or `self` for what the model itself writes, which a
     recipe that needs a text and names none gets."""

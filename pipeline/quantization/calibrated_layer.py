@@ -1,6 +1,7 @@
 """What the calibration pass found in one decoder layer, and the file that keeps it for a job that goes on."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ...layouts.formats.weight_format import spec_from_json, spec_to_json, weigh
 from .quantizer import Quantized
 from .second_order import Curvature
 
-SQUARES, WEIGHT = "squares", "weight"
+SQUARES, WEIGHT, NORM = "squares", "weight", "norm"
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,45 @@ class Solved:
 
     @classmethod
     def of(
-        cls, original: Tensor, target: Tensor, plain: Quantized, better: Quantized, curvature: Curvature
+        cls,
+        original: Tensor,
+        target: Tensor,
+        candidates: Sequence[Quantized],
+        curvature: Curvature,
+        before: float | None = None,
     ) -> "Solved":
-        """The better of both for outputs like those of `target`, fp32 [N, K]; on the CPU.
+        """The best of `candidates` for outputs like those of `target`, fp32 [N, K]; on the CPU.
 
         original: fp32 [N, K], which the weight's own error is the distance from
+        before:   left out, the first candidate's
         """
-        whole = _energy(target, curvature)
-        values = [one.weight.dequantize(torch.float32) for one in (plain, better)]
-        losses = [_energy(one - target, curvature) / whole if whole else 0.0 for one in values]
-        index = int(losses[1] <= losses[0])
-        weight = (plain, better)[index].weight.to("cpu")
+        values = [one.weight.dequantize(torch.float32) for one in candidates]
+        losses = [output_error(one, target, curvature) for one in values]
+        index = min(reversed(range(len(losses))), key=losses.__getitem__)
+        weight = candidates[index].weight.to("cpu")
         error = float((values[index] - original).square().sum(1).sum(dtype=torch.float64))
-        return cls(Quantized(weight, error, plain.squared_norm), losses[0], losses[index])
+        quantized = Quantized(weight, error, candidates[index].squared_norm)
+        return cls(quantized, losses[0] if before is None else before, losses[index])
+
+
+def output_error(values: Tensor, target: Tensor, curvature: Curvature) -> float:
+    """The squared error of the outputs of `values` [N, K], as a share of the square of `target`'s."""
+    whole = _energy(target, curvature)
+    return _energy(values - target, curvature) / whole if whole else 0.0
 
 
 def _energy(rows: Tensor, curvature: Curvature) -> float:
     """The sum over rows r [N, K] of r H rᵀ."""
     ordered = rows[:, curvature.order]
     return float(((ordered @ curvature.matrix) * ordered).sum(dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Equalized:
+    """A norm's weight [K], divided by the scales that `modules` have in their columns."""
+
+    weight: Tensor
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,8 @@ class CalibratedLayer:
     squares: dict[str, Tensor] = field(default_factory=dict)
     solved: dict[str, Solved] = field(default_factory=dict)
     scarce: list[str] = field(default_factory=list)
+    equalized: dict[str, Equalized] = field(default_factory=dict)
+    """By the norm's tensor."""
 
     @property
     def progress(self) -> str:
@@ -79,6 +102,8 @@ def layer_path(folder: Path, index: int) -> Path:
 def write_layer(path: Path, layer: CalibratedLayer) -> None:
     """Atomically: the file is whole or absent."""
     tensors = {f"{SQUARES}|{module}": values.clone() for module, values in layer.squares.items()}
+    tensors |= {f"{NORM}|{name}": one.weight.clone() for name, one in layer.equalized.items()}
+    equalized = {name: one.modules for name, one in layer.equalized.items()}
     solved = {}
     for module, one in layer.solved.items():
         for name, tensor in one.quantized.weight.tensors().items():
@@ -91,7 +116,7 @@ def write_layer(path: Path, layer: CalibratedLayer) -> None:
             "before": one.before,
             "after": one.after,
         }
-    facts = {"largest": layer.largest, "solved": solved, "scarce": layer.scarce}
+    facts = {"largest": layer.largest, "solved": solved, "scarce": layer.scarce, "equalized": equalized}
     with atomic_path(path) as partial:
         save_file(tensors, partial, {"facts": json.dumps(facts)})
 
@@ -112,6 +137,10 @@ def read_layer(path: Path) -> CalibratedLayer:
                 weight = weight_of(spec_from_json(one["spec"]), tensors)
                 quantized = Quantized(weight, one["error"], one["norm"])
                 solved[module] = Solved(quantized, one["before"], one["after"])
+            equalized = {
+                name: Equalized(file.get_tensor(f"{NORM}|{name}"), tuple(modules))
+                for name, modules in facts["equalized"].items()
+            }
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
-    return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"])
+    return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"], equalized)

@@ -26,11 +26,12 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from ..model_loader.weight_map import Assignment
 from .all_quantizers import QUANTIZERS
-from .calibrated_layer import CalibratedLayer, Solved, layer_path, read_layer, write_layer
+from .calibrated_layer import CalibratedLayer, Equalized, Solved, layer_path, read_layer, write_layer
+from .equalization import TOLERANCE, NormOutputs, column_scales, energy, scaled_norm
 from .hidden_states import HiddenStates
 from .layer_stream import InputObserver, LayerStream, Slot
 from .linear_weights import LM_HEAD, LinearWeight
-from .quantizer import CorrectingQuantizer
+from .quantizer import CorrectingQuantizer, Quantized
 from .second_order import Curvature, prepare
 from .shared_tensors import Shared
 from .tasks import WeightTask
@@ -53,6 +54,10 @@ class Wanted:
     """The sum of squares of each of its inputs."""
     solved: Mapping[str, WeightTask] = field(default_factory=dict)
     """Its weight, rounded with the inputs in view."""
+    corrects: bool = True
+    """Whether what rounding a column leaves is taken over by others (`second_order.py`)."""
+    equalizes: bool = False
+    """Whether norms take over scales of the columns (`equalization.py`)."""
 
     def solves(self, modules: Iterable[str]) -> bool:
         return any(module in self.solved for module in modules)
@@ -68,18 +73,21 @@ class Found:
     largest: of experts that no token reaches, the largest of their layer's
     squares: float64 [K]; an expert that no token reaches has none
     scarce:  experts with fewer tokens than they have inputs: solved with all of their layer's in view
+    equalized: norms whose weights have taken over scales, by tensor
     """
 
     largest: dict[str, float] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
     solved: dict[str, Solved] = field(default_factory=dict)
     scarce: list[str] = field(default_factory=list)
+    equalized: dict[str, Equalized] = field(default_factory=dict)
 
     def add(self, layer: CalibratedLayer) -> None:
         self.largest |= layer.largest
         self.squares |= layer.squares
         self.solved |= layer.solved
         self.scarce += layer.scarce
+        self.equalized |= layer.equalized
 
 
 @dataclass
@@ -162,6 +170,8 @@ def calibrate(
                     weights = {module: one.quantized.weight for module, one in layer.solved.items()}
                     with serve(stream, weights, places):
                         stream.place(name)
+                        for tensor, norm in layer.equalized.items():
+                            stream.put(tensor, norm.weight)
                         stream.advance(name)
                         stream.drop(name)
                 bar.set_postfix_str(layer.progress, refresh=False)
@@ -213,12 +223,15 @@ class _Visit:
     shared: Shared
     original_after: HiddenStates | None = None
     """The original's states after this layer, once it has been looked into."""
+    read_norms: dict[str, list[Slot]] = field(default_factory=dict)
+    """By norm within the layer, the linears that read what it gives."""
 
     def look(self) -> CalibratedLayer:
         inputs = self._outputs_seen() if self.name == LAST else self._inputs_seen()
         solving = [module for module in inputs if module in self.wanted.solved]
         scarce = self._share_where_scarce(inputs, solving)
-        solved = self._solve(inputs, solving)
+        equalized, scales = self._equalize(inputs) if self.wanted.equalizes else ({}, {})
+        solved = self._solve(inputs, solving, scales)
         return CalibratedLayer(
             {module: one.largest for module, one in inputs.items() if module in self.wanted.largest},
             {
@@ -228,6 +241,7 @@ class _Visit:
             },
             solved,
             scarce,
+            equalized,
         )
 
     def _inputs_seen(self) -> dict[str, _Inputs]:
@@ -238,7 +252,7 @@ class _Visit:
         leaders: dict[Slot, Slot] = {}
         for start in self.stream.starts():
             here: dict[Slot, Tensor] = {}
-            with InputObserver(self.name, layer, here.__setitem__):
+            with NormOutputs(layer) as norms, InputObserver(self.name, layer, here.__setitem__):
                 output = self.stream.run(self.name, start)
             originals: dict[Slot, Tensor] = {}
             if self.original is not None and self.original is not self.stream.states:
@@ -248,6 +262,10 @@ class _Visit:
                 self.original_after.write(start, output)
             if not leaders:
                 leaders = _with_one_input(here)
+                for slot, x in here.items():
+                    norm = norms.norm_of(x)
+                    if norm is not None:
+                        self.read_norms.setdefault(norm, []).append(slot)
             for slot, x in here.items():
                 leader = leaders.setdefault(slot, slot)
                 # Experts are reached by some of the text only, each by its own tokens.
@@ -304,29 +322,112 @@ class _Visit:
             inputs[module] = replace(inputs[module], hessian=together)
         return scarce
 
-    def _solve(self, inputs: Mapping[str, _Inputs], solving: Sequence[str]) -> dict[str, Solved]:
+    def _equalize(self, inputs: Mapping[str, _Inputs]) -> tuple[dict[str, Equalized], dict[str, Tensor]]:
+        """Norms with scales taken over, and those, fp32 [K], by the module that has them in its columns."""
+        equalized: dict[str, Equalized] = {}
+        scales: dict[str, Tensor] = {}
+        for norm, slots in self.read_norms.items():
+            tensor = self.stream.tensor_of(f"{self.name}.{norm}.weight")
+            modules = [module for slot in slots for module in self.places.modules(slot)]
+            if tensor is None or not all(self._may_scale(slot) for slot in slots):
+                continue
+            hessian = inputs[modules[0]].hessian
+            if hessian is None:
+                continue
+            weight = self.stream.checkpoint.read(tensor).to(self.quantizer.device)
+            weights = [self._values(module).float() for module in modules]
+            rounds = [partial(self._rounded, module) for module in modules]
+            divided = scaled_norm(weight, hessian, weights, rounds)
+            if divided is not None:
+                equalized[tensor] = Equalized(divided.cpu(), tuple(modules))
+                scales |= dict.fromkeys(modules, column_scales(weight, divided))
+        return (equalized, scales) if self._computes_the_same(equalized, scales) else ({}, {})
+
+    def _may_scale(self, slot: Slot) -> bool:
+        """Whether all of that parameter is one weight that is solved."""
+        linears = self.places.by_slot.get(slot, [])
+        whole = len(linears) == 1 and linears[0].expert is None and linears[0].rows is None
+        return whole and linears[0].module in self.wanted.solved and not linears[0].transposed
+
+    def _computes_the_same(self, equalized: Mapping[str, Equalized], scales: Mapping[str, Tensor]) -> bool:
+        """Whether the layer's outputs stay what they were, unrounded: a norm may be another than it looks."""
+        if not equalized:
+            return True
+        self.stream.place(self.name)
+        hidden = self.stream.hidden(0).float()
+        expected = self.stream.run(self.name, 0).float()
+        for tensor, norm in equalized.items():
+            self.stream.put(tensor, norm.weight)
+        for module, columns in scales.items():
+            scaled = self._values(module).float() * columns
+            self.stream.put(self.places.linears[module].tensor, scaled)
+        found = self.stream.run(self.name, 0).float()
+        self.stream.drop(self.name)
+        rounding = torch.finfo(self.stream.model.dtype).eps / 2 * expected.norm()
+        return bool((found - expected).norm() <= TOLERANCE * (expected - hidden).norm() + rounding)
+
+    def _values(self, module: str) -> Tensor:
+        """The weight [N, K] as the checkpoint has it. UserError where it holds a NaN or an infinity."""
+        linear = self.places.linears[module]
+        values = read_linear(self.stream.checkpoint, linear, 0, linear.n).to(self.quantizer.device)
+        refuse_non_finite(self.stream.checkpoint, linear.tensor, values)
+        return values
+
+    def _rounded(self, module: str, values: Tensor) -> Tensor:
+        return self._plain(module, values).weight.dequantize(torch.float32)
+
+    def _plain(self, module: str, values: Tensor) -> Quantized:
+        """Rounded by itself."""
+        spec = self.wanted.solved[module].spec
+        return QUANTIZERS[spec.name].quantize(values, spec, self.quantizer.scale_dtype, self._shared(module))
+
+    def _shared(self, module: str) -> dict[str, Tensor]:
+        return {name: t.to(self.quantizer.device) for name, t in self.shared.get(module, {}).items()}
+
+    def _solve(
+        self, inputs: Mapping[str, _Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
+    ) -> dict[str, Solved]:
+        """scales: fp32 [K] of the columns, by module, where a norm has taken them over"""
         solved: dict[str, Solved] = {}
-        curvatures: dict[tuple[int, int, int], Curvature] = {}
+        curvatures: dict[tuple[int, int, int, int], Curvature] = {}
         for module in solving:
             task, linear = self.wanted.solved[module], self.places.linears[module]
             corrector = QUANTIZERS[task.spec.name]
             if not isinstance(corrector, CorrectingQuantizer):
                 raise TypeError(f"{task.spec.name} cannot be solved on a text")
             hessian = inputs[module].hessian
+            cross = inputs[module].cross if self.wanted.corrects else None
+            columns = scales.get(module)
+            key = (id(hessian), id(columns), corrector.columns_together(task.spec), linear.k)
             if hessian is None:
                 hessian = torch.eye(linear.k, device=self.quantizer.device)
-            key = (id(inputs[module].hessian), corrector.columns_together(task.spec), linear.k)
             if key not in curvatures:
-                curvatures[key] = prepare(hessian, key[1])
-            values = read_linear(self.stream.checkpoint, linear, 0, linear.n).to(self.quantizer.device)
-            refuse_non_finite(self.stream.checkpoint, linear.tensor, values)
-            shared = {name: t.to(self.quantizer.device) for name, t in self.shared.get(module, {}).items()}
-            dtype = self.quantizer.scale_dtype
-            plain = corrector.quantize(values, task.spec, dtype, shared)
-            target = _target(values.float(), inputs[module].cross, curvatures[key])
-            better = corrector.correct(target, task.spec, dtype, shared, curvatures[key])
-            solved[module] = Solved.of(values.float(), target, plain, better, curvatures[key])
+                curvatures[key] = prepare(_divided(hessian, columns), key[2])
+            values = self._values(module)
+            unscaled, before = values, None
+            if columns is not None:
+                values = values.float() * columns
+                cross = None if cross is None else _divided(cross, columns)
+            target = _target(values.float(), cross, curvatures[key])
+            if columns is not None:
+                before = _share_of_output(self._rounded(module, unscaled), target / columns, hessian)
+            candidates = [self._plain(module, values)]
+            if self.wanted.corrects:
+                dtype, shared = self.quantizer.scale_dtype, self._shared(module)
+                candidates.append(corrector.correct(target, task.spec, dtype, shared, curvatures[key]))
+            solved[module] = Solved.of(values.float(), target, candidates, curvatures[key], before)
         return solved
+
+
+def _share_of_output(values: Tensor, target: Tensor, hessian: Tensor) -> float:
+    """The squared error of `values`' outputs, as a share of the square of `target`'s; fp32 [N, K] both."""
+    whole = energy(target, hessian)
+    return energy(values - target, hessian) / whole if whole else 0.0
+
+
+def _divided(sums: Tensor, columns: Tensor | None) -> Tensor:
+    """Sums over inputs [K, K] as they are where the inputs are divided by `columns` [K]."""
+    return sums if columns is None else sums / columns[:, None] / columns[None, :]
 
 
 def _target(weight: Tensor, cross: Tensor | None, curvature: Curvature) -> Tensor:

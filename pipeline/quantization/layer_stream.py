@@ -63,6 +63,24 @@ class LayerStream:
                 self.loader.place_plain(assignment)
         return self.layers[name]
 
+    def tensor_of(self, target: str) -> str | None:
+        """The checkpoint's tensor that is this parameter as it lies; None where there is no single one."""
+        return next(
+            (
+                one.names[0]
+                for one in self.assignments
+                if one.target == target and one.converter is None and len(one.names) == 1
+            ),
+            None,
+        )
+
+    def put(self, tensor: str, value: Tensor) -> None:
+        """`value` in the place of that tensor of the checkpoint, in a layer that has its weights."""
+        for assignment in self.assignments:
+            if assignment.names == [tensor]:
+                parameter = self.model.get_parameter(assignment.target)
+                parameter.data = value.to(parameter)
+
     def drop(self, name: str) -> None:
         """Give the layer's memory back."""
         for module in self.layers[name].modules():
@@ -76,7 +94,7 @@ class LayerStream:
 
         states: others than the stream's own
         """
-        hidden = self._hidden(start, states)
+        hidden = self.hidden(start, states)
         forward = self._forwards[name]
         return self._through(start, name, lambda _, *args, **kwargs: forward(hidden, *args, **kwargs))[0]
 
@@ -95,7 +113,7 @@ class LayerStream:
         """What the output projection gets, [n, T, hidden] each; after the last layer."""
         first = next(iter(self.layers))
         for start in self.starts():
-            hidden = self._hidden(start, states)
+            hidden = self.hidden(start, states)
             yield self._through(start, first, lambda _, *__, hidden=hidden, **___: hidden)[1]
 
     def predictions(self, hidden: Tensor) -> Tensor:
@@ -109,7 +127,8 @@ class LayerStream:
         finally:
             decoder.forward = forward
 
-    def _hidden(self, start: int, states: HiddenStates | None) -> Tensor:
+    def hidden(self, start: int, states: HiddenStates | None = None) -> Tensor:
+        """What the next layer gets of the sequences from `start` on: [n, T, hidden] on the device."""
         return (states or self.states).read(start, start + SEQUENCES_AT_ONCE).to(self.device)
 
     def empty_states(self) -> HiddenStates:

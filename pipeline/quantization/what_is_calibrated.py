@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from ...layouts.errors import UserError
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import WeightFormat
-from ..recipe import GPTQ, Recipe
+from ..recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
 from .all_quantizers import QUANTIZERS
 from .calibration import Found, Wanted
 from .calibration_text import SELF
 from .linear_weights import EMBEDDING
-from .quantizer import CalibratingQuantizer, CorrectingQuantizer, WeighingQuantizer
+from .quantizer import CalibratingQuantizer, CorrectingQuantizer, SharingQuantizer, WeighingQuantizer
 from .tasks import WeightTask
 
 
@@ -42,16 +42,25 @@ def what_is_wanted(recipe: Recipe, tasks: Sequence[WeightTask]) -> Wanted:
         module, quantizer = task.linear.module, QUANTIZERS[task.spec.name]
         if calibrator(task.spec) is not None:
             largest.add(module)
-        if recipe.method == GPTQ:
-            if not isinstance(quantizer, CorrectingQuantizer):
+        if recipe.method != DATA_FREE:
+            # Tensors that weights share are found before any of them is scaled.
+            shares = recipe.method != GPTQ and isinstance(quantizer, SharingQuantizer)
+            if shares or not isinstance(quantizer, CorrectingQuantizer):
                 raise UserError(
-                    f"{module}: {task.spec.label} has no method {GPTQ!r}; leave `method` out of the recipe"
+                    f"{module}: {task.spec.label} has no method {recipe.method!r}; "
+                    + ("`gptq` it has" if shares else "leave `method` out of the recipe")
                 )
             quantizer.columns_together(task.spec)
             solved[module] = task
         elif isinstance(quantizer, WeighingQuantizer):
             squares.add(module)
-    return Wanted(frozenset(largest), frozenset(squares), solved)
+    return Wanted(
+        frozenset(largest),
+        frozenset(squares),
+        solved,
+        corrects=recipe.method in (GPTQ, AWQ_GPTQ),
+        equalizes=recipe.method in (AWQ, AWQ_GPTQ),
+    )
 
 
 def input_formats(tasks: Sequence[WeightTask], found: Found) -> dict[str, InputFormat]:

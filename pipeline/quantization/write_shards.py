@@ -15,11 +15,11 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv_format import KVScales
 from ...layouts.outside_names import parent_leads_out
-from ..artifact import FileRecord, sha256_of
+from ..artifact import SCALED_BY, FileRecord, sha256_of
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
-from .calibrated_layer import Solved
+from .calibrated_layer import Equalized, Solved
 from .job import QuantizeJob
 from .progress import byte_bar
 from .ranks import Ranks
@@ -42,6 +42,12 @@ class Known:
     solved: Mapping[str, Solved]
     kv_scales: Mapping[str, Tensor]
     """By the tensor's name in the checkpoint, not by module."""
+    equalized: Mapping[str, Equalized]
+    """By the norm's tensor."""
+
+    def norm_of(self, module: str) -> str | None:
+        """The norm that has taken over scales of the module's columns."""
+        return next((name for name, one in self.equalized.items() if module in one.modules), None)
 
 
 def divide_into_shards(
@@ -124,6 +130,9 @@ def _carry_out(
 ) -> dict[str, dict[str, Any]]:
     """Write one task's tensors; what was measured on a quantized module, by its name."""
     checkpoint, linear = job.checkpoint, task.linear
+    if linear is None and task.tensor in known.equalized:
+        writer.add(task.tensor, known.equalized[task.tensor].weight)
+        return {}
     if linear is None:
         info = checkpoint.tensors[task.tensor]
         dtype, chunks = read_kept(checkpoint, info)
@@ -150,6 +159,9 @@ def _carry_out(
         "squared_error": rounded(quantized.squared_error),
         "squared_norm": rounded(quantized.squared_norm),
     }
+    norm = known.norm_of(linear.module)
+    if norm is not None:
+        measured[SCALED_BY] = norm
     if solved is not None:
         measured["output_error"] = {
             "data_free": rounded(solved.before),

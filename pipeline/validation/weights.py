@@ -23,6 +23,7 @@ from ..checkpoints.safetensors_file import TensorInfo
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import SCALE as KV_SCALE
+from ..quantization.equalization import column_scales
 from ..quantization.linear_weights import ROUTER, LinearWeight, find_linear_weights
 from ..quantization.weight_tensors import read_linear
 
@@ -51,7 +52,7 @@ def compare_weights(
         return None
     stored = convention_of(artifact).modules(artifact)
     recorded = manifest.module_errors() if manifest else {}
-    comparison = _Comparison(artifact, baseline, device)
+    comparison = _Comparison(artifact, baseline, device, manifest.scaled_modules() if manifest else {})
     total = sum(math.prod(weight.shape) for weight in stored.values()) + comparison.kept_numbers(stored)
     with tqdm(
         total=total, desc="weights", unit="w", unit_scale=True, disable=None if progress else True
@@ -93,6 +94,8 @@ class _Comparison:
     artifact: Checkpoint
     baseline: Checkpoint
     device: str
+    scaled: Mapping[str, str]
+    """The norms that have taken over scales, by module: held to the errors of those that read them."""
     kept: int = 0
     changed: list[ChangedTensor] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -122,15 +125,28 @@ class _Comparison:
         self._seen.add(source.tensor)
         if source.role == ROUTER:
             self.routers.append(weight.module)
-        value = weight.read()
+        value, columns = weight.read(), self._columns(weight.module)
         error = norm = 0.0
         for start, stop in _row_blocks(source.n, source.k):
             original = read_linear(self.baseline, source, start, stop).to(self.device).float()
+            if columns is not None:
+                original *= columns
             difference = _rows_of(value, start, stop, self.device) - original
             # Sums of squares in fp32 along rows of some thousand numbers, in fp64 over the rows.
             error += difference.square_().sum(1).double().sum().item()
             norm += original.square_().sum(1).double().sum().item()
         return math.sqrt(error / norm) if norm else math.sqrt(error)
+
+    def _columns(self, module: str) -> Tensor | None:
+        """fp32 [K], by which the module's columns were multiplied; None where they were not.
+
+        A norm that was exchanged or damaged gives others, and its modules another error than is recorded.
+        """
+        norm = self.scaled.get(module)
+        if norm is None or norm not in self.artifact.tensors or norm not in self.baseline.tensors:
+            return None
+        old, new = (one.read(norm).to(self.device) for one in (self.baseline, self.artifact))
+        return column_scales(old, new) if old.shape == new.shape else None
 
     def compare_kept(self, name: str) -> None:
         """Hold one unquantized tensor against the baseline's of that name, or the rows it was cut from."""
@@ -154,6 +170,8 @@ class _Comparison:
             differing += int((~same).any(1).sum())
             total += len(ours)
         self.kept += 1
+        if name in self.scaled.values():
+            differing = 0
         dtype_changed = source is None and not self._same_dtype(name, info)
         if differing or dtype_changed:
             self.changed.append(ChangedTensor(name, differing, total))

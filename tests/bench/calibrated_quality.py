@@ -40,6 +40,8 @@ AWQ_SEQUENCES = 128
 OURS: dict[str, dict[str, Any]] = {
     "int4-hqq": {"recipe": "int4-hqq"},
     "int4-gptq": {"recipe": "int4-gptq", "calibration": "text"},
+    "int4-awq": {"recipe": "int4-awq", "calibration": "text"},
+    "int4-awq-gptq": {"recipe": "int4-awq-gptq", "calibration": "text"},
     "int4-gptq, self": {"recipe": "int4-gptq", "calibration": "self"},
     "int4-gptq, 4.5 bits": {"recipe": "int4-gptq", "calibration": "text", "target_bits": 4.5},
     "nvfp4": {"recipe": "nvfp4"},

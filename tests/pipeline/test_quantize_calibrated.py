@@ -18,7 +18,7 @@ from scalegate.pipeline.quantization import calibration, calibration_text, hidde
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.recipe import GPTQ, Recipe, load_recipe
+from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RECIPE = Recipe("gptq", spec=Int4(64), method=GPTQ)
@@ -90,7 +90,12 @@ def test_the_model_s_outputs_are_nearer(
 
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPE, Recipe("w4a4", spec=NVFP4(activations=True), method=GPTQ), Recipe("iq2", spec=IQ2XXS())],
+    [
+        RECIPE,
+        Recipe("awq", spec=Int4(64), method=AWQ_GPTQ),
+        Recipe("w4a4", spec=NVFP4(activations=True), method=GPTQ),
+        Recipe("iq2", spec=IQ2XXS()),
+    ],
     ids=lambda recipe: recipe.name,
 )
 def test_killed_in_any_layer_the_artifact_is_the_same(
@@ -205,7 +210,7 @@ def test_a_method_that_a_format_does_not_have_is_refused(example_checkpoint: Pat
         recipe = Recipe("iq2", spec=IQ2XXS(), method=GPTQ, include=("*.q_proj",))
         make(example_checkpoint, recipe, tmp_path / "o", None)
     (tmp_path / "wrong.yaml").write_text("format: int4\nmethod: magic\n")
-    with pytest.raises(UserError, match=r"line 2: `method` is one of data-free, gptq; not 'magic'"):
+    with pytest.raises(UserError, match=r"line 2: `method` is one of data-free, gptq, awq, awq-gptq; not 'magic'"):
         load_recipe(tmp_path / "wrong.yaml")
 
 

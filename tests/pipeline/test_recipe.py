@@ -37,7 +37,7 @@ def message(call, *arguments: object) -> str:
 def test_the_shipped_recipes_are_what_their_names_say() -> None:
     specs = {name: load_recipe(name).spec for name in shipped_recipes()}
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
-    int4 |= {"int4-gptq": Int4(128)}
+    int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq")}
     assert specs == int4 | {
         "nvfp4": NVFP4(),
         "nvfp4-gptq": NVFP4(),

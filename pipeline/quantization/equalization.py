@@ -1,0 +1,102 @@
+"""Equalization (AWQ: Lin et al. 2023, arXiv 2306.00978): inputs that are large get finer weights.
+
+The columns of a group share a scale, so rounding errs alike on all of them, and most where inputs are large.
+Column k of the weights that read a norm's output is multiplied by s[k], and the norm's own weight divided by
+it: before rounding the model computes the same. Here s is a power of the inputs' root mean square, and the
+exponent the one under which the rounded weights' outputs suffer least. Not for inputs that come from
+elsewhere than a norm, nor for those that an unquantized module, such as a router, reads as well.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+EXPONENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+LEAST_INPUT = 1e-3
+"""Of the largest root mean square: no input counts as smaller, and none is scaled up without end."""
+TOLERANCE = 0.02
+"""Distance of what a layer adds once scales are folded in, relative: what bf16 leaves of an identity."""
+
+Round = Callable[[Tensor], Tensor]
+"""fp32 [N, K] to the nearest that a format offers."""
+
+
+class NormOutputs:
+    """While open, remembers what a layer's norms gave last: which of them made a given tensor.
+
+    A norm is a module whose one parameter is a `weight` of one dimension.
+    """
+
+    def __init__(self, layer: nn.Module):
+        self._outputs: dict[str, Tensor] = {}
+        self._hooks = [
+            module.register_forward_hook(self._remember(name))
+            for name, module in layer.named_modules()
+            if [(leaf, one.dim()) for leaf, one in module._parameters.items() if one is not None]
+            == [("weight", 1)]
+        ]
+
+    def __enter__(self) -> "NormOutputs":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def norm_of(self, x: Tensor) -> str | None:
+        """The norm within the layer whose output `x` is; it is kept, so no other tensor has its address."""
+        return next(
+            (
+                name
+                for name, output in self._outputs.items()
+                if output.data_ptr() == x.data_ptr() and output.shape == x.shape
+            ),
+            None,
+        )
+
+    def _remember(self, name: str) -> Callable[[nn.Module, tuple, Tensor], None]:
+        def remember(_: nn.Module, __: tuple, output: Tensor) -> None:
+            self._outputs[name] = output
+
+        return remember
+
+
+def scaled_norm(
+    norm: Tensor, hessian: Tensor, weights: Sequence[Tensor], rounds: Sequence[Round]
+) -> Tensor | None:
+    """The norm's weight [K] divided by the best scales, in its own dtype; None where rounding gains nothing.
+
+    hessian: fp32 [K, K], the sum of x xᵀ over the norm's outputs
+    weights: fp32 [N, K] each, those that read them; rounds: how each is rounded
+    """
+    size = hessian.diagonal().clamp(min=0).sqrt()
+    if not size.max() > 0:
+        return None
+    size = size.clamp(min=LEAST_INPUT * float(size.max()))
+
+    def loss(columns: Tensor) -> float:
+        return sum(
+            energy(one_round(weight * columns) / columns - weight, hessian)
+            for weight, one_round in zip(weights, rounds, strict=True)
+        )
+
+    least, best = loss(torch.ones_like(size)), None
+    for exponent in EXPONENTS:
+        scale = size**exponent
+        divided = (norm.float() / (scale / (scale.max() * scale.min()).sqrt())).to(norm.dtype)
+        found = loss(column_scales(norm, divided))
+        if found < least:
+            least, best = found, divided
+    return best
+
+
+def column_scales(norm: Tensor, divided: Tensor) -> Tensor:
+    """fp32 [K]: what columns are multiplied by where a norm's weight [K] became `divided`, as rounded."""
+    old, new = norm.float(), divided.float()
+    return torch.where(new == 0, 1.0, old / torch.where(new == 0, 1.0, new))
+
+
+def energy(rows: Tensor, hessian: Tensor) -> float:
+    """The sum over rows r [N, K] of r H rᵀ."""
+    return float(((rows @ hessian) * rows).sum(dtype=torch.float64))
