@@ -52,8 +52,8 @@ def command(
     It reads and writes shard by shard. Interrupted, the same command takes it up where it stopped.
 
     \b
-    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, int4-gptq, nvfp4, nvfp4-gptq, nvfp4-w4a4,
-    iq2-xxs, or your own.
+    Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, int4-gptq, int4-awq,
+    int4-awq-gptq, nvfp4, nvfp4-gptq, nvfp4-w4a4, iq2-xxs, or your own.
 
     \b
     Examples:
