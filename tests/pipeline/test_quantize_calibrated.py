@@ -210,7 +210,9 @@ def test_a_method_that_a_format_does_not_have_is_refused(example_checkpoint: Pat
         recipe = Recipe("iq2", spec=IQ2XXS(), method=GPTQ, include=("*.q_proj",))
         make(example_checkpoint, recipe, tmp_path / "o", None)
     (tmp_path / "wrong.yaml").write_text("format: int4\nmethod: magic\n")
-    with pytest.raises(UserError, match=r"line 2: `method` is one of data-free, gptq, awq, awq-gptq; not 'magic'"):
+    with pytest.raises(
+        UserError, match=r"line 2: `method` is one of data-free, gptq, awq, awq-gptq; not 'magic'"
+    ):
         load_recipe(tmp_path / "wrong.yaml")
 
 
