@@ -18,8 +18,6 @@ from scalegate.serving_check.engines.engine import ENGINES, Availability, CardCo
 from scalegate.serving_check.engines.ready_line import ready_line
 from scalegate.serving_check.engines.series import Series
 
-pytestmark = pytest.mark.alone
-
 RENAMED = {
     "vllm:num_requests_running": "toy_active",
     "vllm:num_requests_waiting": "toy_queued",
@@ -68,7 +66,18 @@ def pipeline(*words: object, plugin: bool = True) -> subprocess.CompletedProcess
 @pytest.fixture(scope="module")
 def verdict(example_checkpoint: Path) -> dict:
     words = [example_checkpoint, "--baseline", example_checkpoint, "--engine", "toy", "--m", "2", "--json"]
-    words += ["--input-len", 16, "--output-len", 8, "--quality-tokens", 1024, "--floor", 0.05]
+    words += [
+        "--input-len",
+        16,
+        "--output-len",
+        8,
+        "--quality-tokens",
+        1024,
+        "--floor",
+        0.05,
+        "--max-repeats",
+        60,
+    ]
     result = pipeline("validate", *words, "--device", "cpu")
     assert result.returncode in (0, 1, 2) and result.stdout, result.stderr
     return json.loads(result.stdout)

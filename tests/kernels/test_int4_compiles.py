@@ -15,6 +15,8 @@ INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in til
 STREAM_K = list(stream_k_config.TILES)
 STREAM_K_AND_TAILS = [*((tile, False) for tile in STREAM_K), (stream_k_config.TILE_256X64, True)]
 SEQUENTIAL = list(invariant_config.SEQUENTIAL_TILES)
+FORMS = [(32, True, False), (64, False, True), (128, True, True)]
+"""(group size, fractional zero points, float16): every branch of the decoder."""
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|PRMT)\b")
 
 
@@ -69,12 +71,16 @@ def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
 
 
 @pytest.mark.parametrize(
-    ("tile", "tails"),
-    [(INVARIANT[1], False), STREAM_K_AND_TAILS[0], *STREAM_K_AND_TAILS[-4:-2], STREAM_K_AND_TAILS[-1]],
-    ids=form_of,
-)
-@pytest.mark.parametrize(
-    ("group_size", "fractional", "half"), [(64, False, True), (32, True, False), (128, True, True)]
+    ("tile", "tails", "group_size", "fractional", "half"),
+    [
+        # Every form in the tile of most registers, which spills first; that of most scales in the others.
+        *((stream_k_config.TILE_256X64, True, *form) for form in FORMS),
+        *(
+            (*tile, *FORMS[0])
+            for tile in [(INVARIANT[1], False), STREAM_K_AND_TAILS[0], *STREAM_K_AND_TAILS[-4:-2]]
+        ),
+    ],
+    ids=lambda one: name_of(one) if hasattr(one, "ctas_per_sm") else None,
 )
 def test_every_form_of_the_weight_compiles_without_spills(
     tile, tails, group_size, fractional, half, tmp_path

@@ -187,7 +187,9 @@ def test_a_port_in_use(checkpoint):
 
 
 def test_m_beyond_capacity(checkpoint, tmp_path):
-    message = refusal("validate", checkpoint, "--baseline", checkpoint, "--m", "1,100000")
+    message = refusal(
+        "validate", checkpoint, "--baseline", checkpoint, "--m", "1,100000", "--quality-tokens", 1024
+    )
     assert "100000" in message
 
 

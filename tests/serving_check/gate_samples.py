@@ -18,9 +18,10 @@ from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import Subject, Verdict
 from scalegate.serving_check.workload import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
-ARTIFACT = Endpoint("http://artifact", "artifact")
-BASELINE = Endpoint("http://baseline", "baseline")
-RIVAL = Endpoint("http://rival", "rival")
+# Ports that refuse at once: a name that no server knows is looked for during seconds.
+ARTIFACT = Endpoint("http://127.0.0.1:1", "artifact")
+BASELINE = Endpoint("http://127.0.0.1:2", "baseline")
+RIVAL = Endpoint("http://127.0.0.1:3", "rival")
 _UP = tuple(
     ModuleError(f"model.layers.{i}.mlp.up_proj", 0.095 + 0.001 * i, 0.095 + 0.001 * i) for i in range(4)
 )

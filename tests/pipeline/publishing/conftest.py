@@ -1,7 +1,6 @@
 """A fake Hub, a small artifact that has passed, and a way to run the real command against the two."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_hub import FakeHub
+from forked_pipeline import Finished, ForkedCommand
 from passed_artifact import make_artifact
 
-COMMAND = [sys.executable, "-P", "-m", "scalegate.pipeline"]
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH")
 
 
@@ -33,25 +32,20 @@ class Pipeline:
 
     def __init__(self, home: Path):
         self.home = home
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[ForkedCommand] = []
 
-    def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: object, **environment: str) -> ForkedCommand:
         inherited = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
-        process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            env=inherited | {"HF_HOME": str(self.home)} | environment,
-            cwd=self.home,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
+        inherited |= {"HF_HOME": str(self.home)} | environment
+        output = self.home / f"command-{len(self.started)}"
+        command = ForkedCommand([*map(str, arguments)], inherited, self.home, output)
+        self.started.append(command)
+        return command
 
-    def __call__(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        stdout, stderr = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    def __call__(self, *arguments: object, **environment: str) -> Finished:
+        command = self.start(*arguments, **environment)
+        stdout, stderr = command.communicate()
+        return Finished(command.returncode, stdout, stderr)
 
 
 @pytest.fixture

@@ -12,18 +12,19 @@ from passed_artifact import edit_json, give_verdict, passing_verdict
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline import release as release_module
 from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.release import command
+from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
 from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.release import release
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.record import judged_again
+from scalegate.serving_check.record import judged_again, read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 PATIENT = """
-format: int4
-group_size: 32
+format: nvfp4
 throughput_floor: 0.02
 max_tpot_ratio: 1000
 max_ttft_ratio: 1000
@@ -36,6 +37,8 @@ least_quality_tokens: 1000
 """
 
 OPTIONS = {"m": (1, 4, 32), "device": "cpu"}
+NO_NEW_SERVERS = ["--max-repeats", 60]
+"""Too few blocks for servers to be started anew for groups of them, which takes minutes on a busy machine."""
 
 
 @pytest.fixture
@@ -254,15 +257,15 @@ def test_another_recipe_of_the_same_name_is_not_taken_for_the_finished_one(run, 
 def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     hub, pipeline, tmp_path, example_checkpoint
 ):
-    """The whole command with its real gate, under bounds that any machine under any load reaches."""
+    """The whole command with its real gate, in NVFP4, under bounds that any machine reaches."""
     files = {path.name: path.read_bytes() for path in example_checkpoint.iterdir()}
     files["README.md"] = b"---\nlicense: psf-2.0\nlanguage: [code]\ntags: [tiny]\n---\n# base\n"
     base = hub.add_repo("maker/base", files)
     recipe = tmp_path / "patient.yaml"
     recipe.write_text(PATIENT)
-    arguments = ["release", "maker/base", "--recipe", recipe, "--to", "org/base-INT4", "--device", "cpu"]
+    arguments = ["release", "maker/base", "--recipe", recipe, "--to", "org/base-NVFP4", "--device", "cpu"]
     arguments += ["--work", tmp_path / "work", "--m", "1,2", "--input-len", 16, "--output-len", 8]
-    arguments += ["--quality-tokens", 1024]
+    arguments += ["--quality-tokens", 1024, *NO_NEW_SERVERS]
     process = pipeline.start(*arguments, **hub.environment())
 
     def kill(request: Request) -> None:
@@ -273,21 +276,30 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     hub.half_way = kill
     _, stderr = process.communicate()
     assert process.returncode == -9, stderr
-    assert hub.visible_files("org/base-INT4") == []
+    assert hub.visible_files("org/base-NVFP4") == []
 
     hub.half_way = lambda request: None
     result = pipeline(*arguments, "--json", **hub.environment())
     assert result.returncode == 0, result.stderr
     stages = json.loads(result.stdout)["stages"]
     assert [stage["name"] for stage in stages if stage["skipped"]] == ["quantize", "layout", "validate"]
-    released = hub.repos["org/base-INT4"].history()[0].files
+    released = hub.repos["org/base-NVFP4"].history()[0].files
     assert {"model.safetensors", "tokenizer.json", "serving_check/throughput.png"} <= set(released)
     card = released["README.md"].content.decode()
     assert "license: psf-2.0" in card and "base_model: maker/base" in card
     assert f"--revision {base.history()[0].oid} --recipe patient.yaml --m 1,2" in card
+    assert "zp" not in card, "NVFP4 has no zero points"
     assert "throughput floor: 0.02" in card and "max ttft ratio: 1000" in card
     assert "least largest m 2 (the policy says 32)" in card
-    verified = pipeline("verify", "org/base-INT4", "--json", **hub.environment())
+    verified = pipeline("verify", "org/base-NVFP4", "--json", **hub.environment())
     assert verified.returncode == 0, verified.stdout + verified.stderr
     found = json.loads(verified.stdout)
     assert {one["name"] for one in found["findings"] if one["holds"] != "yes"} == {"signature"}
+
+    artifact = tmp_path / "work" / "base-patient"
+    verdict = read_verdict(artifact / "serving_check.json")
+    assert next(check for check in verdict.checks if check.name == "loads").measured.startswith(
+        "28 of 29 linear layers quantized"
+    )
+    stored = compressed_tensors.modules(open_checkpoint(artifact))
+    assert {module.spec.name for module in stored.values()} == {"nvfp4"}

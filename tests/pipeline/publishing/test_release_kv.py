@@ -1,12 +1,9 @@
-"""A release of keys and values alone through the real gate, on the CPU."""
+"""A release of keys and values alone through the real gate: the control of `zoo/test_kvarn_replays.py`."""
 
 from pathlib import Path
 
-import pytest
 from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.release import release
-
-pytestmark = pytest.mark.alone
 
 # Pages of 64 tokens, so that some are coded; how fast a CPU reads them is not what is tested.
 RECIPE = """
@@ -21,7 +18,7 @@ least_output_len: 32
 least_quality_tokens: 1000
 """
 TOO_SLOW = {"throughput", "latency", "stalls"}
-LOAD = {"m": (1, 4), "input_len": 160, "output_len": 32, "quality_tokens": 2048}
+LOAD = {"m": (1, 4), "input_len": 160, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
 
 
 def test_it_is_served_so_and_judged(example_checkpoint: Path, tmp_path: Path):

@@ -1,0 +1,65 @@
+"""Commands in processes of their own that need not import torch again: each is a fork of one that has.
+
+What reads the environment when it is imported, as the Hub client does, is imported by the command itself.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+FORKS = multiprocessing.get_context("forkserver")
+# `scalegate.pipeline` sets OpenMP's threads, which has to come before torch.
+FORKS.set_forkserver_preload(["scalegate.pipeline", "torch", "scalegate.pipeline.examination"])
+
+
+def run_command(words: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
+    """`pipeline WORDS` in this process, its output in `output`.out and `output`.err."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for descriptor, suffix in ((1, ".out"), (2, ".err")):
+        with open(output.with_suffix(suffix), "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    assert "huggingface_hub" not in sys.modules, "it would not see HF_ENDPOINT"
+    from scalegate.pipeline.cli.main import main
+
+    main(words, prog_name="pipeline")
+
+
+class Finished(NamedTuple):
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+class ForkedCommand:
+    """One command that runs, with what `subprocess.Popen` has of use."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], folder: Path, output: Path):
+        self._output = output
+        self._process = FORKS.Process(target=run_command, args=(words, environment, folder, output))
+        self._process.start()
+        self._ending = threading.Lock()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """From any thread: the exit status comes through a pipe, which only one of them may read."""
+        with self._ending:
+            self._process.join(timeout)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """(standard output, standard error) once it has ended."""
+        self.wait(timeout)
+        out, err = (
+            self._output.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".out", ".err")
+        )
+        return out, err
