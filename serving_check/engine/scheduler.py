@@ -171,10 +171,11 @@ class Scheduler:
         return chunks
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        """Room for all its tokens and a page for each running one: admitting must not preempt at once."""
+        """Room for all its tokens, and a page for each running one that may grow, lest it preempt at once."""
         if self.suspects and self._must_wait_for_another(sequence):
             return False
-        needed = self.pool.pages_for(sequence.length) + len(self.running)
+        growing = sum(len(one.pages) < self.pool.pages_for(one.max_len) for one in self.running)
+        needed = self.pool.pages_for(sequence.length) + growing
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
 
     def _must_wait_for_another(self, sequence: Sequence) -> bool:

@@ -133,6 +133,15 @@ def test_tokens_equal_generate_batched_alone_and_preempted(architecture: str):
     assert engine.pool.free_pages == engine.pool.num_pages
 
 
+def test_a_pool_of_whole_contexts_runs_them_all_at_once():
+    model, count, prompt, output, page = lively_model(ARCHITECTURES["qwen3"]), 6, 80, 16, 16
+    pool = {"kv_cache_tokens": count * (prompt + output), "page_size": page, "max_model_len": prompt + output}
+    engine = Engine(model, EngineOptions(max_num_seqs=count, prefill_chunk=40, **pool), frozenset())
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    engine.generate([[3 + index] * prompt for index in range(count)], params)
+    assert max(engine.stats().running_by_step) == count and engine.stats().preemptions == 0
+
+
 def test_the_window_matters_so_ignoring_it_would_be_noticed():
     config = ARCHITECTURES["mistral with a sliding window"]
     model = lively_model(config)
