@@ -13,64 +13,90 @@ import triton.language as tl
 from torch import Tensor
 
 from .kvarn import ITERATIONS, KVarNTile
-from .turn import held_at, is_decoding
+from .turn import held_at
+
+REGISTERS = 128
+"""Of a thread, which has 64 values of the tile: two programs share an SM."""
+REQUESTS = 8
+"""That one program looks at: without a page due, a launch takes as long as its programs take to start."""
 
 
 @triton.jit
-def _std(x, AXIS: tl.constexpr, COUNT: tl.constexpr):
+def _add_both(sum_a, squares_a, sum_b, squares_b):
+    return sum_a + sum_b, squares_a + squares_b
+
+
+@triton.jit
+def _both_ends(largest_a, least_a, largest_b, least_b):
+    return tl.maximum(largest_a, largest_b), tl.minimum(least_a, least_b)
+
+
+@triton.jit
+def _variance(x, AXIS: tl.constexpr, COUNT: tl.constexpr):
     """Of x [G, D] along an axis of COUNT values."""
-    mean = tl.sum(x, axis=AXIS) / COUNT
-    variance = (tl.sum(x * x, axis=AXIS) - mean * mean * COUNT) / (COUNT - 1)
-    return tl.sqrt(tl.maximum(variance, 0.0))
+    total, squares = tl.reduce((x, x * x), AXIS, _add_both)
+    mean = total / COUNT
+    return tl.maximum((squares - mean * mean * COUNT) / (COUNT - 1), 0.0)
 
 
 @triton.jit
-def _further(log, std):
-    log += tl.log(tl.minimum(tl.maximum(std, 1e-3), 1e3))
-    return tl.minimum(tl.maximum(log, -0.3), 10.0)
+def _evened(inverse, variance):
+    """Inverse scales a turn further, and the inverse deviations under them, of vectors that vary so unscaled.
+
+    Bounds: deviations from 1e-3 to 1e3, scales from e^-0.3 to e^10.
+    """
+    inverse *= tl.minimum(tl.maximum(tl.rsqrt(variance * inverse * inverse), 1e-3), 1e3)
+    inverse = tl.minimum(tl.maximum(inverse, 4.5399929762484854e-05), 1.3498588075760032)
+    return inverse, tl.rsqrt(variance * inverse * inverse)
 
 
 @triton.jit
-def _spread(std):
-    return tl.max(std, axis=0) / tl.maximum(tl.min(std, axis=0), 1e-8)
+def _spread(inverse_std):
+    largest, least = tl.reduce((inverse_std, inverse_std), 0, _both_ends)
+    return tl.minimum(largest, 1e8) / least
 
 
 @triton.jit
 def _normalize(
     tile, KEYS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr
 ):
-    """Scales [G] of tokens and [D] of channels; columns, which are tokens of keys, go first in each turn."""
-    of_token = tl.zeros([GROUP_SIZE], tl.float32)
-    of_channel = tl.zeros([DIM], tl.float32)
+    """Inverse scales [G] of tokens and [D] of channels; columns, tokens of keys, go first in each turn.
+
+    A vector's own scale multiplies its deviation, so that a turn goes over the tile twice, not four times;
+    products of inverses, where the paper adds logs, since those take more instructions than the tile does.
+    """
+    of_token = tl.full([GROUP_SIZE], 1.0, tl.float32)
+    of_channel = tl.full([DIM], 1.0, tl.float32)
     best_token, best_channel = of_token, of_channel
-    token_std = _std(tile, 1, DIM)
-    channel_std = _std(tile, 0, GROUP_SIZE)
-    least = _spread(token_std) + _spread(channel_std)
+    token_variance = _variance(tile, 1, DIM)
+    channel_variance = _variance(tile, 0, GROUP_SIZE)
+    least = _spread(tl.rsqrt(token_variance)) + _spread(tl.rsqrt(channel_variance))
     for _ in range(ITERATIONS):
         if KEYS:
-            of_token = _further(of_token, token_std)
-            scaled = tile * tl.exp(-of_channel)[None, :] * tl.exp(-of_token)[:, None]
-            of_channel = _further(of_channel, _std(scaled, 0, GROUP_SIZE))
+            of_token, _unused = _evened(of_token, token_variance)
+            channel_variance = _variance(tile * of_token[:, None], 0, GROUP_SIZE)
+            of_channel, channel_std = _evened(of_channel, channel_variance)
+            token_variance = _variance(tile * of_channel[None, :], 1, DIM)
+            token_std = tl.rsqrt(token_variance * of_token * of_token)
         else:
-            of_channel = _further(of_channel, channel_std)
-            scaled = tile * tl.exp(-of_token)[:, None] * tl.exp(-of_channel)[None, :]
-            of_token = _further(of_token, _std(scaled, 1, DIM))
-        scaled = tile * tl.exp(-of_channel)[None, :] * tl.exp(-of_token)[:, None]
-        token_std = _std(scaled, 1, DIM)
-        channel_std = _std(scaled, 0, GROUP_SIZE)
+            of_channel, _unused = _evened(of_channel, channel_variance)
+            token_variance = _variance(tile * of_channel[None, :], 1, DIM)
+            of_token, token_std = _evened(of_token, token_variance)
+            channel_variance = _variance(tile * of_token[:, None], 0, GROUP_SIZE)
+            channel_std = tl.rsqrt(channel_variance * of_channel * of_channel)
         imbalance = _spread(token_std) + _spread(channel_std)
         better = imbalance <= least
         best_token = tl.where(better, of_token, best_token)
         best_channel = tl.where(better, of_channel, best_channel)
         least = tl.minimum(least, imbalance)
-    return tl.exp(best_token), tl.exp(best_channel)
+    return best_token, best_channel
 
 
 @triton.jit
-def _codes(offset, step, BITS: tl.constexpr):
+def _codes(offset, per_step, BITS: tl.constexpr):
     """Rounded half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
-    rounded = (offset / step + 12582912.0) - 12582912.0
-    return tl.minimum(tl.maximum(rounded, 0.0), (1 << BITS) - 1).to(tl.int32)
+    rounded = tl.minimum(tl.maximum(offset * per_step, 0.0), (1 << BITS) - 1) + 12582912.0
+    return rounded.to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -83,17 +109,17 @@ def _write_keys(
     token = tl.arange(0, GROUP_SIZE)
     channels_ptr += at * 3 * DIM + tl.arange(0, DIM)
     by_token, by_channel = _normalize(tile, True, GROUP_SIZE, DIM, ITERATIONS)
-    normal = tile / by_channel[None, :] / by_token[:, None]
-    zero = tl.min(normal, axis=0)
-    step = tl.maximum((tl.max(normal, axis=0) - zero) / 15.0, 1e-6)
-    codes = _codes(normal - zero[None, :], step[None, :], 4)
+    normal = tile * by_channel[None, :] * by_token[:, None]
+    largest, zero = tl.reduce((normal, normal), 0, _both_ends)
+    step = tl.maximum((largest - zero) / 15.0, 1e-6)
+    codes = _codes(normal - zero[None, :], (1.0 / step)[None, :], 4)
     shift = tl.arange(0, 4) * 4
     words = tl.sum(tl.reshape(codes, [GROUP_SIZE, 4, WIDTH]) << shift[None, :, None], axis=1)
     where = (at * GROUP_SIZE + token)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(words_ptr + where, words.to(tl.int16))
-    tl.store(channels_ptr, (step * by_channel).to(tl.float16))
-    tl.store(channels_ptr + DIM, (zero * by_channel).to(tl.float16))
-    tl.store(tokens_ptr + at * 3 * GROUP_SIZE + token, by_token.to(tl.float16))
+    tl.store(channels_ptr, (step / by_channel).to(tl.float16))
+    tl.store(channels_ptr + DIM, (zero / by_channel).to(tl.float16))
+    tl.store(tokens_ptr + at * 3 * GROUP_SIZE + token, (1.0 / by_token).to(tl.float16))
 
 
 @triton.jit
@@ -107,19 +133,20 @@ def _write_values(
     ROWS: tl.constexpr = GROUP_SIZE // HALVES
     tokens_ptr += at * 3 * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
     by_token, by_channel = _normalize(tile, False, GROUP_SIZE, DIM, ITERATIONS)
-    normal = tile / by_token[:, None] / by_channel[None, :]
-    zero = tl.min(normal, axis=1)
-    step = tl.maximum((tl.max(normal, axis=1) - zero) / ((1 << BITS) - 1), 1e-6)
-    codes = _codes(normal - zero[:, None], step[:, None], BITS)
+    normal = tile * by_token[:, None] * by_channel[None, :]
+    largest, zero = tl.reduce((normal, normal), 1, _both_ends)
+    step = tl.maximum((largest - zero) / ((1 << BITS) - 1), 1e-6)
+    codes = _codes(normal - zero[:, None], (1.0 / step)[:, None], BITS)
     shift = tl.arange(0, 4) * BITS
     slices = tl.sum(tl.reshape(codes, [GROUP_SIZE, 4, WIDTH]) << shift[None, :, None], axis=1)
     half = tl.arange(0, HALVES) * (4 * BITS)
     words = tl.sum(tl.reshape(slices, [HALVES, ROWS, WIDTH]) << half[:, None, None], axis=0)
     where = (at * ROWS + tl.arange(0, ROWS))[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(words_ptr + where, words.to(tl.int16))
-    tl.store(channels_ptr + at * 3 * DIM + 2 * DIM + tl.arange(0, DIM), by_channel.to(tl.float16))
-    tl.store(tokens_ptr + GROUP_SIZE, (step * by_token).to(tl.float16))
-    tl.store(tokens_ptr + 2 * GROUP_SIZE, (zero * by_token).to(tl.float16))
+    channel = channels_ptr + at * 3 * DIM + 2 * DIM + tl.arange(0, DIM)
+    tl.store(channel, (1.0 / by_channel).to(tl.float16))
+    tl.store(tokens_ptr + GROUP_SIZE, (step / by_token).to(tl.float16))
+    tl.store(tokens_ptr + 2 * GROUP_SIZE, (zero / by_token).to(tl.float16))
 
 
 @triton.jit
@@ -136,70 +163,75 @@ def _write_tile(
         )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_requests"])
 def _flush_decoded(
-    layers_ptr, lengths_ptr, rows_ptr, table_ptr, table_stride,
+    layers_ptr, lengths_ptr, rows_ptr, table_ptr, table_stride, num_requests,
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
-    ITERATIONS: tl.constexpr,
+    ITERATIONS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """One request's page in one layer, keys or values of one head."""
-    request = tl.program_id(1)
-    position = tl.load(lengths_ptr + request) - 1
-    page = position // GROUP_SIZE - 1
-    if (position % GROUP_SIZE != 0) | (page < 1):
-        return
-    head = tl.program_id(0) // 2
-    side = tl.program_id(0) % 2
-    layer = layers_ptr + tl.program_id(2) * 5
-    row = tl.load(rows_ptr + request)
-    at = tl.load(table_ptr + request * table_stride + page).to(tl.int64) * KV_HEADS + head
-    held_ptr = tl.multiple_of(tl.load(layer + 4).to(tl.pointer_type(tl.float16)), 16)
+    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head."""
+    one_of = tl.program_id(2) * REQUESTS + tl.arange(0, REQUESTS)
+    position = tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) - 1
+    due = (position % GROUP_SIZE == 0) & (position >= 2 * GROUP_SIZE)
+    # Neighbours on one side, since a multiprocessor's instruction cache does not hold the code of both.
+    head = tl.program_id(0) % KV_HEADS
+    side = tl.program_id(0) // KV_HEADS
+    layer = layers_ptr + tl.program_id(1) * 5
     token = tl.arange(0, GROUP_SIZE)
-    source = held_at(row, GROUP_SIZE + token, side, head, KV_HEADS, DIM, GROUP_SIZE)
-    tile = tl.load(held_ptr + source[:, None] + tl.arange(0, DIM)[None, :]).to(tl.float32)
-    _write_tile(
-        tile, at, side,
-        tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.int16)), 16),
-        tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(tl.int16)), 16),
-        tl.load(layer + 2).to(tl.pointer_type(tl.float16)),
-        tl.load(layer + 3).to(tl.pointer_type(tl.float16)),
-        VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
-    )  # fmt: skip
+    for _ in range(tl.sum(due.to(tl.int32), axis=0)):
+        request = tl.min(tl.where(due, one_of, num_requests), axis=0)
+        due = due & (one_of != request)
+        page = (tl.load(lengths_ptr + request) - 1) // GROUP_SIZE - 1
+        row = tl.load(rows_ptr + request)
+        at = tl.load(table_ptr + request * table_stride + page).to(tl.int64) * KV_HEADS + head
+        held_ptr = tl.multiple_of(tl.load(layer + 4).to(tl.pointer_type(tl.float16)), 16)
+        source = held_at(row, GROUP_SIZE + token, side, head, KV_HEADS, DIM, GROUP_SIZE)
+        tile = tl.load(held_ptr + source[:, None] + tl.arange(0, DIM)[None, :]).to(tl.float32)
+        _write_tile(
+            tile, at, side,
+            tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.int16)), 16),
+            tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(tl.int16)), 16),
+            tl.load(layer + 2).to(tl.pointer_type(tl.float16)),
+            tl.load(layer + 3).to(tl.pointer_type(tl.float16)),
+            VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "count"])
 def _flush_prompts(
     key_ptr, value_ptr, positions_ptr, slots_ptr, token_rows_ptr, lengths_ptr, held_ptr,
-    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests,
+    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count,
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """The page that one token of a prompt fills, if it does: keys or values of one head."""
-    last = tl.program_id(1).to(tl.int64)
-    position = tl.load(positions_ptr + last)
-    slot = tl.load(slots_ptr + last)
-    if (position % GROUP_SIZE != GROUP_SIZE - 1) | (position < GROUP_SIZE) | (slot < 0):
-        return
-    if is_decoding(last, lengths_ptr, num_requests):
-        return
-    head = tl.program_id(0) // 2
-    side = tl.program_id(0) % 2
-    row = tl.load(token_rows_ptr + last)
+    """The pages that GROUP_SIZE tokens of a step's prompts fill: keys or values of one head."""
     offset = tl.arange(0, GROUP_SIZE)
-    token = last - (GROUP_SIZE - 1) + offset
-    # Those before the chunk, from the page as it was kept.
-    is_new = tl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
+    one_of = tl.program_id(1).to(tl.int64) * GROUP_SIZE + offset
+    position = tl.load(positions_ptr + one_of, mask=one_of < count, other=0)
+    due = (position % GROUP_SIZE == GROUP_SIZE - 1) & (position >= GROUP_SIZE)
+    due = due & (tl.load(slots_ptr + one_of, mask=one_of < count, other=-1) >= 0)
+    due = due & (tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) == 0)
+    # Neighbours on one side, since a multiprocessor's instruction cache does not hold the code of both.
+    head = tl.program_id(0) % KV_HEADS
+    side = tl.program_id(0) // KV_HEADS
     dim = tl.arange(0, DIM)[None, :]
-    new = (token * KV_HEADS + head)[:, None] * DIM + dim
-    old = held_at(row, GROUP_SIZE + offset, side, head, KV_HEADS, DIM, GROUP_SIZE)[:, None] + dim
-    tile = tl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
-    tile += tl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
-    tile += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
-    at = slot // GROUP_SIZE * KV_HEADS + head
-    _write_tile(
-        tile.to(tl.float32), at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
-        VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
-    )  # fmt: skip
+    for _ in range(tl.sum(due.to(tl.int32), axis=0)):
+        last = tl.min(tl.where(due, one_of, count), axis=0)
+        due = due & (one_of != last)
+        row = tl.load(token_rows_ptr + last)
+        token = last - (GROUP_SIZE - 1) + offset
+        # Those before the chunk, from the page as it was kept.
+        is_new = tl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
+        new = (token * KV_HEADS + head)[:, None] * DIM + dim
+        old = held_at(row, GROUP_SIZE + offset, side, head, KV_HEADS, DIM, GROUP_SIZE)[:, None] + dim
+        tile = tl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
+        tile += tl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
+        tile += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
+        at = tl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head
+        _write_tile(
+            tile.to(tl.float32), at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
+            VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
+        )  # fmt: skip
 
 
 def addresses(layers: list[tuple[KVarNTile, Tensor]], device: torch.device) -> Tensor:
@@ -208,8 +240,8 @@ def addresses(layers: list[tuple[KVarNTile, Tensor]], device: torch.device) -> T
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _warps(group_size: int, dim: int) -> int:
-    return max(4, min(16, group_size * dim // 2048))
+def _launch(group_size: int, dim: int) -> dict[str, int]:
+    return {"num_warps": max(4, min(16, group_size * dim // 2048)), "maxnreg": REGISTERS}
 
 
 def flush_decoded(
@@ -222,10 +254,10 @@ def flush_decoded(
 ) -> None:
     """Write the pages that decoding requests have just left, in every layer; `held` is one layer's."""
     kv_heads, group_size, dim = held.shape[3:]
-    _flush_decoded[(2 * kv_heads, len(lengths), len(layers))](
-        layers, lengths, request_rows, block_table, block_table.stride(0),
+    _flush_decoded[(2 * kv_heads, len(layers), triton.cdiv(len(lengths), REQUESTS))](
+        layers, lengths, request_rows, block_table, block_table.stride(0), len(lengths),
         KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
-        num_warps=_warps(group_size, dim),
+        REQUESTS=REQUESTS, **_launch(group_size, dim),
     )  # fmt: skip
 
 
@@ -242,8 +274,9 @@ def flush_prompts(
 ) -> None:
     """Write one layer's pages that a step's prompts fill; key and value rotated, fp16 [T, H_kv, D]."""
     kv_heads, group_size, dim = held.shape[3:]
-    _flush_prompts[(2 * kv_heads, len(key))](
-        key, value, positions, slots, token_rows, lengths, held, *vars(pages).values(), len(lengths),
+    _flush_prompts[(2 * kv_heads, triton.cdiv(len(key), group_size))](
+        key, value, positions, slots, token_rows, lengths, held, *vars(pages).values(),
+        len(lengths), len(key),
         KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
-        num_warps=_warps(group_size, dim),
+        **_launch(group_size, dim),
     )  # fmt: skip

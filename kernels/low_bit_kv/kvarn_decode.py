@@ -5,9 +5,10 @@
     block_table  int32 [B, pages]      lengths int32 [B], the current token included; 0 gives a row of zeros
     out          [B, H, D]             rotated back
 
-A program takes one (request, kv head, run of splits) with all the query heads of the group. Splits, workspace
-and merge are those of `decode_attention.py`: boundaries follow from the request's context alone. Of a
-context, page 0 and the page of the current token are read from `held`, all others as codes.
+A program is one warp, which waits for no other, and takes one (request, kv head, run of splits) with all the
+query heads of the group. Splits, workspace and merge are those of `decode_attention.py`: boundaries follow
+from the request's context alone. Of a context, page 0 and the page of the current token are read from `held`,
+all others as codes.
 
 Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
 each of the tokens in 16 bits.
@@ -27,15 +28,15 @@ from ..decode_attention import (
 )
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
-from .softmax import attend_plain, load_slices, store_slices
+from .softmax import attend_plain, load_columns, load_slices, store_columns
 from .turn import held_at
 
 UNIT = 128
 """Tokens of the shortest split; a multiple of every page."""
 PLAIN_BLOCK = 32
 """Tokens in 16 bits at a time."""
-REGISTERS = 168
-"""Of a thread: three programs of 128 threads share an SM, and heads of up to 128 channels spill nothing."""
+STAGES = 2
+"""Codes and scales of a page are in flight while the page before is multiplied."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
@@ -46,6 +47,7 @@ def _attend_splits(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax sums of every `num_programs(0)`-th split."""
     if PDL:
@@ -59,7 +61,7 @@ def _attend_splits(
     group = tl.arange(0, GROUP)
     is_head = group < HEADS // KV_HEADS
     head = request * HEADS + kv_head * (HEADS // KV_HEADS) + group
-    q0, q1, q2, q3 = load_slices(q_ptr, head.to(tl.int64) * DIM, is_head, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, WIDTH)
     in_block = tl.arange(0, PLAIN_BLOCK)
     own_page = (length - 1) // GROUP_SIZE
     split_tokens = _split_tokens(length, SPLIT, UNIT)
@@ -69,12 +71,12 @@ def _attend_splits(
         end = tl.minimum(start + split_tokens, length)
         largest = tl.full([GROUP], -float("inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
-        acc0 = tl.zeros([GROUP, WIDTH], tl.float32)
+        acc0 = tl.zeros([WIDTH, GROUP], tl.float32)
         acc1, acc2, acc3 = acc0, acc0, acc0
         page = tl.maximum(start // GROUP_SIZE, 1)
         end_page = tl.minimum(tl.cdiv(end, GROUP_SIZE), own_page)
         tile = tl.load(table_ptr + page, mask=page < end_page, other=0).to(tl.int64) * KV_HEADS + kv_head
-        for index in range(page, end_page):
+        for index in tl.range(page, end_page, num_stages=STAGES):
             this_tile = tile
             # A page ahead, so that no load of codes waits for the table.
             tile = tl.load(table_ptr + index + 1, mask=index + 1 < end_page, other=0).to(tl.int64) * KV_HEADS
@@ -98,12 +100,12 @@ def _attend_splits(
             v0, v1, v2, v3 = load_slices(held_ptr, at, is_token, WIDTH)
             acc0, acc1, acc2, acc3, largest, total = attend_plain(
                 q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
-                is_token[None, :], scale_log2, softcap, SOFTCAP,
+                is_token[:, None], scale_log2, softcap, SOFTCAP,
             )  # fmt: skip
         at = head * max_splits + split
         tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
-        by = (1.0 / total)[:, None]
-        store_slices(
+        by = (1.0 / total)[None, :]
+        store_columns(
             partial_ptr, at.to(tl.int64) * DIM, is_head, acc0 * by, acc1 * by, acc2 * by, acc3 * by, WIDTH
         )
         split += tl.num_programs(0)
@@ -127,16 +129,15 @@ def kvarn_decode(
     """Write `out`; arguments as in the file's docstring, options as in `decode_attention.py`."""
     batch, heads, dim = turned_q.shape
     kv_heads, group_size = held.shape[3:5]
-    splits = min(workspace.max_splits, max(1, triton.cdiv(PROGRAMS_WANTED, batch * kv_heads)))
+    splits = min(workspace.max_splits, max(1, triton.cdiv(2 * PROGRAMS_WANTED, batch * kv_heads)))
     capability = compute_capability(turned_q.device)
     _attend_splits[(splits, kv_heads, batch)](
         turned_q, *vars(pages).values(), held, block_table, lengths, request_rows,
         workspace.partial, workspace.lse,
         scale * LOG2_E, softcap * LOG2_E, block_table.stride(0), workspace.max_splits,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
         VALUE_BITS=value_bits, GROUP_SIZE=group_size, SPLIT=workspace.split_tokens, UNIT=UNIT,
         PLAIN_BLOCK=min(PLAIN_BLOCK, group_size), SOFTCAP=softcap > 0, ASM=capability >= (8, 0),
-        PDL=capability >= (9, 0), num_warps=4, num_stages=3,
-        maxnreg=REGISTERS if dim <= 128 else None,
+        PDL=capability >= (9, 0), STAGES=STAGES, num_warps=1, num_stages=STAGES,
     )  # fmt: skip
     merge_splits(workspace, lengths, sinks, out, block=UNIT, is_rotated=True)

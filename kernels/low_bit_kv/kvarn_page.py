@@ -21,22 +21,29 @@ LIFT = tl.constexpr(64.0)
 
 
 @triton.jit
+def _pairs(ptr, COUNT: tl.constexpr):
+    """fp16 [COUNT] in loads of four bytes, the least that can be in flight a page ahead."""
+    both = tl.load(ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, COUNT // 2))
+    even, odd = both.to(tl.int16), (both >> 16).to(tl.int16)
+    return tl.reshape(tl.join(even, odd), [COUNT]).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _with_scales(q, channels_ptr, zero_score, SLICE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """q [M, D/4] times k_scale as fp16, and `zero_score` further by q times k_zero."""
-    channel = SLICE * WIDTH + tl.arange(0, WIDTH)
-    scale = tl.load(channels_ptr + channel).to(tl.float32) * (16.0 / field_weight(SLICE, 4))
-    zero = tl.load(channels_ptr + DIM + channel).to(tl.float32)
+    """q [D/4, M] times k_scale as fp16, and `zero_score` further by q times k_zero."""
+    scale = _pairs(channels_ptr + SLICE * WIDTH, WIDTH) * (16.0 / field_weight(SLICE, 4))
+    zero = _pairs(channels_ptr + DIM + SLICE * WIDTH, WIDTH)
     q = q.to(tl.float32)
-    return (q * scale[None, :]).to(tl.float16), zero_score + q * zero[None, :]
+    return (q * scale[:, None]).to(tl.float16), zero_score + q * zero[:, None]
 
 
 @triton.jit
 def _key_scores(q0, q1, q2, q3, words, ASM: tl.constexpr):
-    """Products of scaled queries with the codes of tokens [N], times 16 * 2^-24."""
-    scores = tl.dot(q0, field_of(words, 0, 4, ASM).T)
-    scores = tl.dot(q1, field_of(words, 1, 4, ASM).T, scores)
-    scores = tl.dot(q2, field_of(words, 2, 4, ASM).T, scores)
-    return tl.dot(q3, field_of(words, 3, 4, ASM).T, scores)
+    """Products [N, M] of the codes of tokens [N] with scaled queries, times 16 * 2^-24."""
+    scores = tl.dot(field_of(words, 0, 4, ASM), q0)
+    scores = tl.dot(field_of(words, 1, 4, ASM), q1, scores)
+    scores = tl.dot(field_of(words, 2, 4, ASM), q2, scores)
+    return tl.dot(field_of(words, 3, 4, ASM), q3, scores)
 
 
 @triton.jit
@@ -44,15 +51,15 @@ def _value_sum(
     acc, low, high, words, more_words, rescale, zero_sum, channels_ptr,
     SLICE: tl.constexpr, VALUE_BITS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [M, D/4] further by one slice of the page's values; `low` and `high` are p of its two halves."""
-    channel = tl.load(channels_ptr + 2 * DIM + SLICE * WIDTH + tl.arange(0, WIDTH)).to(tl.float32)
-    values = tl.dot(low, field_of(words, SLICE, VALUE_BITS, ASM))
+    """acc [D/4, M] further by one slice of the page's values; `low` and `high` are p of its two halves."""
+    channel = _pairs(channels_ptr + 2 * DIM + SLICE * WIDTH, WIDTH)
+    values = tl.dot(field_of(words, SLICE, VALUE_BITS, ASM), low)
     if VALUE_BITS == 2:
-        values = tl.dot(high, field_of(words, 4 + SLICE, VALUE_BITS, ASM), values)
+        values = tl.dot(field_of(words, 4 + SLICE, VALUE_BITS, ASM), high, values)
     else:
-        values = tl.dot(high, field_of(more_words, SLICE, VALUE_BITS, ASM), values)
-    values = values * (CODE / LIFT / field_weight(SLICE, VALUE_BITS)) + zero_sum[:, None]
-    return acc * rescale[:, None] + values * channel[None, :]
+        values = tl.dot(field_of(more_words, SLICE, VALUE_BITS, ASM), high, values)
+    values = values * (CODE / LIFT / field_weight(SLICE, VALUE_BITS)) + zero_sum[None, :]
+    return acc * rescale[None, :] + values * channel[:, None]
 
 
 @triton.jit
@@ -62,9 +69,9 @@ def attend_page(
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile`, int64, seen by the rows [M] that `is_seen` says, or by all unless MASKED.
+    """Tile number `tile`, int64, seen by the queries [M] that `is_seen` says, or by all unless MASKED.
 
-    q0 .. q3 fp16 [M, D/4]. Every row must have seen a key.
+    q0 .. q3 fp16 [D/4, M]; acc0 .. acc3 fp32 alike. Every query must have seen a key.
     """
     WIDTH: tl.constexpr = DIM // 4
     HALF: tl.constexpr = GROUP_SIZE // 2
@@ -76,36 +83,38 @@ def attend_page(
     tokens_ptr += tile * 3 * GROUP_SIZE + token
     low_words = tl.load(words_k_ptr + at, eviction_policy="evict_first")
     high_words = tl.load(words_k_ptr + at + HALF * WIDTH, eviction_policy="evict_first")
-    words = tl.load(words_v_ptr + at, eviction_policy="evict_first")
+    # As columns already here: a transposition between a load and its product would go through shared memory.
+    across = token[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
+    words = tl.load(words_v_ptr + across, eviction_policy="evict_first")
     more_words = words
     if VALUE_BITS == 4:
-        more_words = tl.load(words_v_ptr + at + HALF * WIDTH, eviction_policy="evict_first")
+        more_words = tl.load(words_v_ptr + across + HALF * WIDTH, eviction_policy="evict_first")
 
-    zero_score = tl.zeros([q0.shape[0], WIDTH], tl.float32)
+    zero_score = tl.zeros([WIDTH, q0.shape[1]], tl.float32)
     s0, zero_score = _with_scales(q0, channels_ptr, zero_score, 0, WIDTH, DIM)
     s1, zero_score = _with_scales(q1, channels_ptr, zero_score, 1, WIDTH, DIM)
     s2, zero_score = _with_scales(q2, channels_ptr, zero_score, 2, WIDTH, DIM)
     s3, zero_score = _with_scales(q3, channels_ptr, zero_score, 3, WIDTH, DIM)
-    zero = tl.sum(zero_score, axis=1)[:, None]
+    zero = tl.sum(zero_score, axis=0)[None, :]
     low_scale = tl.load(tokens_ptr).to(tl.float32) * scale_log2
     high_scale = tl.load(tokens_ptr + HALF).to(tl.float32) * scale_log2
-    low = (_key_scores(s0, s1, s2, s3, low_words, ASM) * (CODE / 16.0) + zero) * low_scale[None, :]
-    high = (_key_scores(s0, s1, s2, s3, high_words, ASM) * (CODE / 16.0) + zero) * high_scale[None, :]
+    low = (_key_scores(s0, s1, s2, s3, low_words, ASM) * (CODE / 16.0) + zero) * low_scale[:, None]
+    high = (_key_scores(s0, s1, s2, s3, high_words, ASM) * (CODE / 16.0) + zero) * high_scale[:, None]
     low, high = capped(low, softcap, SOFTCAP), capped(high, softcap, SOFTCAP)
     if MASKED:
-        low = tl.where(is_seen[:, None], low, -float("inf"))
-        high = tl.where(is_seen[:, None], high, -float("inf"))
+        low = tl.where(is_seen[None, :], low, -float("inf"))
+        high = tl.where(is_seen[None, :], high, -float("inf"))
 
-    new_largest = tl.maximum(largest, tl.max(tl.maximum(low, high), axis=1))
+    new_largest = tl.maximum(largest, tl.max(tl.maximum(low, high), axis=0))
     rescale = tl.exp2(largest - new_largest)
-    low = tl.exp2(low - new_largest[:, None])
-    high = tl.exp2(high - new_largest[:, None])
-    total = total * rescale + tl.sum(low + high, axis=1)
+    low = tl.exp2(low - new_largest[None, :])
+    high = tl.exp2(high - new_largest[None, :])
+    total = total * rescale + tl.sum(low + high, axis=0)
     low_zero = tl.load(tokens_ptr + 2 * GROUP_SIZE).to(tl.float32)
     high_zero = tl.load(tokens_ptr + 2 * GROUP_SIZE + HALF).to(tl.float32)
-    zero_sum = tl.sum(low * low_zero[None, :] + high * high_zero[None, :], axis=1)
-    low *= tl.load(tokens_ptr + GROUP_SIZE).to(tl.float32)[None, :] * LIFT
-    high *= tl.load(tokens_ptr + GROUP_SIZE + HALF).to(tl.float32)[None, :] * LIFT
+    zero_sum = tl.sum(low * low_zero[:, None] + high * high_zero[:, None], axis=0)
+    low *= tl.load(tokens_ptr + GROUP_SIZE).to(tl.float32)[:, None] * LIFT
+    high *= tl.load(tokens_ptr + GROUP_SIZE + HALF).to(tl.float32)[:, None] * LIFT
     low, high = low.to(tl.float16), high.to(tl.float16)
     acc0 = _value_sum(
         acc0, low, high, words, more_words, rescale, zero_sum, channels_ptr, 0, VALUE_BITS, WIDTH, DIM, ASM

@@ -9,7 +9,7 @@
 A token sees the pages before its own as codes, its own page and page 0 in 16 bits: what is in the chunk as it
 was turned, what is older from `held`. So it does not matter how a prompt was cut into chunks.
 
-A program takes up to 64 rows, all query heads of a group for some tokens; pages are multiplied as they are
+A program takes up to 64 queries, all heads of a group for some tokens; pages are multiplied as they are
 packed, as in decoding.
 """
 
@@ -21,10 +21,10 @@ from ..decode_attention import LOG2_E, compute_capability
 from ..prefill_attention import TILE
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
-from .softmax import attend_plain, load_slices, store_slices
+from .softmax import attend_plain, load_columns, load_slices, store_columns
 from .turn import held_at
 
-ROWS = 64
+QUERIES = 64
 PLAIN_BLOCK = 32
 """Tokens in 16 bits at a time."""
 
@@ -69,9 +69,9 @@ def _attend_tiles(
     head = kv_head * (HEADS // KV_HEADS) + group
     is_row = (token < count) & (group < HEADS // KV_HEADS)
     at_row = ((first + token).to(tl.int64) * HEADS + head) * DIM
-    acc0 = tl.zeros([TOKENS * GROUP, WIDTH], tl.float32)
+    acc0 = tl.zeros([WIDTH, TOKENS * GROUP], tl.float32)
     if start < 0:
-        store_slices(out_ptr, at_row, is_row, acc0, acc0, acc0, acc0, WIDTH)
+        store_columns(out_ptr, at_row, is_row, acc0, acc0, acc0, acc0, WIDTH)
         return
     acc1, acc2, acc3 = acc0, acc0, acc0
     start += offset
@@ -81,7 +81,7 @@ def _attend_tiles(
     chunk_start = tl.load(seq_lens_ptr + request) - (tl.load(starts_ptr + request + 1) - first_in_step)
     row = tl.load(rows_ptr + request)
     table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
-    q0, q1, q2, q3 = load_slices(q_ptr, at_row, is_row, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, WIDTH)
     largest = tl.full([TOKENS * GROUP], -float("inf"), tl.float32)
     total = tl.zeros([TOKENS * GROUP], tl.float32)
     if SINKS:
@@ -105,12 +105,12 @@ def _attend_tiles(
             held_ptr, new_v_ptr, row, key, 1, first_in_step, chunk_start, kv_head, key < end,
             KV_HEADS, DIM, GROUP_SIZE,
         )  # fmt: skip
-        in_plain = (key[None, :] < GROUP_SIZE) | (
-            key[None, :] // GROUP_SIZE == position[:, None] // GROUP_SIZE
+        in_plain = (key[:, None] < GROUP_SIZE) | (
+            key[:, None] // GROUP_SIZE == position[None, :] // GROUP_SIZE
         )
         acc0, acc1, acc2, acc3, largest, total = attend_plain(
             q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
-            in_plain & (key[None, :] <= position[:, None]), scale_log2, softcap, SOFTCAP,
+            in_plain & (key[:, None] <= position[None, :]), scale_log2, softcap, SOFTCAP,
         )  # fmt: skip
     # Rows past the tile's end count as its last one.
     own_page = tl.minimum(position, end - 1) // GROUP_SIZE
@@ -121,8 +121,8 @@ def _attend_tiles(
             words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, page < own_page, scale_log2, softcap,
             VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, True, ASM,
         )  # fmt: skip
-    by = (1.0 / total)[:, None]
-    store_slices(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, WIDTH)
+    by = (1.0 / total)[None, :]
+    store_columns(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, WIDTH)
 
 
 def kvarn_prefill(
@@ -147,7 +147,7 @@ def kvarn_prefill(
     _, heads, dim = turned_q.shape
     kv_heads, group_size = held.shape[3:5]
     group = triton.next_power_of_2(heads // kv_heads)
-    tokens = max(1, ROWS // group)
+    tokens = max(1, QUERIES // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
         turned_q, turned_k, turned_v, *vars(pages).values(), held,
         block_table, tiles, seq_lens, query_start_loc, request_rows, sinks, turned_out,

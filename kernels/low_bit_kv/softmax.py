@@ -1,7 +1,9 @@
 """Attention over four slices of a head's channels: what kernels for codes have in common; Triton.
 
 A word holds codes of channels i, i + D/4, i + 2D/4 and i + 3D/4, so queries, keys, values and results are cut
-into four slices of D/4 channels. Scores are in log2.
+into four slices of D/4 channels. Keys, or values' channels, are rows of every product, and each query is a
+column: matrix units take eight columns at least and sixteen rows, and a group of query heads is small. Scores
+are in log2.
 """
 
 import triton
@@ -22,10 +24,23 @@ def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_slices(ptr, at, mask, x0, x1, x2, x3, WIDTH: tl.constexpr):
+def load_columns(ptr, at, mask, WIDTH: tl.constexpr):
+    """The same rows as columns, [D/4, N]."""
+    where = ptr + at[None, :] + tl.arange(0, WIDTH)[:, None]
+    keep = mask[None, :]
+    return (
+        tl.load(where, mask=keep, other=0.0),
+        tl.load(where + WIDTH, mask=keep, other=0.0),
+        tl.load(where + 2 * WIDTH, mask=keep, other=0.0),
+        tl.load(where + 3 * WIDTH, mask=keep, other=0.0),
+    )
+
+
+@triton.jit
+def store_columns(ptr, at, mask, x0, x1, x2, x3, WIDTH: tl.constexpr):
     """The reverse."""
-    where = ptr + at[:, None] + tl.arange(0, WIDTH)[None, :]
-    keep = mask[:, None]
+    where = ptr + at[None, :] + tl.arange(0, WIDTH)[:, None]
+    keep = mask[None, :]
     tl.store(where, x0.to(ptr.dtype.element_ty), mask=keep)
     tl.store(where + WIDTH, x1.to(ptr.dtype.element_ty), mask=keep)
     tl.store(where + 2 * WIDTH, x2.to(ptr.dtype.element_ty), mask=keep)
@@ -41,12 +56,12 @@ def capped(scores, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def dot4(q0, q1, q2, q3, k0, k1, k2, k3):
-    """Products [M, N] of rows of both, over all four slices."""
-    scores = tl.dot(q0, k0.T)
-    scores = tl.dot(q1, k1.T, scores)
-    scores = tl.dot(q2, k2.T, scores)
-    return tl.dot(q3, k3.T, scores)
+def dot4(k0, k1, k2, k3, q0, q1, q2, q3):
+    """Products [N, M] of keys [N, D/4] with queries [D/4, M], over all four slices."""
+    scores = tl.dot(k0, q0)
+    scores = tl.dot(k1, q1, scores)
+    scores = tl.dot(k2, q2, scores)
+    return tl.dot(k3, q3, scores)
 
 
 @triton.jit
@@ -54,16 +69,16 @@ def attend_plain(
     q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
     visible, scale_log2, softcap, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values in 16 bits, [N, D/4] each; `visible` [1 or M, N]. Every row must have seen a key."""
-    scores = capped(dot4(q0, q1, q2, q3, k0, k1, k2, k3) * scale_log2, softcap, SOFTCAP)
+    """Keys and values in 16 bits, [N, D/4] each; `visible` [N, 1 or M]. Every query must have seen a key."""
+    scores = capped(dot4(k0, k1, k2, k3, q0, q1, q2, q3) * scale_log2, softcap, SOFTCAP)
     scores = tl.where(visible, scores, -float("inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=0))
     rescale = tl.exp2(largest - new_largest)
-    probability = tl.exp2(scores - new_largest[:, None])
-    total = total * rescale + tl.sum(probability, axis=1)
+    probability = tl.exp2(scores - new_largest[None, :])
+    total = total * rescale + tl.sum(probability, axis=0)
     probability = probability.to(tl.float16)
-    acc0 = tl.dot(probability, v0, acc0 * rescale[:, None])
-    acc1 = tl.dot(probability, v1, acc1 * rescale[:, None])
-    acc2 = tl.dot(probability, v2, acc2 * rescale[:, None])
-    acc3 = tl.dot(probability, v3, acc3 * rescale[:, None])
+    acc0 = tl.dot(v0.T, probability, acc0 * rescale[None, :])
+    acc1 = tl.dot(v1.T, probability, acc1 * rescale[None, :])
+    acc2 = tl.dot(v2.T, probability, acc2 * rescale[None, :])
+    acc3 = tl.dot(v3.T, probability, acc3 * rescale[None, :])
     return acc0, acc1, acc2, acc3, new_largest, total

@@ -45,22 +45,31 @@ def _e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_slice(words, scales_ptr, slot, keep, SLICE: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
-    """Slice SLICE of tokens [N], fp16 [N, D/4], times 2^-10 and without the head's scale."""
+def _scales_of(scales_ptr, slot, keep):
+    """A token's scale and zero, fp32 [N] each: one load of four bytes, which can be in flight ahead."""
+    both = tl.load(scales_ptr + slot, mask=keep, other=0)
+    scale = both.to(tl.int16).to(tl.float16, bitcast=True)
+    zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def _nvfp4_scales(scales_ptr, slot, keep, SLICE: tl.constexpr, DIM: tl.constexpr):
+    """Slice SLICE's scales of tokens [N], fp16 [N, D/4], times 16."""
     GROUPS: tl.constexpr = DIM // 64
     group = SLICE * GROUPS + tl.arange(0, GROUPS)
     at = slot[:, None] * (DIM // 16) + group[None, :]
     scale = tl.load(scales_ptr + at, mask=keep[:, None], other=0).to(tl.float8e4nv, bitcast=True)
     scale = scale.to(tl.float16) * 16.0
     wide = tl.broadcast_to(scale[:, :, None], [slot.shape[0], GROUPS, 16])
-    return _e2m1(words, SLICE, ASM) * tl.reshape(wide, [slot.shape[0], DIM // 4])
+    return tl.reshape(wide, [slot.shape[0], DIM // 4])
 
 
 @triton.jit
 def prepared(q0, q1, q2, q3, NVFP4: tl.constexpr):
-    """Queries fp16 [M, D/4] for `attend_block`, and fp32 [M], their sums along all channels."""
+    """Queries fp16 [D/4, M] for `attend_block`, and fp32 [M], their sums along all channels."""
     f0, f1, f2, f3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-    total = tl.sum(f0 + f1 + f2 + f3, axis=1)
+    total = tl.sum(f0 + f1 + f2 + f3, axis=0)
     if not NVFP4:
         f0, f1, f2, f3 = f0 * BALANCE, f1 / BALANCE, f2 * BALANCE, f3 / BALANCE
     return f0.to(tl.float16), f1.to(tl.float16), f2.to(tl.float16), f3.to(tl.float16), total
@@ -72,65 +81,66 @@ def attend_block(
     slot, keep, visible, words_k_ptr, words_v_ptr, scales_k_ptr, scales_v_ptr, scale_log2, softcap,
     NVFP4: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [1 or M, N].
+    """The tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [N, 1 or M].
 
     Results are to be made with `finished`; `zeros` [M] is what zero points add to every channel.
     """
-    where = slot[:, None] * (DIM // 4) + tl.arange(0, DIM // 4)[None, :]
-    words_k = tl.load(words_k_ptr + where, mask=keep[:, None], other=0, eviction_policy="evict_first")
-    words_v = tl.load(words_v_ptr + where, mask=keep[:, None], other=0, eviction_policy="evict_first")
+    word = tl.arange(0, DIM // 4)
+    at = slot[:, None] * (DIM // 4) + word[None, :]
+    # Values as columns already here: a transposition before their product would go through shared memory.
+    across = slot[None, :] * (DIM // 4) + word[:, None]
+    words_k = tl.load(words_k_ptr + at, mask=keep[:, None], other=0, eviction_policy="evict_first")
+    words_v = tl.load(words_v_ptr + across, mask=keep[None, :], other=0, eviction_policy="evict_first")
     if NVFP4:
         scores = dot4(
+            _e2m1(words_k, 0, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 0, DIM),
+            _e2m1(words_k, 1, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 1, DIM),
+            _e2m1(words_k, 2, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 2, DIM),
+            _e2m1(words_k, 3, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 3, DIM),
             q0, q1, q2, q3,
-            _nvfp4_slice(words_k, scales_k_ptr, slot, keep, 0, DIM, ASM),
-            _nvfp4_slice(words_k, scales_k_ptr, slot, keep, 1, DIM, ASM),
-            _nvfp4_slice(words_k, scales_k_ptr, slot, keep, 2, DIM, ASM),
-            _nvfp4_slice(words_k, scales_k_ptr, slot, keep, 3, DIM, ASM),
         )  # fmt: skip
         scores *= scale_log2 * E2M1
     else:
         scores = dot4(
-            q0, q1, q2, q3,
             field_of(words_k, 0, 4, ASM), field_of(words_k, 1, 4, ASM),
             field_of(words_k, 2, 4, ASM), field_of(words_k, 3, 4, ASM),
+            q0, q1, q2, q3,
         )  # fmt: skip
-        key_scale = tl.load(scales_k_ptr + slot * 2, mask=keep, other=0.0).to(tl.float32)
-        key_zero = tl.load(scales_k_ptr + slot * 2 + 1, mask=keep, other=0.0).to(tl.float32)
-        scores = scores * (key_scale * (CODE / BALANCE))[None, :] + q_sum[:, None] * key_zero[None, :]
+        key_scale, key_zero = _scales_of(scales_k_ptr, slot, keep)
+        scores = scores * (key_scale * (CODE / BALANCE))[:, None] + q_sum[None, :] * key_zero[:, None]
         scores *= scale_log2
     scores = tl.where(visible, capped(scores, softcap, SOFTCAP), -float("inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    # A row whose window begins further on has seen nothing yet.
+    new_largest = tl.maximum(largest, tl.max(scores, axis=0))
+    # A query whose window begins further on has seen nothing yet.
     pivot = tl.where(new_largest == -float("inf"), 0.0, new_largest)
     rescale = tl.exp2(largest - pivot)
-    probability = tl.exp2(scores - pivot[:, None])
-    total = total * rescale + tl.sum(probability, axis=1)
+    probability = tl.exp2(scores - pivot[None, :])
+    total = total * rescale + tl.sum(probability, axis=0)
     if NVFP4:
         weight = probability.to(tl.float16)
-        v0 = _nvfp4_slice(words_v, scales_v_ptr, slot, keep, 0, DIM, ASM)
-        v1 = _nvfp4_slice(words_v, scales_v_ptr, slot, keep, 1, DIM, ASM)
-        v2 = _nvfp4_slice(words_v, scales_v_ptr, slot, keep, 2, DIM, ASM)
-        v3 = _nvfp4_slice(words_v, scales_v_ptr, slot, keep, 3, DIM, ASM)
+        v0 = _e2m1(words_v, 0, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 0, DIM).T
+        v1 = _e2m1(words_v, 1, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 1, DIM).T
+        v2 = _e2m1(words_v, 2, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 2, DIM).T
+        v3 = _e2m1(words_v, 3, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 3, DIM).T
     else:
-        value_scale = tl.load(scales_v_ptr + slot * 2, mask=keep, other=0.0).to(tl.float32)
-        value_zero = tl.load(scales_v_ptr + slot * 2 + 1, mask=keep, other=0.0).to(tl.float32)
-        zeros = zeros * rescale + tl.sum(probability * value_zero[None, :], axis=1)
-        weight = (probability * (value_scale * LIFT)[None, :]).to(tl.float16)
+        value_scale, value_zero = _scales_of(scales_v_ptr, slot, keep)
+        zeros = zeros * rescale + tl.sum(probability * value_zero[:, None], axis=0)
+        weight = (probability * (value_scale * LIFT)[:, None]).to(tl.float16)
         v0, v1 = field_of(words_v, 0, 4, ASM), field_of(words_v, 1, 4, ASM)
         v2, v3 = field_of(words_v, 2, 4, ASM), field_of(words_v, 3, 4, ASM)
-    acc0 = tl.dot(weight, v0, acc0 * rescale[:, None])
-    acc1 = tl.dot(weight, v1, acc1 * rescale[:, None])
-    acc2 = tl.dot(weight, v2, acc2 * rescale[:, None])
-    acc3 = tl.dot(weight, v3, acc3 * rescale[:, None])
+    acc0 = tl.dot(v0, weight, acc0 * rescale[None, :])
+    acc1 = tl.dot(v1, weight, acc1 * rescale[None, :])
+    acc2 = tl.dot(v2, weight, acc2 * rescale[None, :])
+    acc3 = tl.dot(v3, weight, acc3 * rescale[None, :])
     return acc0, acc1, acc2, acc3, zeros, new_largest, total
 
 
 @triton.jit
 def finished(acc, zeros, total, head_scale, SLICE: tl.constexpr, NVFP4: tl.constexpr):
-    """fp32 [M, D/4]: one slice of the result; zeros for rows that have seen nothing."""
+    """fp32 [D/4, M]: one slice of the result; zeros for queries that have seen nothing."""
     by = tl.where(total > 0, 1.0 / total, 0.0)
     if NVFP4:
-        result = acc * (by * head_scale * E2M1)[:, None]
+        result = acc * (by * head_scale * E2M1)[None, :]
     else:
-        result = acc * (by * (CODE / LIFT / field_weight(SLICE, 4)))[:, None] + (zeros * by)[:, None]
+        result = acc * (by * (CODE / LIFT / field_weight(SLICE, 4)))[None, :] + (zeros * by)[None, :]
     return result

@@ -23,11 +23,13 @@ from ..decode_attention import (
     compute_capability,
     merge_splits,
 )
-from .softmax import load_slices, store_slices
+from .softmax import load_columns, store_columns
 from .token_block import attend_block, finished, prepared
 from .token_store import TokenPages
 
 BLOCK = 64
+REGISTERS = 128
+"""Of a thread of the one warp that is a program of int4 pages: sixteen share an SM."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
@@ -53,7 +55,7 @@ def _attend_splits(
     group = tl.arange(0, GROUP)
     is_head = group < HEADS // KV_HEADS
     head = request * HEADS + kv_head * (HEADS // KV_HEADS) + group
-    q0, q1, q2, q3 = load_slices(q_ptr, head.to(tl.int64) * DIM, is_head, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, WIDTH)
     q0, q1, q2, q3, q_sum = prepared(q0, q1, q2, q3, NVFP4)
     head_scale = 1.0
     if NVFP4:
@@ -68,7 +70,7 @@ def _attend_splits(
         largest = tl.full([GROUP], -float("inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
         zeros = tl.zeros([GROUP], tl.float32)
-        acc0 = tl.zeros([GROUP, WIDTH], tl.float32)
+        acc0 = tl.zeros([WIDTH, GROUP], tl.float32)
         acc1, acc2, acc3 = acc0, acc0, acc0
         first_block = tl.maximum(start, first_token // BLOCK * BLOCK)
         page, second_page = _pages_of(table_ptr, first_block, end, PAGE, BLOCK)
@@ -80,7 +82,7 @@ def _attend_splits(
             page, second_page = _pages_of(table_ptr, block + BLOCK, end, PAGE, BLOCK)
             acc0, acc1, acc2, acc3, zeros, largest, total = attend_block(
                 q0, q1, q2, q3, q_sum, acc0, acc1, acc2, acc3, zeros, largest, total,
-                slot, valid, valid[None, :], words_k_ptr, words_v_ptr, scales_k_ptr, scales_v_ptr,
+                slot, valid, valid[:, None], words_k_ptr, words_v_ptr, scales_k_ptr, scales_v_ptr,
                 scale_log2, softcap, NVFP4, DIM, SOFTCAP, ASM,
             )  # fmt: skip
         r0 = finished(acc0, zeros, total, head_scale, 0, NVFP4)
@@ -88,11 +90,11 @@ def _attend_splits(
         r2 = finished(acc2, zeros, total, head_scale, 2, NVFP4)
         r3 = finished(acc3, zeros, total, head_scale, 3, NVFP4)
         if _is_only_split(length, first_token, split_tokens, MERGED):
-            store_slices(out_ptr, head.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, WIDTH)
+            store_columns(out_ptr, head.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, WIDTH)
         else:
             at = head * max_splits + split
             tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
-            store_slices(partial_ptr, at.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, WIDTH)
+            store_columns(partial_ptr, at.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, WIDTH)
         split += tl.num_programs(0)
 
 
@@ -114,22 +116,25 @@ def token_decode(
     """Write `out`; arguments as in the file's docstring, options as in `decode_attention.py`."""
     batch, heads, dim = q.shape
     kv_heads, page = keys.words.shape[1:3]
-    splits = min(workspace.max_splits, max(1, triton.cdiv(PROGRAMS_WANTED, batch * kv_heads)))
+    wanted = PROGRAMS_WANTED if keys.is_nvfp4 else 2 * PROGRAMS_WANTED
+    splits = min(workspace.max_splits, max(1, triton.cdiv(wanted, batch * kv_heads)))
     capability, block = compute_capability(q.device), min(BLOCK, 2 * page)
+    launch = {"num_warps": 1, "num_stages": 2, "maxnreg": REGISTERS if dim <= 128 else None}
+    if keys.is_nvfp4:
+        launch = {"num_warps": 2, "num_stages": 3}
     _attend_splits[(splits, kv_heads, batch)](
         q, keys.words, values.words, *scale_bytes(keys, values), keys.head_scale, values.head_scale,
         block_table, lengths, workspace.partial, workspace.lse, out,
         scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
         PAGE=page, SPLIT=workspace.split_tokens, BLOCK=block, NVFP4=keys.is_nvfp4, SOFTCAP=softcap > 0,
         WINDOW=window > 0, MERGED=rotated or sinks is not None, ASM=capability >= (8, 0),
-        PDL=capability >= (9, 0), num_warps=4, num_stages=3,
+        PDL=capability >= (9, 0), **launch,
     )  # fmt: skip
     merge_splits(workspace, lengths, sinks, out, block=block, window=window, is_rotated=rotated)
 
 
 def scale_bytes(keys: TokenPages, values: TokenPages) -> tuple[Tensor, Tensor]:
-    """Both scales as kernels read them: E4M3 as bytes, since not every GPU has it as a type."""
-    if keys.is_nvfp4:
-        return keys.scales.view(torch.uint8), values.scales.view(torch.uint8)
-    return keys.scales, values.scales
+    """Both scales as kernels read them: int4's in pairs, E4M3 as bytes, since not every GPU has the type."""
+    dtype = torch.uint8 if keys.is_nvfp4 else torch.int32
+    return keys.scales.view(dtype), values.scales.view(dtype)

@@ -4,7 +4,7 @@
     tiles   int32 [N, 4]   as in `prefill_attention.py`
     out     [T, H, D]      still rotated where the pages are; written where a tile says so
 
-The chunk's own tokens are in their pages already. A program takes up to 64 rows, all query heads of a group
+The chunk's own tokens are in their pages already. A program takes up to 64 queries, all heads of a group
 for some tokens; codes are multiplied as they are packed, as in decoding.
 """
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..decode_attention import LOG2_E, compute_capability
 from ..prefill_attention import TILE
-from .softmax import load_slices, store_slices
+from .softmax import load_columns, store_columns
 from .token_block import attend_block, finished, prepared
 from .token_decode import scale_bytes
 from .token_store import TokenPages
 
-ROWS = 64
+QUERIES = 64
 BLOCK = 64
 
 
@@ -53,7 +53,7 @@ def _attend_tiles(
     is_row = (token < count) & (group < HEADS // KV_HEADS)
     at_row = ((first + token).to(tl.int64) * HEADS + head) * DIM
     position = start + token
-    q0, q1, q2, q3 = load_slices(q_ptr, at_row, is_row, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, WIDTH)
     q0, q1, q2, q3, q_sum = prepared(q0, q1, q2, q3, NVFP4)
     head_scale = 1.0
     if NVFP4:
@@ -65,7 +65,7 @@ def _attend_tiles(
     if SINKS:
         largest = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    acc0 = tl.zeros([TOKENS * GROUP, WIDTH], tl.float32)
+    acc0 = tl.zeros([WIDTH, TOKENS * GROUP], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     first_block = 0
     if WINDOW:
@@ -74,9 +74,9 @@ def _attend_tiles(
         key = block + tl.arange(0, BLOCK)
         page = tl.load(table_ptr + key // PAGE, mask=key < end, other=0)
         slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + key % PAGE
-        visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+        visible = (key[:, None] <= position[None, :]) & (key < end)[:, None]
         if WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
+            visible = visible & (key[:, None] > position[None, :] - window)
         acc0, acc1, acc2, acc3, zeros, largest, total = attend_block(
             q0, q1, q2, q3, q_sum, acc0, acc1, acc2, acc3, zeros, largest, total,
             slot, key < end, visible, words_k_ptr, words_v_ptr, scales_k_ptr, scales_v_ptr,
@@ -86,7 +86,7 @@ def _attend_tiles(
     r1 = finished(acc1, zeros, total, head_scale, 1, NVFP4)
     r2 = finished(acc2, zeros, total, head_scale, 2, NVFP4)
     r3 = finished(acc3, zeros, total, head_scale, 3, NVFP4)
-    store_slices(out_ptr, at_row, is_row, r0, r1, r2, r3, WIDTH)
+    store_columns(out_ptr, at_row, is_row, r0, r1, r2, r3, WIDTH)
 
 
 def token_prefill(
@@ -106,7 +106,7 @@ def token_prefill(
     _, heads, dim = q.shape
     kv_heads, page = keys.words.shape[1:3]
     group = triton.next_power_of_2(heads // kv_heads)
-    tokens = max(1, ROWS // group)
+    tokens = max(1, QUERIES // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
         q, keys.words, values.words, *scale_bytes(keys, values), keys.head_scale, values.head_scale,
         block_table, tiles, sinks, out, scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),

@@ -21,7 +21,7 @@ from scalegate.layouts.kv_format import KV_FORMATS, KVScales, largest_of
 from scalegate.layouts.kv_token_by_token import TokenByToken
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization.input_scales import calibration_text
+from scalegate.pipeline.quantization.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.kv_scales import largest_keys_and_values
 from scalegate.serving_check.engine.stored_kv import OverStoredKV
 from scalegate.serving_check.quality import comparison_of, read_texts, token_figures, token_windows
@@ -141,9 +141,9 @@ def main() -> None:
 def calibrated(options: argparse.Namespace) -> dict[int, tuple[float, float]]:
     """By layer, the largest magnitudes of keys and values on the text; empty without one."""
     checkpoint = open_checkpoint(options.checkpoint)
-    text = calibration_text(checkpoint, {}, options.calibration, for_kv_scales=True)
-    if text is None:
+    if options.calibration is None:
         return {}
+    text = read_calibration_text(checkpoint, str(options.calibration))
     found = largest_keys_and_values(checkpoint, text.sequences[:32], torch.device("cpu"), progress=False)
     return dict(enumerate(found.values()))
 

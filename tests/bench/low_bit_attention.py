@@ -8,11 +8,11 @@ is the launch that begins a decode step, with no page due, with one due and with
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 import triton
-from attention import HEAD_DIM, HEADS, KV_HEADS, copy_bandwidth, graph_microseconds
 from scalegate.kernels.decode_attention import DecodeWorkspace
 from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded
 from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode
@@ -22,9 +22,13 @@ from scalegate.layouts.kv_format import KV_FORMATS, KVFormat
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces
 
+sys.path.insert(0, str(Path(__file__).parent))
+from attention import HEAD_DIM, HEADS, KV_HEADS, copy_bandwidth, graph_microseconds
+
 SHAPE = KVShape(KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16, HEADS)
 FORMATS = ("kvarn_k4v2_g128", "kvarn_k4v4_g128", "kvarn_k4v2_g64", "int4_per_token_head", "nvfp4")
-CELLS = ((8, 4096), (32, 4096), (64, 4096), (8, 16384), (32, 16384))
+CELLS = ((8, 4096), (32, 4096), (64, 4096), (8, 16384), (32, 16384), (96, 16384))
+MAX_CONTEXT = 16384
 LEAST_BYTES = 1 << 30
 LAYERS = 36
 CUDA = torch.device("cuda")
@@ -44,7 +48,7 @@ def measure(name: str, batch: int, context: int, copy: float) -> dict:
     rows = torch.arange(batch, device="cuda")
     q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.float16)
     out = torch.empty_like(q, dtype=torch.bfloat16)
-    workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, 32768, "cuda")
+    workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, MAX_CONTEXT, "cuda")
 
     def call(table: torch.Tensor) -> None:
         if isinstance(form, KVarN):

@@ -1,4 +1,4 @@
-"""Kernels over codes below eight bits, compiled for a GPU without one: no spills, no conversions of codes.
+"""Kernels over codes below eight bits, compiled for a GPU without one: no conversions of codes, few spills.
 
 Interpreters take what compilers refuse, and say nothing of registers.
 """
@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SPILLED_OUTSIDE_LOOPS = 32
+"""Bytes: a few numbers that a program needs once."""
 HALF = (
     "q_ptr",
     "held_ptr",
@@ -22,18 +24,17 @@ HALF = (
     "tokens_ptr",
     "new_k_ptr",
     "new_v_ptr",
-    "scales_k_ptr",
-    "scales_v_ptr",
 )
 FULL = ("partial_ptr", "lse_ptr", "head_scale_k_ptr", "head_scale_v_ptr")
 LONG = ("rows_ptr", "layers_ptr")
 INTEGERS = ("block_table_ptr", "lengths_ptr", "table_ptr", "tiles_ptr", "seq_lens_ptr", "starts_ptr")
-NUMBERS = ("window", "table_stride", "max_splits")
+PAIRS = ("scales_k_ptr", "scales_v_ptr")
+NUMBERS = ("window", "table_stride", "max_splits", "num_requests")
 TYPES = {
     **dict.fromkeys(HALF, "*fp16"),
     **dict.fromkeys(FULL, "*fp32"),
     **dict.fromkeys(LONG, "*i64"),
-    **dict.fromkeys(INTEGERS, "*i32"),
+    **dict.fromkeys((*INTEGERS, *PAIRS), "*i32"),
     **dict.fromkeys(("words_k_ptr", "words_v_ptr"), "*i16"),
     **dict.fromkeys(("scale_log2", "softcap"), "fp32"),
     **dict.fromkeys(NUMBERS, "i32"),
@@ -44,7 +45,7 @@ KVARN = {"VALUE_BITS": 2, "GROUP_SIZE": 128}
 TOKENS = {"PAGE": 64, "BLOCK": 64, "WINDOW": False}
 PLAIN = {"SOFTCAP": False, "ASM": True, "PLAIN_BLOCK": 32}
 INT4 = {"NVFP4": False, "head_scale_k_ptr": None, "head_scale_v_ptr": None}
-DECODE = {"GROUP": 16, "SPLIT": 256, "UNIT": 128, "MERGED": True, "PDL": True}
+DECODE = {"GROUP": 8, "SPLIT": 256, "UNIT": 128, "MERGED": True, "PDL": True}
 PREFILL = {"GROUP": 4, "TOKENS": 16, "SINKS": False, "sinks_ptr": None}
 
 
@@ -68,23 +69,28 @@ def spilled(kernel, tmp_path: Path) -> int:
 def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
     if name == "int4":
         constants = {**HEADS, **TOKENS, **PLAIN, **DECODE, **INT4}
-        kernel = compiled(token_decode._attend_splits, constants, 4, 3)
+        kernel = compiled(token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS)
     else:
-        constants = {**HEADS, **KVARN, **PLAIN, **DECODE, "VALUE_BITS": int(name[-1])}
-        kernel = compiled(kvarn_decode._attend_splits, constants, 4, 3, kvarn_decode.REGISTERS)
+        stages = kvarn_decode.STAGES
+        constants = {**HEADS, **KVARN, **PLAIN, **DECODE, "VALUE_BITS": int(name[-1]), "STAGES": stages}
+        kernel = compiled(kvarn_decode._attend_splits, constants, 1, stages)
     operations = Counter(
         re.sub(r"^@!?U?P\w+ ", "", line).split()[0].split(".")[0] for line in disassembled(kernel, tmp_path)
     )
     assert operations["HMMA"] >= 32 and operations["LDGSTS"] > 0
     assert operations["I2F"] == 0 and operations["I2FP"] <= 4, operations
-    assert spilled(kernel, tmp_path) == 0
+    assert spilled(kernel, tmp_path) <= SPILLED_OUTSIDE_LOOPS
+    # Nothing but page numbers and queries waits for memory: what belongs to a page is in flight ahead.
+    assert operations["LDGSTS"] > operations["LDG"]
 
 
 def test_the_other_kernels_compile(tmp_path: Path):
     nvfp4 = {**HEADS, **TOKENS, **PLAIN, **DECODE, "NVFP4": True, "MERGED": False}
     bytes_of_scales = {"scales_k_ptr": "*u8", "scales_v_ptr": "*u8", "q_ptr": "*bf16"}
-    compiled(token_decode._attend_splits, nvfp4, 4, 3, **bytes_of_scales)
+    compiled(token_decode._attend_splits, nvfp4, 2, 3, **bytes_of_scales)
     compiled(token_prefill._attend_tiles, {**HEADS, **TOKENS, **PLAIN, **PREFILL, **INT4}, 4, 2)
     compiled(kvarn_prefill._attend_tiles, {**HEADS, **KVARN, **PLAIN, **PREFILL}, 4, 2)
-    writing = compiled(flush._flush_decoded, {**HEADS, **KVARN, "ITERATIONS": 8}, 8, 3)
-    assert spilled(writing, tmp_path) == 0
+    writing = {**HEADS, **KVARN, "ITERATIONS": 8, "REQUESTS": flush.REQUESTS}
+    kernel = compiled(flush._flush_decoded, writing, 8, 3, flush.REGISTERS)
+    # A loop that does not stay in the instruction cache is as slow as it is long.
+    assert len(disassembled(kernel, tmp_path)) < 7500
