@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .artifact_figures import TextFigures, WeightFigures
+from .company import CompanyFigures
 from .measurement import MeasuredM
 from .quality import Comparison
 from .settings import DOCUMENTED
@@ -108,6 +109,8 @@ class Evidence:
     """Null where nothing was measured to its end."""
     together: MeasuredM | None = None
     """Blocks whose repeats ran on both servers at the same time, where stalls left a doubt."""
+    company: CompanyFigures | None = None
+    """Prompts alone and among others, where the artifact's server claims batch invariance."""
     has_rival: bool = False
     """Whether a rival was served as well: its repeats are among `measured`."""
     diagnoses: Mapping[int, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from .checks.kv_capacity import kv_cache_tokens, require_capacity
 from .checks.loads import packed_layers
 from .checks.reached import most_running
 from .checks.stalls import check_stalls, m_in_doubt
+from .company import CompanyFigures
 from .engines import Endpoint
 from .engines.one_server import refuse_one_address, refuse_shared_counter
 from .engines.taking_turns import TakingTurns
@@ -58,6 +59,8 @@ class Served:
     repeated: RepeatedPrompts | None = None
     together: MeasuredM | None = None
     """On both servers at once, where stalls left a doubt."""
+    company: CompanyFigures | None = None
+    """Of the artifact's server, where it claims batch invariance."""
 
 
 def serve_and_measure(

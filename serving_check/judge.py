@@ -5,6 +5,7 @@ A pure function, called once when a verdict is given and again whenever one is r
 
 from dataclasses import dataclass
 
+from .checks.batch_invariance import check_batch_invariance
 from .checks.canary import check_canary
 from .checks.compilations import check_compilations
 from .checks.failures import check_failures
@@ -58,6 +59,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_stalls(evidence.measured, evidence.together),
         check_kv_capacity(curve, workload, evidence.capacity, evidence.limit, bounds.min_reached),
         check_compilations(*evidence.compiled),
+        *([] if evidence.company is None else [check_batch_invariance(evidence.company)]),
         *([check_rival(curve, bounds.max_first_rival_m, workload.max_blocks)] if evidence.has_rival else []),
     )
     return Judgement(overall_status(checks), checks, tuple(curve))

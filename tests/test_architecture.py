@@ -37,6 +37,7 @@ ROOMS = {
         "gaps",
         "measurement",
         "artifact_figures",
+        "company",
         "evidence",
         "verdict",
         "environment",

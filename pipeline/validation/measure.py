@@ -60,6 +60,7 @@ def measure_and_judge(run: Run) -> Verdict:
         answers=tuple(map(score, served.texts)),
         repeated=served.repeated,
         together=served.together,
+        company=served.company,
         measured=tuple(served.measured),
         weights=weights,
         texts=texts,

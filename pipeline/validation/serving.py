@@ -4,10 +4,13 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from ...layouts.errors import UserError
+from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
+from ...serving_check.company import CompanyFigures, compare_in_company
 from ...serving_check.engines import Endpoint
 from ...serving_check.engines.starting import restart, starting
 from ...serving_check.engines.subprocess_endpoint import SubprocessEndpoint
@@ -80,6 +83,7 @@ def serve_sides(
                 restart=functools.partial(restart, started, at_once) if can_restart else None,
                 rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
             )
+            served = replace(served, company=_in_company(run, artifact, text))
             scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
             _require_alive(started)
     else:
@@ -108,6 +112,8 @@ def _in_turns(
             clock=run.clock,
             rival_from_m=run.bounds.max_first_rival_m,
         )
+        if run.options.numerics != "tuned":
+            served = replace(served, company=_in_company(run, turns.take("artifact"), text))
         scores = _task_scores(run, turns.take)
         _require_alive([servers[turns.up]] if turns.up else [])
         return served, scores
@@ -120,6 +126,17 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
     for server in servers:
         if reason := server.why_gone():
             raise UserError(f"{reason}. Nothing was decided; run it again (its log: {server.log})")
+
+
+def _in_company(run: Run, artifact: Endpoint, text: HeldOutText) -> CompanyFigures | None:
+    """None where the artifact's server claims nothing. As late as other requests of the gate's own."""
+    claim, workload = run.options.numerics, run.workload
+    if claim == "tuned":
+        return None
+    with run.clock.stage(BATCH_INVARIANCE):
+        return compare_in_company(
+            artifact, claim, text.token_ids, max(workload.ms), workload.input_len, workload.output_len
+        )
 
 
 def _task_scores(run: Run, server: Callable[[str], Endpoint]) -> tuple[TaskScore, ...]:
