@@ -16,9 +16,9 @@ from ..conventions.plain import NAME as PLAIN
 from ..model_loader.skeleton import default_dtype
 from ..recipe import Recipe
 from .all_quantizers import QUANTIZERS
-from .calibration import Wanted
 from .calibration_text import CalibrationText, read_calibration_text
 from .tasks import QuantizationTasks, make_tasks
+from .wanted_of_text import Wanted
 from .weight_tensors import WeightQuantizer
 from .what_is_calibrated import text_source, what_is_wanted
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.skeleton import model_config
-from .calibration import Found, Wanted, calibrate
+from .calibration import calibrate
 from .calibration_text import CalibrationText
 from .linear_weights import EMBEDDING
 from .self_calibration import drawn_sequences
 from .shared_tensors import Shared
 from .tasks import WeightTask
 from .text_fit import misfit, nats_on
+from .wanted_of_text import Found, Wanted
 from .weight_tensors import WeightQuantizer
 
 DRAWN_NAME = "drawn.safetensors"

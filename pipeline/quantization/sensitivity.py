@@ -17,12 +17,12 @@ from tqdm import tqdm
 from ...layouts.formats.int4 import Int4
 from ...layouts.formats.weight_format import Weight, WeightFormat, spec_from_json, spec_to_json
 from ..checkpoints.checkpoint import Checkpoint
-from .calibration import Places, kind_of, serve
 from .hidden_states import HiddenStates
 from .layer_stream import LayerStream
 from .linear_weights import LINEAR
 from .shared_tensors import merged_under
 from .tasks import WeightTask
+from .weight_places import Places, kind_of, serve
 from .weight_tensors import WeightQuantizer
 
 GROUP_SIZES = (128, 64, 32)

@@ -7,11 +7,11 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import WeightFormat
 from ..recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
 from .all_quantizers import QUANTIZERS
-from .calibration import Found, Wanted
 from .calibration_text import SELF
 from .linear_weights import EMBEDDING
 from .quantizer import CalibratingQuantizer, CorrectingQuantizer, SharingQuantizer, WeighingQuantizer
 from .tasks import WeightTask
+from .wanted_of_text import Found, Wanted
 
 
 def text_source(recipe: Recipe, wanted: Wanted, for_kv_scales: bool, given: str | None) -> str | None:

@@ -1,0 +1,162 @@
+"""What one decoder layer's linears are given while a text is read, summed up as quantizers want it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .equalization import NormOutputs
+from .hidden_states import HiddenStates
+from .layer_stream import InputObserver, LayerStream, Slot
+from .linear_weights import LM_HEAD
+from .wanted_of_text import Wanted
+from .weight_places import Places, kind_of
+
+LAST = "output projection"
+"""What comes after the decoder layers, as a layer of its own."""
+
+
+@dataclass
+class Inputs:
+    """Sums over the inputs that some linears have in common.
+
+    hessian: fp32 [K, K], the sum of x xᵀ, where a weight is solved; tokens: how many inputs there were
+    cross:   fp32 [K, K], the sum of (x₀ - x) xᵀ, x₀ being the inputs of the original model
+    """
+
+    largest: float = 0.0
+    squares: Tensor | None = None
+    hessian: Tensor | None = None
+    cross: Tensor | None = None
+    tokens: int = 0
+
+    def see(self, x: Tensor, wants_squares: bool, wants_hessian: bool) -> None:
+        self.largest = max(self.largest, float(x.abs().amax()))
+        rows = x.flatten(0, -2).float()
+        self.tokens += len(rows)
+        if wants_squares:
+            squares = rows.square().sum(0, dtype=torch.float64)
+            self.squares = squares if self.squares is None else self.squares + squares
+        if wants_hessian:
+            if self.hessian is None:
+                self.hessian = rows.new_zeros(rows.shape[1], rows.shape[1])
+            self.hessian.addmm_(rows.T, rows)
+
+    def see_original(self, original: Tensor, x: Tensor) -> None:
+        """The inputs that the original model has in the place of `x`."""
+        rows = x.flatten(0, -2).float()
+        difference = original.flatten(0, -2).float() - rows
+        if self.cross is None:
+            self.cross = rows.new_zeros(rows.shape[1], rows.shape[1])
+        self.cross.addmm_(difference.T, rows)
+
+
+@dataclass
+class LayerInputs:
+    """Those of the layer `name`, or of what comes LAST; `read` fills in the rest."""
+
+    stream: LayerStream
+    original: HiddenStates | None
+    """The original model's states before this layer, where weights are solved."""
+    name: str
+    places: Places
+    wanted: Wanted
+    by_module: dict[str, Inputs] = field(default_factory=dict)
+    solving: list[str] = field(default_factory=list)
+    """Modules whose weights are to be solved."""
+    scarce: list[str] = field(default_factory=list)
+    """Of those, experts with fewer tokens than they have inputs."""
+    original_after: HiddenStates | None = None
+    """The original's states after this layer."""
+    read_norms: dict[str, list[Slot]] = field(default_factory=dict)
+    """By norm within the layer, the linears that read what it gives."""
+
+    def read(self) -> None:
+        self.by_module = self._of_last() if self.name == LAST else self._of_layer()
+        self.solving = [module for module in self.by_module if module in self.wanted.solved]
+        self.scarce = self._share_where_scarce(self.by_module, self.solving)
+
+    def _of_layer(self) -> dict[str, Inputs]:
+        layer = self.stream.place(self.name)
+        self.original_after = None if self.original is None else self.stream.empty_states()
+        seen: dict[str, Inputs] = {}
+        sums: dict[Slot, Inputs] = {}
+        leaders: dict[Slot, Slot] = {}
+        for start in self.stream.starts():
+            here: dict[Slot, Tensor] = {}
+            with NormOutputs(layer) as norms, InputObserver(self.name, layer, here.__setitem__):
+                output = self.stream.run(self.name, start)
+            originals: dict[Slot, Tensor] = {}
+            if self.original is not None and self.original is not self.stream.states:
+                with InputObserver(self.name, layer, originals.__setitem__):
+                    output = self.stream.run(self.name, start, self.original)
+            if self.original_after is not None:
+                self.original_after.write(start, output)
+            if not leaders:
+                leaders = _with_one_input(here)
+                for slot, x in here.items():
+                    norm = norms.norm_of(x)
+                    if norm is not None:
+                        self.read_norms.setdefault(norm, []).append(slot)
+            for slot, x in here.items():
+                leader = leaders.setdefault(slot, slot)
+                # Experts are reached by some of the text only, each by its own tokens.
+                if leader != slot and leader in here:
+                    continue
+                modules = [m for one in leaders if leaders[one] == leader for m in self.places.modules(one)]
+                if modules:
+                    self._see(sums.setdefault(leader, Inputs()), x, modules)
+                # An expert's inputs are other tokens where its router decides otherwise.
+                if slot in originals and slot[1] is None and self.wanted.solves(modules):
+                    sums[leader].see_original(originals[slot], x)
+        self.stream.drop(self.name)
+        for slot, leader in leaders.items():
+            seen |= dict.fromkeys(self.places.modules(slot), sums[leader]) if leader in sums else {}
+        return seen
+
+    def _of_last(self) -> dict[str, Inputs]:
+        modules = [one.module for one in self.places.linears.values() if one.role == LM_HEAD]
+        sums = Inputs()
+        for hidden in self.stream.outputs():
+            self._see(sums, hidden, modules)
+        return dict.fromkeys(modules, sums)
+
+    def _see(self, sums: Inputs, x: Tensor, modules: Iterable[str]) -> None:
+        wanted = self.wanted
+        sums.see(
+            x,
+            any(module in wanted.squares for module in modules),
+            wanted.solves(modules),
+        )
+
+    def _share_where_scarce(self, inputs: dict[str, Inputs], solving: list[str]) -> list[str]:
+        """Give experts with too few tokens what their neighbours have seen as well; their names."""
+        missing = [m for m in self.places.of_layer(self.name) if m in self.wanted.solved and m not in inputs]
+        for module in missing:
+            inputs[module] = Inputs()
+            solving.append(module)
+        scarce = [
+            module
+            for module in solving
+            if inputs[module].tokens < self.places.linears[module].k and kind_of(module) != module
+        ]
+        kinds: dict[str, Tensor] = {}
+        for module in dict.fromkeys(map(kind_of, scarce)):
+            all_of_it = {
+                id(one): one.hessian
+                for name, one in inputs.items()
+                if kind_of(name) == module and one.hessian is not None
+            }
+            if all_of_it:
+                kinds[module] = torch.stack(list(all_of_it.values())).sum(0)
+        for module in scarce:
+            together = kinds.get(kind_of(module))
+            inputs[module] = replace(inputs[module], hessian=together)
+        return scarce
+
+
+def _with_one_input(here: Mapping[Slot, Tensor]) -> dict[Slot, Slot]:
+    """By linear, the first of those that were given the same tensor."""
+    first: dict[tuple[int, tuple[int, ...]], Slot] = {}
+    return {slot: first.setdefault((x.data_ptr(), tuple(x.shape)), slot) for slot, x in here.items()}

@@ -1,0 +1,55 @@
+"""What quantizers want of a text, by module, and what a pass over it has found."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .calibrated_layer import CalibratedLayer, Equalized, Solved
+from .tasks import WeightTask
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for, by module."""
+
+    largest: frozenset[str] = frozenset()
+    """The largest magnitude among its inputs."""
+    squares: frozenset[str] = frozenset()
+    """The sum of squares of each of its inputs."""
+    solved: Mapping[str, WeightTask] = field(default_factory=dict)
+    """Its weight, rounded with the inputs in view."""
+    corrects: bool = True
+    """Whether what rounding a column leaves is taken over by others (`second_order.py`)."""
+    equalizes: bool = False
+    """Whether norms take over scales of the columns (`equalization.py`)."""
+
+    def solves(self, modules: Iterable[str]) -> bool:
+        return any(module in self.solved for module in modules)
+
+    def __bool__(self) -> bool:
+        return bool(self.largest or self.squares or self.solved)
+
+
+@dataclass
+class Found:
+    """What a pass has found, by module.
+
+    largest: of experts that no token reaches, the largest of their layer's
+    squares: float64 [K]; an expert that no token reaches has none
+    scarce:  experts with fewer tokens than they have inputs: solved with all of their layer's in view
+    equalized: norms whose weights have taken over scales, by tensor
+    """
+
+    largest: dict[str, float] = field(default_factory=dict)
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    solved: dict[str, Solved] = field(default_factory=dict)
+    scarce: list[str] = field(default_factory=list)
+    equalized: dict[str, Equalized] = field(default_factory=dict)
+
+    def add(self, layer: CalibratedLayer) -> None:
+        self.largest |= layer.largest
+        self.squares |= layer.squares
+        self.solved |= layer.solved
+        self.scarce += layer.scarce
+        self.equalized |= layer.equalized

@@ -1,0 +1,85 @@
+"""Where in a model each linear weight is multiplied by, and other weights put into those places."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import Weight
+from ..conventions.convention import StoredWeight
+from ..model_loader.weight_map import Assignment
+from .layer_stream import LayerStream, Slot
+from .linear_weights import LinearWeight
+
+
+class Places:
+    """Where in the model each linear weight is multiplied by."""
+
+    def __init__(self, assignments: Sequence[Assignment], linears: Sequence[LinearWeight]):
+        self.linears = {one.module: one for one in linears}
+        by_tensor: dict[str, list[LinearWeight]] = defaultdict(list)
+        for linear in linears:
+            by_tensor[linear.tensor].append(linear)
+        self.by_slot: dict[Slot, list[LinearWeight]] = defaultdict(list)
+        for assignment in assignments:
+            experts = assignment.expert_parts()
+            names = (
+                dict.fromkeys(assignment.names)
+                if experts is None
+                else {name: index for index, parts in enumerate(experts) for name in parts}
+            )
+            for name, expert in names.items():
+                for linear in by_tensor.get(name, []):
+                    which = expert if linear.expert is None else linear.expert
+                    self.by_slot[assignment.target, which].append(linear)
+
+    def modules(self, slot: Slot) -> list[str]:
+        return [linear.module for linear in self.by_slot.get(slot, [])]
+
+    def of_layer(self, name: str) -> list[str]:
+        slots = [slot for slot in self.by_slot if slot[0].startswith(f"{name}.")]
+        return [module for slot in slots for module in self.modules(slot)]
+
+
+@contextmanager
+def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) -> Iterator[None]:
+    """Within it, the loader puts `weights`, by module, in the place of those on disk."""
+    by_tensor: dict[str, list[tuple[LinearWeight, Weight]]] = defaultdict(list)
+    for module, weight in weights.items():
+        linear = places.linears[module]
+        by_tensor[linear.tensor].append((linear, weight))
+    before = dict(stream.loader.stored)
+    for tensor, parts in by_tensor.items():
+        linear = parts[0][0]
+        stream.loader.stored[tensor] = StoredWeight(
+            linear.module,
+            (linear.n, linear.k),
+            Unquantized(),
+            (tensor,),
+            partial(_patched, stream, tensor, parts),
+        )
+    yield
+    stream.loader.stored = before
+
+
+def _patched(stream: LayerStream, tensor: str, parts: Sequence[tuple[LinearWeight, Weight]]) -> Tensor:
+    """A checkpoint's tensor with solved weights in their places."""
+    whole = stream.checkpoint.read(tensor)
+    if len(parts) == 1 and parts[0][0].expert is None and parts[0][0].rows is None:
+        return parts[0][1].dequantize(stream.model.dtype)
+    for linear, weight in parts:
+        part = whole if linear.expert is None else whole[linear.expert]
+        lying = part.T if linear.transposed else part
+        rows = slice(*linear.rows) if linear.rows else slice(None)
+        lying[rows] = weight.dequantize(whole.dtype)
+    return whole
+
+
+def kind_of(module: str) -> str:
+    """An expert's name with its number, which comes after the layer's, left out; any other name as it is."""
+    parts = module.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(part for index, part in enumerate(parts) if index not in numbers[1:])
