@@ -359,6 +359,17 @@ def decode_split_tokens(max_context: int) -> int:
     return max(256, triton.next_power_of_2(triton.cdiv(max_context, 64)))
 
 
+def split_size(length: int, max_context: int, tile: int, fine: bool = True) -> int:
+    """Tokens in a split of one context of `length` tokens, as the kernels cut it; of nobody else's context.
+
+    tile: tokens of keys a program takes at a time. fine: whether short contexts are cut finer, by one tile up
+    to four tiles and two up to eight; not those of eight-bit pages
+    """
+    if fine and length <= 8 * tile:
+        return tile if length <= 4 * tile else 2 * tile
+    return decode_split_tokens(max_context)
+
+
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """(0, 0) under the interpreter. PTX converts e4m3 from (8, 9) on, launches overlap from (9, 0) on."""

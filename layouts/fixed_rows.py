@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
-from .numerics import CPU_ROWS, NUMERICS, row_tiles
+from .numerics import CPU_ROWS, FOR_INVARIANCE_ONLY, NUMERICS, row_tiles
 
 SUFFIX = "_fixed_rows"
 
@@ -27,7 +27,7 @@ class FixedRows:
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.numerics == "tuned":
-            return "keeps bits that nobody asked for (--batch-invariance)"
+            return FOR_INVARIANCE_ONLY
         refusal = Serves(device="cpu", numerics=NUMERICS).refuses(problem)
         return refusal or self.dense.refuses(replace(problem, numerics="tuned"))
 

@@ -10,7 +10,7 @@ from ..kernels.invariant_matmul import invariant_matmul, semaphores_of
 from .formats.unquantized import Unquantized
 from .formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
-from .numerics import NUMERICS
+from .numerics import FOR_INVARIANCE_ONLY, NUMERICS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,7 +23,7 @@ class InvariantLinear:
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.numerics == "tuned":
-            return "keeps bits that nobody asked for (--batch-invariance)"
+            return FOR_INVARIANCE_ONLY
         serves = Serves((Unquantized,), "cuda", DTYPES, numerics=NUMERICS, capability=(8, 0))
         return serves.refuses(problem)
 

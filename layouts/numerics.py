@@ -12,6 +12,9 @@ prompt, `per-token` on its own tokens alone."""
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 
+FOR_INVARIANCE_ONLY = "is for --batch-invariance pin and per-token only"
+"""Why a layout that is there to keep bits refuses where they need not be kept."""
+
 CPU_ROWS = 16
 """Tokens of every pass on a CPU that keeps bits: libraries choose by the number of rows, so it never varies.
 More cost a single request more; fewer cost prompts more."""

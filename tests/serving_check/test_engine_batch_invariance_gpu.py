@@ -1,0 +1,84 @@
+"""The same on a GPU: no company changes a bit under `pin` and `per-token`, and `tuned` drifts."""
+
+import copy
+
+import pytest
+import torch
+from scalegate.kernels.prefill_attention import prefill_attention, tiles_of
+from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.unquantized import Unquantized
+from scalegate.layouts.layout import Problem
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.options import EngineOptions
+
+from .test_engine_batch_invariance import MIXES, A, alone, company, drifted, model_of, recorded, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def test_no_company_changes_a_bit_unless_tuned():
+    model = model_of("dense", torch.bfloat16).cuda()
+    everyone, found = [A, *company(24, 3, 250)], {}
+    for numerics in ("tuned", "pin", "per-token"):
+        options = EngineOptions(batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000)
+        engine = Engine(copy.deepcopy(model), options, frozenset())
+        engine.warm_up(progress=False)
+        expected = alone(engine, everyone)
+        of_a = {key: row for key, row in expected.items() if key[0] == "A"}
+        together = recorded(engine)
+        run(engine, everyone)
+        found[numerics] = {"all of them together": drifted(expected, together)}
+        for name, (first, later) in MIXES.items():
+            logits = recorded(engine)
+            run(engine, first, later)
+            found[numerics][name] = drifted(of_a, logits)
+    assert not any(found["pin"].values()), found["pin"]
+    assert not any(found["per-token"].values()), found["per-token"]
+    assert found["tuned"]["all of them together"], "nothing was proved"
+
+
+@pytest.mark.parametrize("one_form", [True, False])
+@pytest.mark.parametrize("cut", [1, 64, 100, 1500])
+def test_a_tokens_attention_does_not_follow_the_cut_of_its_prompt(cut: int, one_form: bool):
+    """Nor, with one_form off, how many rows a program takes."""
+    torch.manual_seed(3)
+    tokens, heads, kv_heads, dim, page = 1500, 8, 2, 128, 64
+    count = -(-tokens // page)
+    q = torch.randn(tokens, heads, dim, device="cuda").bfloat16()
+    pages = [torch.randn(count, kv_heads, page, dim, device="cuda").bfloat16() for _ in range(2)]
+    table = torch.arange(count, dtype=torch.int32, device="cuda")[None]
+
+    def attended(size: int) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for start in range(0, tokens, size):
+            part = slice(start, min(start + size, tokens))
+            tiles = torch.from_numpy(tiles_of(0, [(part.stop - start, start, 0)], 0)).cuda()
+            settings = {"scale": dim**-0.5, "out": out[part], "one_form": one_form}
+            prefill_attention(q[part], *pages, table, tiles, **settings)
+        return out
+
+    whole, found = attended(1024), attended(cut)
+    assert torch.equal(found, whole)
+    last = torch.empty_like(q[:1])
+    length = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    prefill_attention(q[-1:].contiguous(), *pages, table, length, scale=dim**-0.5, out=last, one_form=True)
+    assert torch.equal(last, whole[-1:])
+
+
+@pytest.mark.parametrize("spec", [Unquantized(), Int4(128), NVFP4()], ids=lambda spec: spec.name)
+def test_every_layout_that_claims_it_keeps_a_rows_bits(spec):
+    torch.manual_seed(5)
+    device, n, k = torch.device("cuda"), 4096, 4096
+    problem = Problem(spec, n, k, torch.bfloat16, device, numerics="pin")
+    serving = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
+    assert serving
+    weight = spec.random(n, k, device)
+    x = torch.randn(600, k, device=device).bfloat16()
+    for name in serving:
+        packed = LAYOUTS[name].pack(weight, torch.bfloat16)
+        expected = torch.cat([LAYOUTS[name].matmul(row, packed) for row in x[:64].split(1)])
+        for m in (2, 7, 16, 17, 33, 64, 128, 200, 300, 600):
+            assert torch.equal(LAYOUTS[name].matmul(x[:m], packed)[:64], expected[:m]), (name, m)
+        assert torch.equal(LAYOUTS[name].matmul(x.roll(9, 0), packed)[9:73], expected), name
