@@ -8,7 +8,8 @@ reads 128 of them, as llm-compressor's own examples do. Each tool runs in an env
 what it wrote is read back by our readers, norms included. Weights are evaluated in float32 on windows of
 `--context` tokens. A slice of the text is scored at a time, by all subjects that are there, and
 recorded: a run that was stopped goes on, and figures are over the slices that all have read.
-`--subjects` leaves out what takes long.
+`--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq, NAME`, calibrated on a
+text of another kind.
 """
 
 import argparse
@@ -47,6 +48,8 @@ OURS: dict[str, dict[str, Any]] = {
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4-gptq": {"recipe": "nvfp4-gptq", "calibration": "text"},
 }
+OTHER = "int4-gptq"
+"""The recipe that is calibrated on texts of other kinds."""
 LLM_COMPRESSOR = "make_llmcompressor_calibrated.py"
 THEIRS = {
     "llm-compressor GPTQ, INT4": ("llmcompressor", LLM_COMPRESSOR, ("gptq", "W4A16_ASYM")),
@@ -63,8 +66,9 @@ def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -
     if done.is_file():
         return
     begun = time.perf_counter()
-    if name in OURS:
-        asked = dict(OURS[name])
+    other = name.removeprefix(f"{OTHER}, ")
+    if name in OURS or other in options.others:
+        asked = dict(OURS.get(name) or {"recipe": OTHER, "calibration": options.others[other]})
         if asked.get("calibration") == "text":
             asked["calibration"] = options.calibration
         quantize(checkpoint, out=folder, device="cpu", progress=False, **asked)
@@ -121,6 +125,7 @@ def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, An
     work = (options.work / checkpoint.name).resolve()
     work.mkdir(parents=True, exist_ok=True)
     names = [name for name in (*OURS, *THEIRS) if not options.subjects or name in options.subjects]
+    names += [f"{OTHER}, {name}" for name in options.others]
     for name in names:
         print(checkpoint.name, name, flush=True)
         make(name, checkpoint, work, options)
@@ -215,9 +220,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for what the tools make")
     parser.add_argument("--environments", type=Path, help="folder of their environments; default in WORK")
     parser.add_argument("--subjects", nargs="*", help="only these")
+    parser.add_argument("--others", nargs="*", default=[], metavar="NAME=TEXT", help="texts of other kinds")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    options.others = dict(one.split("=", 1) for one in options.others)
     results = json.loads(options.out.read_text())["checkpoints"] if options.out.is_file() else {}
     for path in options.checkpoints:
         measure(path.resolve(), options, results)
