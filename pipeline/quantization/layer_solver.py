@@ -60,7 +60,7 @@ class LayerSolver:
         """Whether all of that parameter is one weight that is solved."""
         linears = self.places.by_slot.get(slot, [])
         whole = len(linears) == 1 and linears[0].expert is None and linears[0].rows is None
-        return whole and linears[0].module in self.wanted.solved and not linears[0].transposed
+        return whole and linears[0].module in self.wanted.solved
 
     def _computes_the_same(self, equalized: Mapping[str, Equalized], scales: Mapping[str, Tensor]) -> bool:
         """Whether the layer's outputs stay what they were, unrounded: a norm may be another than it looks."""

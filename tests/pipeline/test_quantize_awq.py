@@ -10,7 +10,9 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization import calibration, calibration_text
+from scalegate.pipeline.quantization.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.equalization import column_scales, scaled_norm
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import AWQ, AWQ_GPTQ, Recipe
@@ -74,6 +76,20 @@ def test_outputs_suffer_less_and_the_manifest_names_the_norms(artifact: Path):
     assert scaled and all("o_proj" not in name and "down_proj" not in name for name in scaled)
     errors = [one["output_error"] for one in scaled.values()]
     assert sum(one["calibrated"] for one in errors) < sum(one["data_free"] for one in errors)
+
+
+def test_the_model_s_outputs_are_nearer_than_without_scales(
+    artifact: Path, example_checkpoint: Path, text: Path, tmp_path: Path
+):
+    quantize(example_checkpoint, Recipe("plain", spec=Int4(64)), tmp_path, device="cpu", progress=False)
+    tokens = read_calibration_text(open_checkpoint(str(example_checkpoint)), str(text)).sequences
+    assert tokens is not None
+    with torch.inference_mode():
+        expected, plain, scaled = (
+            load_model(folder, progress=False).model(tokens[-2:]).logits.float()
+            for folder in (example_checkpoint, tmp_path, artifact)
+        )
+    assert (scaled - expected).norm() < (plain - expected).norm()
 
 
 def test_the_gate_takes_the_norms_for_what_they_are(artifact: Path, example_checkpoint: Path):
