@@ -24,11 +24,10 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .hadamard import log2, rotate
+from .triton_imports import tl, triton
 
 LOG2_E = 1.4426950408889634
 

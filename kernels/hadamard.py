@@ -7,9 +7,9 @@ rotated alike have the same products with rotated keys, and a rotated result is 
 import functools
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from .triton_imports import tl, triton
 
 
 @functools.cache

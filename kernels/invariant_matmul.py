@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .decode_attention import compute_capability
+from .triton_imports import tl, triton
 
 SPLIT_UNIT = 256
 """Columns of K of which a split has a whole number: a multiple of every tile's."""

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from .triton_imports import tl, triton
 
 LOG2_E = 1.4426950408889634
 TILE = 128

@@ -21,9 +21,9 @@ Bytes: 2 * B * V of bf16 logits, once from memory: 128 rows of 152k are 39 MB, 9
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from .triton_imports import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = 16384

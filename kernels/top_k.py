@@ -10,9 +10,9 @@ the low half, and takes their maximum k times.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from .triton_imports import tl, triton
 
 MOST_COLUMNS, MOST_TAKEN = 1024, 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

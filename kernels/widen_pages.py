@@ -11,9 +11,9 @@ Bytes a page: 3 * H_kv * page * D for keys, the same for values.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from .triton_imports import tl, triton
 
 BLOCK = 8192
 """Values a program takes."""

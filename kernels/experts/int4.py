@@ -25,10 +25,9 @@ Bytes of a decode step in groups of 128: 4.25 bits a weight of the experts taken
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from ..triton_imports import tl, triton
 from . import packed
 from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word
 from .routing import ExpertRouting

@@ -16,12 +16,11 @@ Instructions of the loop a weight on sm_90: 3.1 for blocks of 8 assignments, 3.0
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..nvfp4 import packing
 from ..nvfp4.instructions import code_lines, scale_lines
+from ..triton_imports import tl, triton
 from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word
 
 SCALE_ROWS = 2

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import compute_capability
+from ..triton_imports import tl, triton
 from .routing import ExpertRouting
 from .tile import Tile
 

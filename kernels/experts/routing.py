@@ -17,11 +17,10 @@ routing gives the same blocks. One launch for any number of tokens, compiled onc
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import compute_capability
+from ..triton_imports import tl, triton
 from .tile import BLOCK_ROWS, ROWS_PER_EXPERT, bucket_of
 
 

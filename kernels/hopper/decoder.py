@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from triton.runtime.jit import JITFunction
-
+from ..triton_imports import JITFunction
 from .tile import HopperTile
 
 

@@ -13,11 +13,7 @@ threads side by side; behind the fp16 ones an fp32 scale a thread.
 Not for `invariant.py`, where the split that finishes last reduces.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_wait
-
+from ..triton_imports import aggregate, gdc_wait, gl, gluon
 from .ptx import (
     load_fp16,
     load_fp32,

@@ -22,21 +22,22 @@ activations, and everything that is written, wait for its end.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from ..triton_imports import (
+    TensorDescriptor,
+    aggregate,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
     mbarrier,
     tma,
+    triton,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from .decoder import Decoder
 from .operand import wgmma_operand
 from .packed_operand import PackedOperand, x_layout

@@ -8,9 +8,9 @@ it. Costs were measured on one H200 (`tests/bench/results/int4_kernel_log.md`).
 from dataclasses import dataclass
 from functools import lru_cache
 
-import triton
 from torch import Tensor
 
+from ..triton_imports import triton
 from . import invariant
 from .invariant import SPLIT_UNIT, Tile
 from .packed_operand import SEMAPHORES, PackedOperand

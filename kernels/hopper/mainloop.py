@@ -17,10 +17,7 @@ accumulator [BN, BM], the slot behind their last stage and its phase. Not for `i
 loop of its own.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
+from ..triton_imports import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from .operand import wgmma_operand
 from .ptx import mbarrier_arrive, mbarrier_wait
 

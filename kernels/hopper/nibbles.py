@@ -8,9 +8,7 @@ A tile of 64 rows and 64 columns is 2 KB, 512 words; a lane's four words lie sid
 Not for what the codes in a word mean.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ..triton_imports import gl, gluon
 from .ptx import load_shared_v4
 
 WORD_ROWS = 8

@@ -4,8 +4,7 @@ Nothing changes its register here: `assert_trivial` has the compiler refuse a de
 for decoding, which is the format's.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from ..triton_imports import gl, gluon
 
 
 @gluon.jit

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..triton_imports import TensorDescriptor, gl
 from .decoder import Decoder
 from .tile import HopperTile
 

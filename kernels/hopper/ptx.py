@@ -10,8 +10,7 @@ results first, then arguments; with `pack=4` an argument is four registers, one 
 `inline_asm_elementwise` wants a result, so where there is none `unused` is set to zero.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from ..triton_imports import gl, gluon
 
 
 @gluon.constexpr_function

@@ -11,9 +11,7 @@ producer and the consumers: x arrives at mbarriers of its own, and a stage is fu
 well. Not for words and scales, nor for formats that are packed in wgmma's own order.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ..triton_imports import gl, gluon
 from .ptx import mbarrier_arrive, mbarrier_wait, ptx
 
 REORDERING_WARPS = gl.constexpr(2)

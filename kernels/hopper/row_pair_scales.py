@@ -8,9 +8,7 @@ A tile of 64 rows and 64 columns has 64 words of them, two for each pair of rows
 Not for what the bits of a word mean.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ..triton_imports import gl, gluon
 from .ptx import load_shared_v2
 
 

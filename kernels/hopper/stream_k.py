@@ -35,14 +35,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..triton_imports import aggregate, gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier, triton
 from .decoder import Decoder
 from .epilogue import (
     Exchange,

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import triton
-
+from ..triton_imports import triton
 from . import stream_k, tail_prefetch
 from .stream_k import Config, Tile
 from .tile import NUM_SMS

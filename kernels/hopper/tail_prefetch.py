@@ -9,9 +9,7 @@ producer warp signals for its consumers, so that these do not wait until their s
 of 64 rows of the weight, whose partial sums in fp16 take no more than a stage's activations.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ..triton_imports import gl, gluon
 from .epilogue import add_scaled_fp16, partial_floats, store_scaled_fp16
 from .ptx import (
     bulk_load,

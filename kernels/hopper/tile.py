@@ -6,7 +6,7 @@ Which tile serves which M, N and K is for `stream_k_config.py` and `invariant_co
 
 from dataclasses import dataclass
 
-import triton
+from ..triton_imports import triton
 
 NUM_SMS = 132
 

@@ -12,11 +12,7 @@ it in ways of their own.
 
 import math
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
-from triton.language.core import _aggregate as aggregate
+from ..triton_imports import aggregate, gl, gluon, tensor_descriptor, tma
 
 
 @aggregate

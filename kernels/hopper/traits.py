@@ -6,9 +6,7 @@ and passed down, so that no device function repeats them. They hold no run-time 
 
 import math
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+from ..triton_imports import aggregate, gl, gluon
 
 
 @gluon.constexpr_function

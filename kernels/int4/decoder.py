@@ -14,14 +14,12 @@ scale instead (SCALE_WEIGHTS false), the mul falls away: 2.4.
 
 from dataclasses import dataclass
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from ..hopper import nibbles
 from ..hopper.decoder import Decoder
 from ..hopper.nibbles import PLAIN_1D, words_offset, words_register_layout
 from ..hopper.ptx import load_shared, load_shared_pair, ptx
 from ..hopper.tile import HopperTile
+from ..triton_imports import gl, gluon
 
 PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 MAX_SCALED_SUM_ROWS = 32

@@ -31,8 +31,9 @@ Bytes of one weight in groups of 128: N*K/2 + N*K/32, that is 4.25 bits a weight
 """
 
 import torch
-import triton
 from torch import Tensor
+
+from ..triton_imports import triton
 
 TILE = 64
 MAX_GROUP = 128

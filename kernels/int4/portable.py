@@ -4,10 +4,9 @@ The bytes of w and the reference are in `packing.py`. Not fast: that is `kernels
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from ..triton_imports import tl, triton
 from .packing import MAX_GROUP
 
 

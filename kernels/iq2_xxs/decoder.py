@@ -13,13 +13,11 @@ places in shared memory (`hopper/reorder_x.py`). Not for the batch-invariant ker
 
 from dataclasses import dataclass
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from ..hopper.decoder import Decoder
 from ..hopper.ptx import load_shared_v2, ptx
 from ..hopper.row_pair_scales import read_scale_words, scale_block, scale_corner, scale_offset
 from ..hopper.tile import HopperTile
+from ..triton_imports import gl, gluon
 from .lookup import DECLARATIONS, TABLE_BYTES, fill_table, load_lines, sign_lines
 
 TABLE_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

@@ -4,10 +4,9 @@ Plain Triton. A program makes a tile of 64 by 64; the codebook comes from L1, th
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from ..triton_imports import tl, triton
 from .packing import TILE
 
 

@@ -7,9 +7,7 @@ LOP3 with the offset of the lane's copy. Plain text for the decoder of wgmma's o
 one row; what the bits are, `packing.py` says.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ..triton_imports import gl, gluon
 from .packing import INDEX_SHIFT, SIGN_BITS
 
 ENTRIES, COPIES = 256, 8

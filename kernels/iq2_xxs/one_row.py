@@ -19,15 +19,12 @@ or two super-blocks before it is decoded. For more rows of x the stream-K kernel
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..hopper.packed_operand import PackedOperand
 from ..hopper.ptx import ptx
 from ..hopper.tile import NUM_SMS
+from ..triton_imports import gdc_launch_dependents, gdc_wait, gl, gluon, triton
 from .lookup import DECLARATIONS, fill_table, load_lines, sign_lines
 from .packing import SUPER_BLOCK
 

@@ -8,10 +8,9 @@ Either way the page is made of the same fp16 numbers, so that it holds the same 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from ..triton_imports import tl, triton
 from .kvarn import ITERATIONS, KVarNTile
 from .turn import held_at
 

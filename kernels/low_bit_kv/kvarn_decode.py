@@ -14,8 +14,6 @@ Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D
 each of the tokens in 16 bits.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import (
@@ -26,6 +24,7 @@ from ..decode_attention import (
     compute_capability,
     merge_splits,
 )
+from ..triton_imports import tl, triton
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
 from .softmax import attend_plain, load_columns, load_slices, store_columns

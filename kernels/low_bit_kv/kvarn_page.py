@@ -9,9 +9,7 @@ Scales of channels go into q and those of tokens into p, once a page for all the
 is left for each code is one mask for two of them (`words.py`). Codes count 2^-24, so sums are scaled back.
 """
 
-import triton
-import triton.language as tl
-
+from ..triton_imports import tl, triton
 from .softmax import capped
 from .words import field_of, field_weight
 

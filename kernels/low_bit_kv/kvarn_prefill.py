@@ -13,12 +13,11 @@ A program takes up to 64 queries, all heads of a group for some tokens; pages ar
 packed, as in decoding.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import LOG2_E, compute_capability
 from ..prefill_attention import TILE
+from ..triton_imports import tl, triton
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
 from .softmax import attend_plain, load_columns, load_slices, store_columns

@@ -6,8 +6,7 @@ column: matrix units take eight columns at least and sixteen rows, and a group o
 are in log2.
 """
 
-import triton
-import triton.language as tl
+from ..triton_imports import tl, triton
 
 
 @triton.jit

@@ -10,10 +10,7 @@ significant bits, which fp16 holds. E2M1's bits in fp16's places are 2^-14 of th
 times 16, which keeps every product out of fp16's inexact range.
 """
 
-import triton
-import triton.language as tl
-from triton.runtime.jit import constexpr_function
-
+from ..triton_imports import constexpr_function, tl, triton
 from .softmax import capped, dot4
 from .words import field_of, field_weight
 

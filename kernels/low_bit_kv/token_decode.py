@@ -8,8 +8,6 @@ Block table, lengths, splits, workspace and merge are those of `decode_attention
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import (
@@ -23,6 +21,7 @@ from ..decode_attention import (
     compute_capability,
     merge_splits,
 )
+from ..triton_imports import tl, triton
 from .softmax import load_columns, store_columns
 from .token_block import attend_block, finished, prepared
 from .token_store import TokenPages

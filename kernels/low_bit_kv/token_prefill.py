@@ -8,12 +8,11 @@ The chunk's own tokens are in their pages already. A program takes up to 64 quer
 for some tokens; codes are multiplied as they are packed, as in decoding.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import LOG2_E, compute_capability
 from ..prefill_attention import TILE
+from ..triton_imports import tl, triton
 from .softmax import load_columns, store_columns
 from .token_block import attend_block, finished, prepared
 from .token_decode import scale_bytes

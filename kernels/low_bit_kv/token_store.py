@@ -12,12 +12,11 @@ The references are in `int4.py` and `nvfp4.py`.
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import compute_capability
 from ..hadamard import log2, rotate
+from ..triton_imports import tl, triton
 
 LARGE = 1024
 """Tokens in a step: from here on a program takes several of them. The bits are the same."""

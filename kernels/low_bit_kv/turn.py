@@ -12,12 +12,11 @@ the chunk ends are kept once the step has attended: until then that page may hol
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import compute_capability
 from ..hadamard import log2, rotate
+from ..triton_imports import tl, triton
 
 
 @triton.jit

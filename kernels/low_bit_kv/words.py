@@ -9,10 +9,9 @@ they are. So no instruction converts a code; the power of two goes into a scale.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import constexpr_function
+
+from ..triton_imports import constexpr_function, tl, triton
 
 WORD_BITS = 16
 

@@ -13,15 +13,13 @@ to 32 rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.
 
 from dataclasses import dataclass
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from ..hopper import nibbles
 from ..hopper.decoder import Decoder
 from ..hopper.nibbles import PLAIN_1D, words_offset, words_register_layout
 from ..hopper.ptx import ptx
 from ..hopper.row_pair_scales import read_scale_words, scale_block, scale_corner, scale_offset
 from ..hopper.tile import HopperTile
+from ..triton_imports import gl, gluon
 from .instructions import code_lines, scale_lines
 
 PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))

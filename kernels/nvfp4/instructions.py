@@ -3,8 +3,7 @@
 The bits are those of `packing.py`. Plain text: which operands these are, and multiplying, is the decoders'.
 """
 
-from triton.experimental import gluon
-
+from ..triton_imports import gluon
 from . import packing
 
 

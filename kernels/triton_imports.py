@@ -1,0 +1,71 @@
+"""Triton and Gluon under the names that our kernels use, or a stand-in where Triton is not installed.
+
+With the stand-in, on macOS and Windows, files of kernels can be imported for their torch references and for
+what they compute on the host; a kernel cannot be launched, and no layout that would is chosen without CUDA.
+"""
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.language.core import _aggregate as aggregate
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.runtime.jit import JITFunction, constexpr_function
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+
+    class StandIn:
+        """Any attribute of itself is itself; as a decorator it leaves what it decorates as it is."""
+
+        cdiv = staticmethod(lambda x, y: -(-x // y))
+        next_power_of_2 = staticmethod(lambda n: 1 << (n - 1).bit_length() if n > 0 else n)
+
+        def __getattr__(self, name: str) -> "StandIn":
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return self
+
+        def __call__(self, decorated: Any = None, *arguments: Any, **options: Any) -> Any:
+            return decorated if callable(decorated) else self
+
+        def _itself(self, other: Any) -> "StandIn":
+            return self
+
+        __or__ = __ror__ = __mul__ = __rmul__ = _itself
+
+    triton = tl = gluon = gl = StandIn()
+    fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = triton
+    tensor_descriptor = TensorDescriptor = aggregate = triton
+    gdc_launch_dependents = gdc_wait = JITFunction = constexpr_function = triton
+
+__all__ = [
+    "JITFunction",
+    "TensorDescriptor",
+    "aggregate",
+    "constexpr_function",
+    "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tensor_descriptor",
+    "tl",
+    "tma",
+    "triton",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
