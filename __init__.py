@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .layouts.errors import UserError
+    from .pipeline.adopt import adopt
     from .pipeline.layout import layout
     from .pipeline.llm import LLM, Generation
     from .pipeline.push import push
@@ -29,6 +30,7 @@ _WHERE = {
     "SamplingParams": "serving_check.engine.request",
     "EngineOptions": "serving_check.engine.options",
     "UserError": "layouts.errors",
+    "adopt": "pipeline.adopt",
     "quantize": "pipeline.quantize",
     "layout": "pipeline.layout",
     "validate": "pipeline.validate",
@@ -45,6 +47,7 @@ __all__ = [
     "Generation",
     "SamplingParams",
     "UserError",
+    "adopt",
     "layout",
     "push",
     "quantize",

@@ -69,6 +69,7 @@ ROOMS = {
         "validation",
         "examination",
         "publishing",
+        "adopt",
         "compare",
         "doctor",
         "inspect",

@@ -14,6 +14,7 @@ from .exit_status import run
 
 COMMANDS = {
     "quantize": "Turn a checkpoint into a quantized one, shard by shard.",
+    "adopt": "Write the manifest of a checkpoint that another tool quantized.",
     "layout": "Measure every packing layout at every M and record the plan.",
     "serve": "Serve a checkpoint over an OpenAI-compatible HTTP API.",
     "validate": "Prove, or refuse, that an artifact serves as fast as its baseline.",

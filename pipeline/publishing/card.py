@@ -38,6 +38,8 @@ HUB = "https://huggingface.co"
 DEFAULT_EXPORT = "compressed-tensors"
 LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 UNKNOWN = "not known"
+ADOPTED = {"name": "adopted"}
+"""The recipe in the manifest of a checkpoint that another tool quantized."""
 
 
 def write_card(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: str) -> str:
@@ -90,7 +92,8 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "quality_tokens": f"{verdict.quality_tokens:,}",
         "recipe": recipe,
         "fence": fence(recipe, reproduce),
-        "recipe_file": None if _is_shipped(artifact.recipe) else f"{artifact.recipe.get('name')}.yaml",
+        "adopted": artifact.recipe == ADOPTED,
+        "recipe_file": _recipe_file(artifact.recipe),
         "layouts": ", ".join(f"{count} {layout}" for layout, count in verdict.artifact.layouts.items()),
         "device": verdict.environment.device,
         "platform": verdict.environment.platform,
@@ -284,9 +287,16 @@ def _is_shipped(recipe: dict[str, Any]) -> bool:
     return name in shipped_recipes() and load_recipe(str(name)).to_json() == recipe
 
 
+def _recipe_file(recipe: dict[str, Any]) -> str | None:
+    """What a reader saves the recipe as; None where there is nothing to save."""
+    return None if recipe == ADOPTED or _is_shipped(recipe) else f"{recipe.get('name')}.yaml"
+
+
 def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     """The one command, with every setting that is not the default, and no folder of this machine in it."""
     recipe = artifact.recipe
+    if recipe == ADOPTED:
+        return _reproduce_adopted(artifact, verdict, base, to)
     words = ["pipeline", "release", base]
     if artifact.source_revision is not None:
         words += ["--revision", artifact.source_revision]
@@ -294,6 +304,23 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     export = artifact.quantization.get("export", DEFAULT_EXPORT)
     words += [] if export in (DEFAULT_EXPORT, PLAIN) else ["--export", export]
     words += _given_baseline(artifact, verdict, base)
+    words += _given_settings(artifact, verdict)
+    target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
+    return shlex.join([*words, "--to", target])
+
+
+def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
+    """The commands from the other tool's checkpoint on."""
+    folder = Path(to.removeprefix("folder:")).name
+    revision = [] if artifact.source_revision is None else ["--baseline-revision", artifact.source_revision]
+    adopt = ["pipeline", "adopt", folder, "--baseline", base, *revision]
+    validate = ["pipeline", "validate", folder, *_given_settings(artifact, verdict)]
+    return f"{shlex.join(adopt)}\n{shlex.join(validate)}"
+
+
+def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
+    """What the verdict was asked with otherwise than by default."""
+    recipe, words = artifact.recipe, list[str]()
     workload, usual = verdict.workload, WorkloadSettings()
     words += [] if workload.ms == usual.ms else ["--m", ",".join(map(str, workload.ms))]
     for option, value, default in (
@@ -318,9 +345,7 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     known = find_engine(engine)
     nameless = engine == DEFAULT_ENGINE or (known is not None and not known.starts)
     words += [] if nameless else ["--engine", engine]
-    words += _given_options(verdict)
-    target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
-    return shlex.join([*words, "--to", target])
+    return words + _given_options(verdict)
 
 
 def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:

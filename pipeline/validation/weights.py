@@ -87,6 +87,22 @@ def compare_weights(
     )
 
 
+def squared_errors(
+    artifact: Checkpoint, baseline: Checkpoint, *, device: str = "cpu", progress: bool = True
+) -> dict[str, tuple[float, float]]:
+    """By quantized module of `artifact`: the sums of squares of its error and of the baseline's weight.
+
+    Modules that the baseline has not in that shape are left out.
+    """
+    comparison = _Comparison(artifact, baseline, device, {})
+    stored = convention_of(artifact).modules(artifact).items()
+    found = {
+        module: comparison.squares(weight)
+        for module, weight in tqdm(stored, desc="weights", disable=None if progress else True)
+    }
+    return {module: squares for module, squares in found.items() if squares is not None}
+
+
 @dataclass
 class _Comparison:
     """Two checkpoints, and what of the baseline has been accounted for."""
@@ -118,6 +134,14 @@ class _Comparison:
 
     def module_error(self, weight: StoredWeight) -> float | None:
         """Relative error of one quantized module, not finite where it holds a NaN; None without a source."""
+        squares = self.squares(weight)
+        if squares is None:
+            return None
+        error, norm = squares
+        return math.sqrt(error / norm) if norm else math.sqrt(error)
+
+    def squares(self, weight: StoredWeight) -> tuple[float, float] | None:
+        """Sums of squares of a module's error and of its source; None without a source."""
         source = self._sources.get(weight.module)
         if source is None or (source.n, source.k) != weight.shape:
             self.unknown.append(weight.module)
@@ -135,7 +159,7 @@ class _Comparison:
             # Sums of squares in fp32 along rows of some thousand numbers, in fp64 over the rows.
             error += difference.square_().sum(1).double().sum().item()
             norm += original.square_().sum(1).double().sum().item()
-        return math.sqrt(error / norm) if norm else math.sqrt(error)
+        return error, norm
 
     def _columns(self, module: str) -> Tensor | None:
         """fp32 [K], by which the module's columns were multiplied; None where they were not.

@@ -1,0 +1,105 @@
+"""A manifest for a checkpoint that another tool quantized, so that it can be validated, pushed and verified.
+
+It is measured, not believed: each quantized module's error against the baseline becomes what the manifest
+records. Nothing of the checkpoint is changed.
+"""
+
+import importlib.metadata
+import math
+from collections import Counter
+from pathlib import Path
+
+from ..layouts.errors import UserError
+from ..layouts.formats.weight_format import spec_to_json
+from .artifact import MANIFEST_NAME, Artifact, published_files, record_files
+from .checkpoints.baseline import open_baseline, remember_source, weights_digest
+from .checkpoints.checkpoint import open_checkpoint
+from .checkpoints.travelling_files import refuse_strangers
+from .conventions.all_conventions import convention_of
+from .conventions.kv_cache import kv_cache_of
+from .publishing.card import ADOPTED
+from .publishing.card_engines import kv_cache_commands
+from .quantization.base_metadata import read_base_metadata
+from .validation.weights import squared_errors
+
+VERSIONED_PACKAGES = ("scalegate", "torch", "transformers")
+
+
+def adopt(
+    checkpoint: str | Path,
+    baseline: str | Path,
+    *,
+    baseline_revision: str | None = None,
+    progress: bool = True,
+) -> Artifact:
+    """Write `scalegate.json` into the folder `checkpoint`, quantized from `baseline` by another tool.
+
+    baseline: a folder or a Hub id, unquantized
+
+    UserError where the folder has a manifest already, holds files that are not published, is not quantized in
+    a convention that we read, or has modules that the baseline has not.
+    """
+    folder = Path(checkpoint).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; download the checkpoint: its manifest is written into it")
+    if (folder / MANIFEST_NAME).exists():
+        raise UserError(f"{folder} has a {MANIFEST_NAME} already; remove it to adopt the checkpoint again")
+    ours = open_checkpoint(str(folder))
+    source = open_baseline(ours, str(baseline), baseline_revision)
+    convention = convention_of(ours)
+    stored = convention.modules(ours)
+    if not stored:
+        raise UserError(f"{folder} is not quantized in a convention that Scalegate reads: nothing to adopt")
+    refuse_strangers(folder, published_files(folder), None)
+    squares = squared_errors(ours, source, progress=progress)
+    unknown = [module for module in stored if module not in squares]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise UserError(
+            f"{source.source} has no {unknown[0]}{more} of that shape; is it the baseline of {folder}?"
+        )
+    tensors = {name for weight in stored.values() for name in weight.tensors}
+    weights = sum(math.prod(weight.shape) for weight in stored.values())
+    error, norm = (sum(each) for each in zip(*squares.values(), strict=True))
+    kv_cache = kv_cache_of(ours).kv_format
+    labels = Counter(weight.spec for weight in stored.values())
+    artifact = Artifact(
+        source=source.public_name,
+        source_revision=source.revision,
+        recipe=dict(ADOPTED),
+        versions={name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES},
+        files=record_files(folder),
+        quantization={
+            "formats": [
+                {"label": spec.label, "modules": count, "spec": spec_to_json(spec)}
+                for spec, count in labels.most_common()
+            ],
+            "export": convention.name,
+            "bits_per_weight": round(sum(ours.tensors[name].nbytes for name in tensors) * 8 / weights, 4),
+            "relative_error": _relative(error, norm),
+            "modules": {
+                module: {
+                    "shape": list(stored[module].shape),
+                    "format": stored[module].spec.name,
+                    "relative_error": _relative(*squares[module]),
+                }
+                for module in stored
+            },
+            "kept": {},
+        },
+        base_metadata=read_base_metadata(source.folder),
+        source_sha256=weights_digest(source, {}),
+        kv_cache=kv_cache,
+        kv_cache_engines=kv_cache_commands(kv_cache),
+    )
+    remember_source(folder, source)
+    artifact.write(folder)
+    return artifact
+
+
+def _relative(error: float, norm: float) -> float:
+    """Of sums of squares. UserError where there is a weight that is no number."""
+    value = math.sqrt(error / norm) if norm else math.sqrt(error)
+    if not math.isfinite(value):
+        raise UserError("a quantized weight holds NaN or infinity; it is not adopted")
+    return value
