@@ -132,10 +132,10 @@ class KVarNCpuLayerKV:
             read = self.storage.read(group.pages.view(-1)[coded].long(), query.dtype) if len(coded) else ()
             sides = held.new_zeros(2, requests * count, *held.shape[3:])
             for side, stored in zip(sides, read, strict=False):
-                side[coded] = stored
+                side.index_copy_(0, coded, stored)
             for side, as_is in zip(sides, held.unbind(2), strict=True):
-                side[first + own] = as_is[:, 1]
-                side[first] = as_is[:, 0]
+                side.index_copy_(0, first + own, as_is[:, 1])
+                side.index_copy_(0, first, as_is[:, 0])
             return sides[0], sides[1]
 
         return paged_attention.attend_over(query, groups, gather, options, sinks)

@@ -1,6 +1,10 @@
 """NVFP4 keys and values: E2M1 codes, an E4M3 scale for 16 channels, one fp32 scale a head; in torch.
 
 x[d] = e2m1(code[d]) * scale[d // 16] * head_scale
+
+A group's largest value becomes 6 or 4, whichever leaves the smaller squared error (Cook et al., "Four Over
+Six", arXiv:2512.02010): E2M1 is coarsest where values are largest, and large keys decide what attention sees.
+
 words  int16 [..., D/4]              as in words.py: field j of word i is channel i + j * D/4
 """
 
@@ -13,6 +17,7 @@ from .words import pack, unpack
 
 GROUP_SIZE = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
+LARGEST_IN_GROUP = (6.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,13 @@ def quantize_reference(x: Tensor, head_scale: Tensor) -> NVFP4Tokens:
     """x [..., H, D] of any float dtype under head_scale, fp32 [H]."""
     groups = (x.float() / head_scale[:, None]).unflatten(-1, (-1, GROUP_SIZE))
     largest = groups.abs().amax(-1)
-    scales = (largest / E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    # A group too small for any scale is a group of zeros.
-    inverse = torch.where(scales.float() > 0, 1 / scales.float(), 0.0)
-    return NVFP4Tokens(_pack_e2m1((groups * inverse[..., None]).flatten(-2)), scales)
+    (scales, codes, error), (other_scales, other_codes, other_error) = (
+        _rounded(groups, (largest / to).clamp(max=E4M3_MAX)) for to in LARGEST_IN_GROUP
+    )
+    other = other_error < error
+    scales = torch.where(other, other_scales, scales).to(torch.float8_e4m3fn)
+    codes = torch.where(other[..., None], other_codes, codes).flatten(-2)
+    return NVFP4Tokens(pack(codes.to(torch.uint8).unflatten(-1, (4, -1))), scales)
 
 
 def dequantize_reference(stored: NVFP4Tokens, head_scale: Tensor) -> Tensor:
@@ -43,10 +51,17 @@ def dequantize_reference(stored: NVFP4Tokens, head_scale: Tensor) -> Tensor:
     return groups.flatten(-2).mul_(head_scale[:, None])
 
 
-def _pack_e2m1(x: Tensor) -> Tensor:
-    """The nearest codes, ties to the even one: steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6."""
-    magnitude = x.abs().clamp(max=E2M1_MAX)
-    low, middle, high = (magnitude * 2).round(), magnitude.round() + 2, (magnitude * 0.5).round() + 4
-    code = torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, high))
-    signed = code + 8 * (x < 0)
-    return pack(signed.to(torch.uint8).unflatten(-1, (4, -1)))
+def _rounded(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales as E4M3 has them, the nearest codes, ties to the even one, and each group's squared error.
+
+    Steps are of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
+    """
+    scales = scales.to(torch.float8_e4m3fn).float()
+    # A group too small for any scale is a group of zeros.
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)[..., None]
+    magnitude = (groups * inverse).abs().clamp(max=E2M1_MAX)
+    low, middle, high = (magnitude * 2).round(), magnitude.round(), (magnitude * 0.5).round()
+    code = torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle + 2, high + 4))
+    value = torch.where(magnitude < 2, low * 0.5, torch.where(magnitude < 4, middle, high * 2))
+    error = (groups.abs() - value * scales[..., None]).square().sum(-1)
+    return scales, code + 8 * (groups < 0), error

@@ -62,22 +62,34 @@ def _store_words(codes, slot, mask, words_ptr, ROWS: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
+def _rounded(groups, largest, TO: tl.constexpr):
+    """E4M3 scales under which the largest of each group of 16 is TO, as fp32; codes; squared errors."""
+    scale = tl.minimum(largest / TO, 448.0).to(tl.float8e4nv).to(tl.float32)
+    inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
+    # Steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
+    size = tl.minimum(tl.abs(groups * inverse[:, :, None]), 6.0)
+    low, middle, high = _round(size * 2), _round(size), _round(size * 0.5)
+    code = tl.where(size < 2, low, tl.where(size < 4, middle + 2, high + 4))
+    value = tl.where(size < 2, low * 0.5, tl.where(size < 4, middle, high * 2))
+    off = tl.abs(groups) - value * scale[:, :, None]
+    return scale, code, tl.sum(off * off, axis=2)
+
+
+@triton.jit
 def _store_nvfp4(
     x, slot, mask, words_ptr, scales_ptr, head_scale, ROWS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
     groups = tl.reshape(x / head_scale, [ROWS, DIM // 16, 16])
     largest = tl.max(tl.abs(groups), axis=2)
-    stored = tl.minimum(largest / 6.0, 448.0).to(tl.float8e4nv)
-    scale = stored.to(tl.float32)
-    inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
-    scaled = tl.reshape(groups * inverse[:, :, None], [ROWS, DIM])
-    # Steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
-    size = tl.minimum(tl.abs(scaled), 6.0)
-    code = tl.where(size < 4, _round(size) + 2, _round(size * 0.5) + 4)
-    code = tl.where(size < 2, _round(size * 2), code)
-    _store_words(tl.where(scaled < 0, code + 8, code), slot, mask, words_ptr, ROWS, DIM)
+    scale, code, error = _rounded(groups, largest, 6.0)
+    other_scale, other_code, other_error = _rounded(groups, largest, 4.0)
+    other = other_error < error
+    scale = tl.where(other, other_scale, scale)
+    code = tl.where(other[:, :, None], other_code, code)
+    code = tl.reshape(tl.where(groups < 0, code + 8, code), [ROWS, DIM])
+    _store_words(code, slot, mask, words_ptr, ROWS, DIM)
     where = slot[:, None] * (DIM // 16) + tl.arange(0, DIM // 16)[None, :]
-    tl.store(scales_ptr + where, stored, mask=mask[:, None])
+    tl.store(scales_ptr + where, scale.to(tl.float8e4nv), mask=mask[:, None])
 
 
 @triton.jit(do_not_specialize=["count", "key_stride", "value_stride"])

@@ -1,7 +1,7 @@
 """Codes of four or two bits in int16 words, laid so that a kernel needs one mask for two codes.
 
     words  int16 [..., W]       field f of a word is its bits f * b .. f * b + b, for b bits a code
-    codes  uint8 [..., F, W]    F = 16 / b fields: word w holds code [f, w] in its field f
+    codes  [..., F, W]          F = 16 / b fields: word w holds code [f, w] in its field f
 
 Two neighbouring words are one register. A mask leaves two codes in it, each in the mantissa of a 16-bit
 float: of fp16, the value of a bare mantissa m is m * 2^-24, exactly, and matrix units take such numbers as
@@ -29,9 +29,9 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """words int16 [..., W] → codes uint8 [..., F, W]."""
+    """words int16 [..., W] → codes int16 [..., F, W]."""
     shifts = torch.arange(fields(bits), dtype=torch.int16, device=words.device) * bits
-    return (words.unsqueeze(-2) >> shifts[:, None] & (1 << bits) - 1).to(torch.uint8)
+    return (words.unsqueeze(-2) >> shifts[:, None]).bitwise_and_((1 << bits) - 1)
 
 
 @constexpr_function
