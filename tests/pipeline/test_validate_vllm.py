@@ -10,6 +10,8 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
+from scalegate.pipeline.validation.servers import server_of
+from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.record import read_verdict
 
 from .vllm_stand_in import OUT_OF_MEMORY
@@ -93,3 +95,14 @@ def test_options_that_do_not_reach_an_engine_are_refused(artifact: Path):
         validate(artifact, devices=(0, 1), device="cpu", progress=False)
     with pytest.raises(UserError, match="--engine-args does not reach"):
         validate(artifact, engine_args="--x 1", progress=False)
+
+
+def test_its_batch_invariant_mode_is_turned_on_and_no_more_than_it_has(artifact: Path, words: Path):
+    def environment(batch_invariance: str) -> dict[str, str]:
+        options = EngineOptions(batch_invariance=batch_invariance)
+        return server_of("vllm", "artifact", artifact, options, words.parent).env
+
+    assert environment("pin")["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in environment("tuned")
+    with pytest.raises(UserError, match="vLLM does not serve --batch-invariance per-token"):
+        environment("per-token")
