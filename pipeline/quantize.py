@@ -26,6 +26,7 @@ from .publishing.card_engines import kv_cache_commands
 from .quantization.allocation import Budget
 from .quantization.base_metadata import read_base_metadata
 from .quantization.calibration_text import read_calibration_text
+from .quantization.estimate import Estimate, estimate
 from .quantization.importance import importance_of
 from .quantization.job import QuantizeJob, prepare, weight_quantizer
 from .quantization.job_text import Reading, found_on, sequences_of
@@ -138,6 +139,26 @@ def quantize(
                 artifact = ranks.in_turn("manifest", finish)
         artifact.left_out = travelling.left_out
     return artifact
+
+
+def preview(
+    model: str | Path,
+    recipe: str | Path | Recipe = "int4-hqq",
+    out: str | Path = "artifact",
+    *,
+    revision: str | None = None,
+    export: str | None = None,
+    device: str | torch.device | None = None,
+    calibration: str | Path | None = None,
+) -> Estimate:
+    """What `quantize` would do with the same arguments: sizes, memory and time. Nothing is written."""
+    checkpoint = open_checkpoint(model, revision)
+    text = None if calibration is None else str(calibration)
+    device = None if device == "auto" else device
+    job = prepare(checkpoint, load_recipe(recipe), export, device, text)
+    folder = Path(out).expanduser()
+    _refuse_inside_itself(checkpoint, folder)
+    return estimate(job, divide_into_shards(checkpoint, job.tasks.in_order, MAX_SHARD_BYTES), folder)
 
 
 def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bool) -> WorkRecord:

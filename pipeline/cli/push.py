@@ -12,7 +12,13 @@ from ..publishing.push_result import PushResult
 @click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
 @click.option("--private", is_flag=True, help="Leave a repository that this push creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
-@click.option("--revision", metavar="BRANCH", help="Commit to this branch; created where it does not exist.")
+@click.option(
+    "--to-revision",
+    "--revision",
+    "revision",
+    metavar="BRANCH",
+    help="Commit to this branch; created where it does not exist.",
+)
 @click.option(
     "--dry-run", is_flag=True, help="List every operation with sizes and sha256, and change nothing."
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from ...layouts.errors import UserError
 from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.stage_clock import in_words
 from ..artifact import Artifact
 
 
@@ -20,7 +22,7 @@ from ..artifact import Artifact
 )
 @click.option("--export", help="compressed-tensors where it stores the format; or modelopt, torchao.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--device", help="cpu, cuda or cuda:N; a GPU where there is one, unless said.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--devices", help="all, or GPUs by number such as 0,1: a process each, which share the work.")
 @click.option(
     "--calibration",
@@ -29,6 +31,7 @@ from ..artifact import Artifact
 )
 @click.option("--target-bits", type=float, help="INT4 group sizes chosen for so many bits a weight.")
 @click.option("--max-kl", type=float, help="The same, for the fewest bits within this divergence, in nats.")
+@click.option("--dry-run", is_flag=True, help="Say sizes, memory and time, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
@@ -39,11 +42,12 @@ def command(
     out: Path,
     export: str | None,
     revision: str | None,
-    device: str | None,
+    device: str,
     devices: str | None,
     calibration: str | None,
     target_bits: float | None,
     max_kl: float | None,
+    dry_run: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -60,18 +64,22 @@ def command(
         pipeline quantize Qwen/Qwen3-8B --out qwen3-8b-int4
         pipeline quantize ./my-model --recipe int4-hqq-g64 --out out
         pipeline quantize ./my-model --recipe mine.yaml --export torchao --out out
+        pipeline quantize ./my-70b --dry-run --out out
         pipeline quantize ./my-70b --devices all --out out
         torchrun --nproc-per-node 8 -m scalegate.pipeline quantize ./my-70b --out out
     """
     if devices is not None:
         from ..quantization.launch import devices_of, run_on
 
-        if device is not None:
+        if device != "auto":
             raise UserError("--devices and --device both say where it runs; leave one of them out")
         chosen = devices_of(devices)
         if len(chosen) > 1:
             context.exit(run_on(chosen, _words(context)))
         device = chosen[0]
+    if dry_run:
+        _dry_run(model, recipe, out, revision, export, device, calibration, target_bits or max_kl, as_json)
+        return
     from ..quantize import quantize
 
     artifact = quantize(
@@ -93,6 +101,39 @@ def command(
         click.echo(json.dumps(summary))
         return
     click.echo(_as_text(summary))
+
+
+def _dry_run(
+    model: str,
+    recipe: str,
+    out: Path,
+    revision: str | None,
+    export: str | None,
+    device: str,
+    calibration: str | None,
+    budget: float | None,
+    as_json: bool,
+) -> None:
+    from ..quantize import preview
+
+    if budget is not None:
+        raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
+    found = preview(
+        model, recipe, out, revision=revision, export=export, device=device, calibration=calibration
+    )
+    if as_json:
+        click.echo(json.dumps(asdict(found)))
+        return
+    formats = " and ".join(f"{count} × {label}" for label, count in found.formats.items()) or "no weights"
+    click.echo(
+        f"{out}: {formats} would be quantized, {found.kept} tensors kept; nothing is written\n"
+        f"  reads   {found.bytes_read / 1e6:,.1f} MB\n"
+        f"  writes  {found.bytes_written / 1e6:,.1f} MB in {found.shards} "
+        f"{'shard' if found.shards == 1 else 'shards'}; {found.free / 1e6:,.0f} MB are free there\n"
+        f"  memory  about {found.memory / 1e6:,.0f} MB\n"
+        f"  time    about {in_words(found.seconds)} of quantizing, on one process"
+        + ("; reading the text comes on top" if found.reads_text else "")
+    )
 
 
 def _words(context: click.Context) -> list[str]:

@@ -10,7 +10,7 @@ from ...layouts.errors import UserError
 from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv_format import KV_FORMATS, largest_of
 from ..checkpoints.checkpoint import Checkpoint
-from ..conventions.all_conventions import EXPORTS
+from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
 from ..model_loader.skeleton import default_dtype
@@ -50,6 +50,7 @@ def prepare(
     calibration: str | None = None,
 ) -> QuantizeJob:
     """Decide everything about a job, refusing what cannot work before any time is spent on it."""
+    _refuse_quantized(checkpoint)
     tasks = make_tasks(checkpoint, recipe)
     specs, embeddings = tasks.specs, tasks.embeddings
     export = export or _default_export(specs.values(), recipe.kv_cache)
@@ -70,6 +71,20 @@ def prepare(
     return QuantizeJob(
         checkpoint, recipe, tasks, export, convention, config, metadata, quantizer, wanted, text
     )
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """What is only stored compactly, in FP8, is read as it stands for."""
+    try:
+        stored = convention_of(checkpoint).modules(checkpoint)
+    except UserError:
+        return  # said better by what reads the source
+    labels = sorted({weight.spec.label for weight in stored.values() if weight.is_quantized})
+    if labels:
+        raise UserError(
+            f"{checkpoint.source} is quantized already ({len(stored)} modules, {', '.join(labels)}); "
+            "quantize the checkpoint that it was made from, or take this one as it is with `pipeline adopt`"
+        )
 
 
 def weight_quantizer(checkpoint: Checkpoint, device: str | torch.device | None) -> WeightQuantizer:

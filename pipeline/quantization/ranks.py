@@ -206,7 +206,11 @@ def join_ranks() -> Ranks:
 
 
 def local_device(device: str | torch.device | None, ranks: Ranks) -> str | torch.device | None:
-    """`device`, or this process's own GPU of the machine's where that does not say which."""
+    """`device`, or this process's own GPU of the machine's where that does not say which.
+
+    None where it is left open (`auto`).
+    """
+    device = None if device == "auto" else device
     if ranks.size == 1 or str(device or "cuda") != "cuda" or not torch.cuda.is_available():
         return device
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"

@@ -57,7 +57,7 @@ def divide_into_shards(
     groups: list[list[WeightTask]] = [[]]
     size = 0
     for task in tasks:
-        nbytes = _output_bytes(checkpoint, task)
+        nbytes = output_bytes(checkpoint, task)
         if groups[-1] and size + nbytes > max_shard_bytes:
             groups.append([])
             size = 0
@@ -69,7 +69,8 @@ def divide_into_shards(
     return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def _output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
+def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
+    """What a task leaves in its shard."""
     info = checkpoint.tensors[task.tensor]
     if task.linear is None:
         return info.nbytes * (2 if info.dtype.itemsize == 1 else 1)

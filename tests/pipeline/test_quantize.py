@@ -233,7 +233,8 @@ def test_a_weight_that_is_no_float_is_refused(source: Path, tmp_path: Path) -> N
 
 
 def test_an_artifact_is_not_quantized_again(artifact: Path, tmp_path: Path) -> None:
-    assert "weight_packed" in refusal(artifact, RECIPE, tmp_path / "out")
+    said = refusal(artifact, RECIPE, tmp_path / "out")
+    assert "is quantized already (28 modules, INT4 g128" in said and "pipeline adopt" in said
 
 
 def test_a_config_that_does_not_fit_the_weights_is_refused(source: Path, tmp_path: Path) -> None:
@@ -364,3 +365,17 @@ def test_the_command_line_says_what_it_did(example_checkpoint: Path, tmp_path: P
     missing = CliRunner().invoke(main, ["quantize", str(tmp_path / "no"), "--out", str(tmp_path / "o")])
     assert missing.exit_code == 2
     assert "there is no folder" in missing.stderr
+
+
+def test_a_dry_run_says_what_the_job_writes_and_writes_nothing(source: Path, artifact: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    words = ["quantize", str(source), "--recipe", "int4-hqq", "--out", str(out), "--dry-run"]
+    shown = CliRunner().invoke(main, [*words, "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    weights = sum(path.stat().st_size for path in artifact.glob("*.safetensors"))
+    assert found["bytes_written"] == pytest.approx(weights, rel=0.02)
+    assert sum(found["formats"].values()) == len(Artifact.read(artifact).quantization["modules"])
+    assert 0 < found["seconds"] < 600 and found["memory"] > found["bytes_written"]
+    assert "nothing is written" in CliRunner().invoke(main, words).output
+    assert not out.exists()

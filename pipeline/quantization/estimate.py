@@ -1,0 +1,98 @@
+"""What a quantize job would do, and about how long and in how much memory: `quantize --dry-run`.
+
+A block of each format is quantized to time it; nothing is written.
+"""
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...layouts.formats.weight_format import WeightFormat
+from .all_quantizers import QUANTIZERS
+from .importance import importance_of_columns
+from .job import QuantizeJob
+from .quantizer import SharingQuantizer, WeighingQuantizer
+from .tasks import WeightTask, source_bytes
+from .weight_tensors import CPU_BLOCK, GPU_BLOCK
+from .write_shards import output_bytes
+
+SAMPLE = 1 << 20
+"""Numbers of the block that is timed."""
+FP32_COPIES = 6
+"""Of a block, that the searches for scales hold together."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes in bytes. `seconds` and `memory` are estimates; a text that is read comes on top of both."""
+
+    formats: Mapping[str, int]
+    """Quantized modules by the format's label."""
+    kept: int
+    """Tensors that stay as they are."""
+    bytes_read: int
+    bytes_written: int
+    shards: int
+    seconds: float
+    memory: int
+    free: int
+    """On the disk that is written to."""
+    reads_text: bool
+
+
+def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: Path) -> Estimate:
+    """Of the whole job from its beginning, in one process on the job's device."""
+    tasks = job.tasks.in_order
+    numbers: Counter[WeightFormat] = Counter()
+    for task in tasks:
+        if task.linear is not None and task.is_quantized:
+            numbers[task.spec] += task.linear.n * task.linear.k
+    block = CPU_BLOCK if job.quantizer.device.type == "cpu" else GPU_BLOCK
+    largest = max((t.linear.n * t.linear.k for t in tasks if t.linear and t.is_quantized), default=0)
+    written = [output_bytes(job.checkpoint, task) for task in tasks]
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    return Estimate(
+        formats={spec.label: count for spec, count in Counter(job.tasks.specs.values()).most_common()},
+        kept=sum(not task.is_quantized for task in tasks),
+        bytes_read=sum(source_bytes(job.checkpoint, task) for task in tasks),
+        bytes_written=sum(written),
+        shards=len(shards),
+        seconds=sum(count * _seconds_a_number(spec, job) for spec, count in numbers.items()),
+        memory=psutil.Process().memory_info().rss
+        + max(written, default=0)
+        + FP32_COPIES * 4 * min(block, largest),
+        free=shutil.disk_usage(there).free,
+        reads_text=job.text is not None,
+    )
+
+
+def _seconds_a_number(spec: WeightFormat, job: QuantizeJob) -> float:
+    """Of quantizing random weights of `spec`, once the first call has loaded what it needs."""
+    quantizer, device = QUANTIZERS[spec.name], job.quantizer.device
+    k = next(k for module, (_, k) in job.tasks.shapes.items() if job.tasks.specs[module] == spec)
+    values = torch.randn(max(8, SAMPLE // k // 8 * 8), k, device=device, dtype=torch.bfloat16)
+    shared = (
+        quantizer.shared_tensors(spec, quantizer.measure(values))
+        if isinstance(quantizer, SharingQuantizer)
+        else {}
+    )
+    shared = {name: tensor.to(device) for name, tensor in shared.items()}
+    seconds = 0.0
+    for rows in (values[:8], values):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        if isinstance(quantizer, WeighingQuantizer):
+            quantizer.quantize_weighted(rows, spec, importance_of_columns([rows]).to(device))
+        else:
+            quantizer.quantize(rows, spec, job.quantizer.scale_dtype, shared)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+    return seconds / values.numel()
