@@ -180,4 +180,4 @@ class CudaRunner:
         if self._compiled:
             self._forward.compile()
         self._meet_adjusted_logits()
-        self._run_padding(self._scored_shape(self.mixed_buckets[0]))
+        self._run_padding(self._scored_shape(min(self.mixed_buckets, default=self.largest)))
