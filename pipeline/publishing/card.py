@@ -129,6 +129,7 @@ def front_matter(artifact: Artifact, method: str | None, verdict: Verdict, name:
         declared["base_model"] = artifact.source
     declared["base_model_relation"] = "quantized"
     declared["library_name"] = base.pop("library_name", "transformers")
+    declared["pipeline_tag"] = base.pop("pipeline_tag", "text-generation")
     link = base.get("license_link")
     if link is not None and "://" not in link and link not in artifact.files:
         # A path inside the base's repository, which is not among our files.

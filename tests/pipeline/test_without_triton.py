@@ -45,6 +45,25 @@ def test_they_are_hidden(environment):
         assert b"ModuleNotFoundError" in done.stderr
 
 
+IMPORTS = """
+import importlib, pkgutil, scalegate
+for room in ("kernels", "layouts", "serving_check", "pipeline"):
+    package = importlib.import_module(f"scalegate.{room}")
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            print(module.name)
+"""
+
+
+def test_every_module_can_be_imported(environment):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORTS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 300
+
+
 def test_doctor_says_what_is_missing(environment):
     layouts = json.loads(succeed(environment, "doctor", "--json"))["layouts"]
     assert any(one["layout"] == "cpu_int4" and one["refusal"] is None for one in layouts)

@@ -61,6 +61,11 @@ def test_no_field_is_left_unfilled(artifact, changes):
     assert "\n\n\n" not in text
 
 
+@pytest.mark.parametrize(("base", "task"), [({}, "text-generation"), ({"pipeline_tag": "x-to-y"}, "x-to-y")])
+def test_the_hub_is_told_the_task_whether_the_base_says_it_or_not(artifact, base, task):
+    assert front_matter(card_of(artifact, base_metadata=base))["pipeline_tag"] == task
+
+
 def test_the_table_holds_the_measured_figures(artifact):
     check = CheckResult("throughput", "pass", "1.02 at M=4", ">= 0.93", "every M is decided")
     measured = {"curve": (curve_point(32, 1234.4, 1000.0),), "checks": (check,), "quality_tokens": 1234}
