@@ -5,10 +5,10 @@
     block_table  int32 [B, pages]      lengths int32 [B], the current token included; 0 gives a row of zeros
     out          [B, H, D]             rotated back
 
-A program is one warp, which waits for no other, and takes one (request, kv head, run of splits) with all the
-query heads of the group. Splits, workspace and merge are those of `decode_attention.py`: boundaries follow
-from the request's context alone. Of a context, page 0 and the page of the current token are read from `held`,
-all others as codes.
+A program is one warp, or two for heads of 256 channels, and takes one (request, kv head, run of splits)
+with all the query heads of the group. Splits, workspace and merge are those of `decode_attention.py`:
+boundaries follow from the request's context alone. Of a context, page 0 and the page of the current token
+are read from `held`, all others as codes.
 
 Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
 each of the tokens in 16 bits.
@@ -137,6 +137,6 @@ def kvarn_decode(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
         VALUE_BITS=value_bits, GROUP_SIZE=group_size, SPLIT=workspace.split_tokens, UNIT=UNIT,
         PLAIN_BLOCK=min(PLAIN_BLOCK, group_size), SOFTCAP=softcap > 0, ASM=capability >= (8, 0),
-        PDL=capability >= (9, 0), STAGES=STAGES, num_warps=1, num_stages=STAGES,
+        PDL=capability >= (9, 0), STAGES=STAGES, num_warps=1 if dim <= 128 else 2, num_stages=STAGES,
     )  # fmt: skip
     merge_splits(workspace, lengths, sinks, out, block=UNIT, is_rotated=True)
