@@ -111,6 +111,9 @@ class Evidence:
     """Blocks whose repeats ran on both servers at the same time, where stalls left a doubt."""
     company: CompanyFigures | None = None
     """Prompts alone and among others, where the artifact's server claims batch invariance."""
+    by_layers: bool = False
+    """Whether quality and answers were looked at a decoder layer at a time, since both models together fit
+    into no memory whole: with dequantized weights, and keys and values as they are."""
     has_rival: bool = False
     """Whether a rival was served as well: its repeats are among `measured`."""
     diagnoses: Mapping[int, str] = field(default_factory=dict)

@@ -47,7 +47,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_weights(evidence.weights),
         check_text_files(evidence.texts),
         check_canary(evidence.canary, evidence.baseline_canary, bounds),
-        check_quality(evidence.quality, bounds, largest_errors(evidence.weights)),
+        check_quality(evidence.quality, bounds, largest_errors(evidence.weights), evidence.by_layers),
         check_served_text(evidence.answers, evidence.measured, bounds),
         check_failures(evidence.measured),
         check_received(evidence.measured),

@@ -76,6 +76,8 @@ class InProcessFigures:
     comparison: Comparison
     dtype: str
     baseline_dtype: str
+    by_layers: bool = False
+    """Whether the models were looked at a layer at a time (`by_layers.py`)."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,7 @@ def take_figures(
     ours = _load_artifact(artifact, options)
     theirs = _load(baseline, options, options.baseline_dtype)
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
-    if loaded.vocab_size != baseline_loaded.vocab_size:
-        raise UserError(
-            f"{artifact.source} has a vocabulary of {loaded.vocab_size} tokens and {baseline.source} of "
-            f"{baseline_loaded.vocab_size}: not the checkpoint it was made from; give that with --baseline"
-        )
+    refuse_other_vocabulary(artifact, loaded, baseline, baseline_loaded)
     total = sum(window.numel() for window in text.windows)
     with tqdm(total=total, desc="quality", unit="tok", disable=None if options.progress else True) as bar:
         longest = max(map(len, text.windows))
@@ -159,20 +157,27 @@ def take_figures(
         comparison = compare(
             served, theirs.model, text.windows, bar.update, is_stored, batch if is_stored else 1
         )
-    dtypes = [str(side.model.dtype).removeprefix("torch.") for side in (ours, theirs)]
+    dtype, baseline_dtype = (str(side.model.dtype).removeprefix("torch.") for side in (ours, theirs))
     del ours, theirs
     _release_memory()
-    return InProcessFigures(loaded, baseline_loaded, comparison, *dtypes)
+    return InProcessFigures(loaded, baseline_loaded, comparison, dtype, baseline_dtype)
+
+
+def refuse_other_vocabulary(
+    artifact: Checkpoint, loaded: Loaded, baseline: Checkpoint, baseline_loaded: Loaded
+) -> None:
+    if loaded.vocab_size != baseline_loaded.vocab_size:
+        raise UserError(
+            f"{artifact.source} has a vocabulary of {loaded.vocab_size} tokens and {baseline.source} of "
+            f"{baseline_loaded.vocab_size}: not the checkpoint it was made from; give that with --baseline"
+        )
 
 
 class TextScorer:
-    """How text lies to both models, which are loaded again for it: the servers have gone by then."""
+    """How text lies to both models."""
 
-    def __init__(self, artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions, longest: int):
-        """longest: tokens of a prompt and what followed it, at most"""
-        ours = _load_artifact(artifact, options)
-        self._artifact = _as_served(ours, options, longest)
-        self._baseline = _load(baseline, options, options.baseline_dtype).model
+    def __init__(self, artifact: nn.Module, baseline: nn.Module):
+        self._artifact, self._baseline = artifact, baseline
 
     def baseline_nats(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
         """Mean nats per token under the baseline."""
@@ -183,6 +188,17 @@ class TextScorer:
         ours = greedy_gaps(self._artifact, served.prompt, served.tokens)
         theirs = greedy_gaps(self._baseline, served.prompt, served.tokens)
         return text_score(served.m, ours, theirs, served.text)
+
+
+def loaded_scorer(
+    artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions, longest: int
+) -> TextScorer:
+    """Over both models, which are loaded again for it: the servers have gone by then.
+
+    longest: tokens of a prompt and what followed it, at most
+    """
+    served = _as_served(_load_artifact(artifact, options), options, longest)
+    return TextScorer(served, _load(baseline, options, options.baseline_dtype).model)
 
 
 def _load_artifact(artifact: Checkpoint, options: LoadOptions) -> LoadedModel:

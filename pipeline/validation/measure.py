@@ -18,8 +18,9 @@ from ...serving_check.policy import weaker
 from ...serving_check.verdict import Verdict
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
+from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
 from .explain import explainer
-from .in_process import InProcessFigures, TextScorer, read_held_out, take_figures, window_for
+from .in_process import InProcessFigures, loaded_scorer, read_held_out, take_figures, window_for
 from .rival import describe_rival
 from .run import Run, outlook
 from .servers import recorded_options
@@ -40,7 +41,11 @@ def measure_and_judge(run: Run) -> Verdict:
 
     def look() -> tuple[InProcessFigures, tuple[WeightFigures | None, TextFigures]]:
         with clock.stage("quality"):
-            figures = take_figures(run.artifact, run.baseline, text, run.in_process)
+            if needs_layers(run):
+                clock.say("both models together do not fit in memory here: quality a layer at a time")
+                figures = figures_by_layers(run, text)
+            else:
+                figures = take_figures(run.artifact, run.baseline, text, run.in_process)
         with clock.stage("files"):
             return figures, _look_at_files(run)
 
@@ -48,13 +53,17 @@ def measure_and_judge(run: Run) -> Verdict:
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     used = figures.loaded.layouts if ours.packs_with_layouts else {}
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
-    score = TextScorer(run.artifact, run.baseline, run.in_process, longest)
+    if figures.by_layers:
+        score = scorer_by_layers(run, served)
+    else:
+        score = loaded_scorer(run.artifact, run.baseline, run.in_process, longest)
     explain = explainer(run, used)
     curve = curve_of(served.measured, run.workload, run.bounds)
     evidence = Evidence(
         loaded=_as_served(figures.loaded, ours, run.artifact),
         baseline_loaded=_as_served(figures.baseline_loaded, theirs, run.baseline),
         quality=figures.comparison,
+        by_layers=figures.by_layers,
         canary=scored(served.canary, score.baseline_nats),
         baseline_canary=scored(served.baseline_canary, score.baseline_nats),
         answers=tuple(map(score, served.texts)),

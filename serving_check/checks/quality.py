@@ -50,12 +50,15 @@ class _Figure:
         return f"{self.shown(comparison)} is {side} {self.bound:{self.digits}}"
 
 
-def check_quality(comparison: Comparison, bounds: Bounds, worst_modules: Sequence[str] = ()) -> CheckResult:
+def check_quality(
+    comparison: Comparison, bounds: Bounds, worst_modules: Sequence[str] = (), by_layers: bool = False
+) -> CheckResult:
     """Mean, 99.9th percentile and maximum of KL, extra nats per token, top-1 agreement, each in its bound.
 
     It fails where a whole interval is beyond its bound, and is inconclusive where only an estimate is.
 
     worst_modules: those with the largest rounding errors, worst first, for the advice
+    by_layers: whether the models were run a layer at a time, which the reason then says
     """
     figures = _figures(comparison, bounds)
     bad = [figure for figure in figures if figure.status(comparison) != "pass"]
@@ -75,6 +78,8 @@ def check_quality(comparison: Comparison, bounds: Bounds, worst_modules: Sequenc
         reason = f"{problems}, but that could be the text: validate on more of it (--quality-tokens)"
     else:
         reason = f"exact over the whole vocabulary, on {comparison.tokens} held-out tokens"
+    if by_layers:
+        reason += "; run a layer at a time with dequantized weights, since the models did not fit in memory"
     return CheckResult(
         name=NAME,
         status=status,

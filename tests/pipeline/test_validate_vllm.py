@@ -10,6 +10,7 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
+from scalegate.pipeline.validation import by_layers
 from scalegate.pipeline.validation.servers import server_of
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.record import read_verdict
@@ -45,7 +46,11 @@ def run(artifact: Path, *options: str):
     return CliRunner().invoke(command, [str(artifact), "--engine", "vllm", *LOAD, *options])
 
 
-def test_a_verdict_on_two_vllm_servers(artifact: Path, words: Path, tmp_path: Path):
+def test_a_verdict_on_two_vllm_servers(
+    artifact: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Both models together are too large for this process, so that it looks at them a layer at a time."""
+    monkeypatch.setattr(by_layers, "free_bytes", lambda device: 1 << 20)
     options = [
         "--engine-args",
         "--swap-space 2",
@@ -66,6 +71,10 @@ def test_a_verdict_on_two_vllm_servers(artifact: Path, words: Path, tmp_path: Pa
     assert not verdict.artifact.layouts, "vLLM runs its own kernels"
     status = {check.name: check.status for check in verdict.checks}
     assert status["compilations in traffic"] == "pass"
+    assert verdict.evidence.by_layers
+    (quality,) = (check for check in verdict.checks if check.name == "quality")
+    assert quality.status == "pass" and "run a layer at a time" in quality.reason
+    assert status["canary text"] == "pass" and verdict.evidence.answers
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Models that fit into no memory whole, looked at a decoder layer at a time: read from disk, run, forgotten.
+
+Their weights are dequantized rather than multiplied by a layout's kernel, and keys and values stay as they
+are: figures of what the checkpoint says, not of an engine's arithmetic. The verdict tells that it was so.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ...serving_check.engines.all_engines import engine_named
+from ...serving_check.evidence import Loaded
+from ...serving_check.gate import Served
+from ...serving_check.quality import compare
+from ..checkpoints.checkpoint import Checkpoint
+from ..quantization.layer_stream import LayerStream
+from .in_process import HeldOutText, InProcessFigures, TextScorer, linear_shapes, refuse_other_vocabulary
+from .run import Run
+
+WEIGHTS_FACTOR = 1.1
+BESIDE = 4 << 30
+"""Bytes for activations and logits."""
+
+
+class Output(NamedTuple):
+    """What a transformers model answers, as far as it is read here."""
+
+    logits: Tensor
+
+
+class ReadByLayers(nn.Module):
+    """A checkpoint that has read some texts, and gives its logits on those alone."""
+
+    def __init__(self, checkpoint: Checkpoint, texts: Sequence[Tensor], device: str, progress: bool):
+        """texts: int64 [T] each; of a layer only its weights are in memory, of a text its hidden states"""
+        super().__init__()
+        # What follows a text does not reach back into it: padding changes nothing before it.
+        padded = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+        self._rows = {tuple(text.tolist()): row for row, text in enumerate(texts)}
+        with torch.no_grad():
+            self._stream = LayerStream(checkpoint, padded, torch.device(device))
+            bar = tqdm(self._stream.layers, desc="layers", disable=None if progress else True)
+            for name in bar:
+                self._stream.place(name)
+                self._stream.advance(name)
+                self._stream.drop(name)
+            self._outputs = self._stream.empty_states()
+            for start, output in zip(self._stream.starts(), self._stream.outputs(), strict=True):
+                self._outputs.write(start, output)
+        self.embeddings = self._stream.model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False, logits_to_keep: int = 0) -> Output:
+        """Logits [B, T, V] of texts that were read, int64 [B, T], or of their last positions."""
+        rows = [self._rows[tuple(ids)] for ids in input_ids.tolist()]
+        hidden = torch.cat([self._outputs.read(row, row + 1) for row in rows])[:, : input_ids.shape[1]]
+        hidden = hidden[:, -logits_to_keep:].to(input_ids.device)
+        return Output(self._stream.predictions(hidden))
+
+    def describe(self) -> Loaded:
+        model = self._stream.model
+        return Loaded(linear_shapes(model), int(model.config.get_text_config().vocab_size))
+
+    @property
+    def dtype(self) -> str:
+        return str(self._stream.model.dtype).removeprefix("torch.")
+
+
+def needs_layers(run: Run) -> bool:
+    """Whether both models are too large to be loaded together here; where our own server runs them, they are
+    not: each has to fit into the memory of one GPU for that."""
+    if any(engine_named(one).packs_with_layouts for one in (run.engine, run.baseline_engine)):
+        return False
+    sides = (run.artifact, run.baseline)
+    files = sum(path.stat().st_size for side in sides for path in side.shards)
+    return WEIGHTS_FACTOR * files + BESIDE > free_bytes(run.options.device)
+
+
+def free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    return int(psutil.virtual_memory().available)
+
+
+def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
+    """What `take_figures` finds, in the memory of a layer."""
+    device, progress = run.options.device, run.progress
+    ours = ReadByLayers(run.artifact, text.windows, device, progress)
+    loaded = ours.describe()
+    theirs = ReadByLayers(run.baseline, text.windows, device, progress)
+    baseline_loaded = theirs.describe()
+    refuse_other_vocabulary(run.artifact, loaded, run.baseline, baseline_loaded)
+    comparison = compare(ours, theirs, text.windows)
+    return InProcessFigures(loaded, baseline_loaded, comparison, ours.dtype, theirs.dtype, by_layers=True)
+
+
+def scorer_by_layers(run: Run, served: Served) -> TextScorer:
+    """For the texts that were served, and no others."""
+    read = {(*one.prompt, *one.tokens) for one in (*served.canary, *served.baseline_canary)}
+    read |= {(*one.prompt, *one.tokens) for one in served.texts}
+    texts = [torch.tensor(ids) for ids in sorted(read)]
+    device, progress = run.options.device, run.progress
+    return TextScorer(
+        ReadByLayers(run.artifact, texts, device, progress),
+        ReadByLayers(run.baseline, texts, device, progress),
+    )
