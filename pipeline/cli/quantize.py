@@ -74,7 +74,7 @@ def command(
         if device != "auto":
             raise UserError("--devices and --device both say where it runs; leave one of them out")
         chosen = devices_of(devices)
-        if len(chosen) > 1:
+        if len(chosen) > 1 and not dry_run:
             context.exit(run_on(chosen, _words(context)))
         device = chosen[0]
     if dry_run:
