@@ -1,5 +1,6 @@
 """Every layout that this machine can run gives `x @ dequantize().T`, on fresh random data."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.installed import installed_package
 from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.linear import QuantizedLinear
-from triton.runtime.autotuner import Autotuner
 
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 CASTING_BOUND = 6e-3
@@ -33,6 +33,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.fixture(autouse=True)
 def first_configuration(monkeypatch):
     """What a package may choose from by timing, all of it compiled for every M, takes half an hour."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime.autotuner import Autotuner
+
     pruned = Autotuner.prune_configs
     monkeypatch.setattr(Autotuner, "prune_configs", lambda tuner, kwargs: pruned(tuner, kwargs)[:1])
 
