@@ -114,7 +114,9 @@ def read_held_out(
         content = path.read_bytes()
         texts = read_texts(path)
         texts = ["\n".join(texts)] if window > WINDOW else texts
-        windows = token_windows(tokenizer, texts, window, tokens)
+        # Long windows are whole ones: of a shorter one no key would be quantized.
+        predictions = tokens if window <= WINDOW else tokens // window * (window - 1)
+        windows = token_windows(tokenizer, texts, window, predictions)
         pool = windows if tokens >= 2 * prompt else token_windows(tokenizer, texts, WINDOW, 2 * prompt)
     except OSError as error:
         raise UserError(f"cannot read the held-out text {path}: {error.strerror}") from error

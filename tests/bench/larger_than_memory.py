@@ -139,7 +139,7 @@ def plan_and_begin(source: Path, out: Path, recipe: str, nbytes: int, shard_byte
         read += sum(source_bytes(checkpoint, task) for task in tasks)
     out.mkdir()
     started = time.perf_counter()
-    write_shards(job, WorkRecord(out, {}), chosen, Known({}, {}, {}, {}), join_ranks(), progress=False)
+    write_shards(job, WorkRecord(out, {}), chosen, Known({}, {}, {}, {}, {}), join_ranks(), progress=False)
     written = time.perf_counter() - started
     parts = [path.stat().st_size for path in (out / PARTS_FOLDER).iterdir()]
     quantized = sum(task.is_quantized for tasks in chosen.values() for task in tasks)

@@ -11,7 +11,7 @@ from scalegate.pipeline.validation.in_process import (
     HeldOutText,
     InProcessFigures,
     LoadOptions,
-    TextScorer,
+    loaded_scorer,
     read_held_out,
     take_figures,
 )
@@ -45,7 +45,7 @@ class Zoo:
     fault_file: Path
     text: HeldOutText
     figures: InProcessFigures
-    score: TextScorer
+    score: loaded_scorer
 
     def judged(
         self, fault: str = "", artifact: Endpoint | None = None, workload: WorkloadSettings = WORKLOAD
@@ -108,7 +108,7 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
         text = read_held_out(None, ours, theirs, 2048)
         load = LoadOptions(OPTIONS, OPTIONS.dtype, progress=False)
         figures = take_figures(ours, theirs, text, load)
-        score = TextScorer(ours, theirs, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
+        score = loaded_scorer(ours, theirs, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
         yield Zoo(artifact, baseline, fault_file, text, figures, score)
 
 

@@ -47,7 +47,7 @@ def drawn(logits: torch.Tensor, sequences: list[Sequence], positions: torch.Tens
     ("dtype", "spread", "params"),
     [
         (torch.float32, 3.0, PARAMS),
-        (torch.bfloat16, 3.0, PARAMS[::5]),
+        (torch.bfloat16, 3.0, PARAMS[::3]),
         (torch.float16, 3.0, PARAMS[1::5]),
         (torch.bfloat16, 0.1, PARAMS[::3]),
     ],
