@@ -11,6 +11,7 @@ from scalegate.pipeline.validation.in_process import (
     HeldOutText,
     InProcessFigures,
     LoadOptions,
+    TextScorer,
     loaded_scorer,
     read_held_out,
     take_figures,
@@ -45,7 +46,7 @@ class Zoo:
     fault_file: Path
     text: HeldOutText
     figures: InProcessFigures
-    score: loaded_scorer
+    score: TextScorer
 
     def judged(
         self, fault: str = "", artifact: Endpoint | None = None, workload: WorkloadSettings = WORKLOAD
