@@ -114,8 +114,8 @@ def read_held_out(
         content = path.read_bytes()
         texts = read_texts(path)
         texts = ["\n".join(texts)] if window > WINDOW else texts
-        # Long windows are whole ones: of a shorter one no key would be quantized.
-        predictions = tokens if window <= WINDOW else tokens // window * (window - 1)
+        # Of long windows as many as `tokens` fill: a short one more would have no quantized key.
+        predictions = tokens if window <= WINDOW else tokens - max(1, tokens // window)
         windows = token_windows(tokenizer, texts, window, predictions)
         pool = windows if tokens >= 2 * prompt else token_windows(tokenizer, texts, WINDOW, 2 * prompt)
     except OSError as error:
