@@ -3,9 +3,6 @@
 What a server that claims batch invariance is held to. Not for judging it (`checks/batch_invariance.py`).
 """
 
-import http.client
-import json
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -134,21 +131,15 @@ def _first_difference(alone: list, together: list) -> int | None:
 def _ask(endpoint: Endpoint, probe: _Probe) -> Answer:
     """Its tokens as JSON has them, where every float has the digits that tell it from its neighbours."""
     body = {
-        "model": endpoint.model,
         "prompt": list(probe.prompt),
         "max_tokens": probe.answer,
         "logprobs": TOP_LOGPROBS,
         "temperature": 0.0 if probe.seed is None else 1.0,
         **({} if probe.seed is None else {"seed": probe.seed}),
     }
-    request = urllib.request.Request(
-        endpoint.base_url + "/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **endpoint.headers()},
-    )
+    choice = endpoint.complete(body, TIMEOUT_S)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            said = json.load(response)["choices"][0]["logprobs"]
+        said = (choice or {})["logprobs"]
         return list(zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True))
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None

@@ -3,10 +3,7 @@
 It catches what numbers taken in process cannot: a kernel that is wrong only when served, or only for a batch.
 """
 
-import http.client
-import json
 import math
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,14 +115,6 @@ def _variety(texts: Sequence[ScoredText]) -> float:
 
 
 def _complete(endpoint: Endpoint, prompt: Tokens, length: int, timeout: float) -> str:
-    body = {"model": endpoint.model, "prompt": list(prompt), "max_tokens": length, "temperature": 0}
-    request = urllib.request.Request(
-        endpoint.base_url + "/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **endpoint.headers()},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            return str(json.load(response)["choices"][0]["text"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError):
-        return ""
+    body = {"prompt": list(prompt), "max_tokens": length, "temperature": 0}
+    choice = endpoint.complete(body, timeout)
+    return "" if choice is None else str(choice.get("text", ""))

@@ -3,11 +3,13 @@
 Not for starting servers (`subprocess_endpoint.py`) nor for sending them a workload (`..workload`).
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...layouts.errors import UserError
 from .prometheus_text import parse_metrics
@@ -44,6 +46,20 @@ class Endpoint:
             return {**parse_metrics(_get(self.base_url + "/metrics", self.headers())), **self.from_log()}
         except (OSError, UnicodeDecodeError):
             return {}
+
+    def complete(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
+        """The one choice that `/v1/completions` gives for `body`; None where the server fails."""
+        request = urllib.request.Request(
+            self.base_url + "/v1/completions",
+            data=json.dumps({"model": self.model, **body}).encode(),
+            headers={"Content-Type": "application/json", **self.headers()},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                choice = json.load(response)["choices"][0]
+        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError):
+            return None
+        return choice if isinstance(choice, dict) else None
 
 
 class UrlEndpoint:

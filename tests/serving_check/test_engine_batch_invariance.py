@@ -121,6 +121,20 @@ def drifted(expected: Logits, found: Logits) -> int:
     return sum(not torch.equal(found[key], expected[key]) for key in both)
 
 
+def drifted_in_company(engine: Engine, everyone: list[Request]) -> dict[str, int]:
+    """Rows of logits that are other bits than alone, by who shared the batch."""
+    expected = alone(engine, everyone)
+    of_a = {key: row for key, row in expected.items() if key[0] == "A"}
+    together = recorded(engine)
+    run(engine, everyone)
+    found = {"all of them together": drifted(expected, together)}
+    for name, (first, later) in MIXES.items():
+        logits = recorded(engine)
+        run(engine, first, later)
+        found[name] = drifted(of_a, logits)
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("dense", torch.float32), ("dense", torch.bfloat16), ("experts", torch.float32)],
@@ -131,16 +145,7 @@ def test_no_company_changes_a_bit_unless_tuned(kind: str, dtype: torch.dtype):
     everyone = [A, *company(24, 3, 60)]
     found = {}
     for numerics in ("tuned", "pin", "per-token"):
-        engine = engine_of(model, numerics)
-        expected = alone(engine, everyone)
-        of_a = {key: row for key, row in expected.items() if key[0] == "A"}
-        together = recorded(engine)
-        run(engine, everyone)
-        found[numerics] = {"all of them together": drifted(expected, together)}
-        for name, (first, later) in MIXES.items():
-            logits = recorded(engine)
-            run(engine, first, later)
-            found[numerics][name] = drifted(of_a, logits)
+        found[numerics] = drifted_in_company(engine_of(model, numerics), everyone)
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
     assert found["tuned"]["all of them together"], "nothing was proved"

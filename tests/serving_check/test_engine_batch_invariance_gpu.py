@@ -13,7 +13,7 @@ from scalegate.layouts.layout import Problem
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 
-from .test_engine_batch_invariance import MIXES, A, alone, company, drifted, model_of, recorded, run
+from .test_engine_batch_invariance import A, company, drifted_in_company, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -25,15 +25,7 @@ def test_no_company_changes_a_bit_unless_tuned():
         options = EngineOptions(batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000)
         engine = Engine(copy.deepcopy(model), options, frozenset())
         engine.warm_up(progress=False)
-        expected = alone(engine, everyone)
-        of_a = {key: row for key, row in expected.items() if key[0] == "A"}
-        together = recorded(engine)
-        run(engine, everyone)
-        found[numerics] = {"all of them together": drifted(expected, together)}
-        for name, (first, later) in MIXES.items():
-            logits = recorded(engine)
-            run(engine, first, later)
-            found[numerics][name] = drifted(of_a, logits)
+        found[numerics] = drifted_in_company(engine, everyone)
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
     assert found["tuned"]["all of them together"], "nothing was proved"
