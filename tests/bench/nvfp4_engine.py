@@ -93,6 +93,7 @@ def arguments() -> argparse.Namespace:
 def checkpoints(folder: Path, model: str, recipe: str = "nvfp4") -> tuple[Path, Path]:
     """The model in bf16, and what `recipe` makes of it; each made where it is not there yet."""
     import torch
+    from scalegate.pipeline.artifact import MANIFEST_NAME
     from scalegate.pipeline.quantize import quantize
     from startup import random_checkpoint
 
@@ -102,9 +103,10 @@ def checkpoints(folder: Path, model: str, recipe: str = "nvfp4") -> tuple[Path, 
         started = time.perf_counter()
         random_checkpoint(plain.with_suffix(".part"), model, device).rename(plain)
         print(f"{plain.name} made in {time.perf_counter() - started:.1f} s", flush=True)
-    started = time.perf_counter()
-    quantize(plain, recipe, out=quantized, progress=False)
-    print(f"{quantized.name} made in {time.perf_counter() - started:.1f} s", flush=True)
+    if not (quantized / MANIFEST_NAME).is_file():
+        started = time.perf_counter()
+        quantize(plain, recipe, out=quantized, progress=False)
+        print(f"{quantized.name} made in {time.perf_counter() - started:.1f} s", flush=True)
     if device == "cuda":
         torch.cuda.empty_cache()
     return plain, quantized
