@@ -4,6 +4,7 @@ What a release consists of is `bundle.py`, its card `card.py`; how it gets there
 `folder_target.py`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..layouts.errors import UserError
@@ -30,7 +31,8 @@ def push(
 ) -> PushResult:
     """Publish the folder `artifact` to `to`: a Hub repository `ORG/NAME`, or `folder:DIR`.
 
-    With `dry_run` nothing is changed anywhere, and the result lists what would be.
+    With `dry_run` nothing is changed anywhere, and the result lists what would be; the Hub is then asked what
+    it holds only where there are a token and a network.
     """
     folder = Path(artifact).expanduser()
     directory = _directory(to)
@@ -42,15 +44,16 @@ def push(
         card = write_card(folder, manifest, verdict, directory.name, to)
         files = collect_bundle(folder, manifest, verdict, card)
         if dry_run:
-            return preview_folder(files, directory)
+            return replace(preview_folder(files, directory), gate=_said(verdict), card=card)
         return publish_to_folder(files, directory, progress)
 
     from .publishing.hub.publish import HubTarget, preview_hub, publish_to_hub
 
     target = HubTarget(to, private, create_pr, revision)
-    files = collect_bundle(folder, manifest, verdict, write_card(folder, manifest, verdict, to, to))
+    card = write_card(folder, manifest, verdict, to, to)
+    files = collect_bundle(folder, manifest, verdict, card)
     if dry_run:
-        return preview_hub(files, target, folder)
+        return replace(preview_hub(files, target, folder), gate=_said(verdict), card=card)
     title = f"Release of {manifest.source}, quantized"
     return publish_to_hub(files, target, folder, title, progress)
 
@@ -64,9 +67,16 @@ def check_target(
     if directory is not None:
         preview_folder([], directory)
         return
-    from .publishing.hub.publish import HubTarget, preview_hub
+    from .publishing.hub.publish import HubTarget, check_hub
 
-    preview_hub([], HubTarget(to, private, create_pr, revision), artifact)
+    check_hub(HubTarget(to, private, create_pr, revision), artifact)
+
+
+def _said(verdict: Verdict) -> str:
+    """`pass: …`, of a verdict that may be published."""
+    ratios = [point.ratio for point in verdict.curve if point.ratio is not None]
+    least = f", at least {min(ratios):.2f} of the baseline's throughput" if ratios else ""
+    return f"{verdict.status} on {verdict.created}, {len(verdict.checks)} checks of these bytes{least}"
 
 
 def _refuse_hub_options(directory: Path | None, private: bool, create_pr: bool, revision: str | None) -> None:

@@ -100,7 +100,7 @@ class ReleaseResult:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """One call of `release`, its options sorted."""
 
     options: ReleaseOptions
@@ -141,13 +141,13 @@ def release(
     options: the fields of ReleaseOptions, EngineOptions and Placement; `layout` is recorded in the artifact,
              whatever is measured, and the KV format is always the one that the checkpoint declares
     """
-    asked = _asked(options)
+    asked = sorted_out(options)
     model = str(model)
     chosen = load_recipe(recipe)
-    folder = Path(work).expanduser() / f"{Path(model).name}-{chosen.name}"
+    folder = artifact_folder(work, model, chosen)
     # Asked first: a push that cannot succeed should not be found out after hours of work.
     own = asked.options
-    _refuse_exploratory(chosen, asked)
+    refuse_exploratory(chosen, asked)
     check_target(folder, to, own.private, own.create_pr, own.to_revision)
     result = ReleaseResult(folder)
     _quantize(result, model, chosen, asked, progress)
@@ -171,7 +171,11 @@ def release(
     return result
 
 
-def _asked(options: Mapping[str, Any]) -> _Asked:
+def artifact_folder(work: str | Path, model: str, recipe: Recipe) -> Path:
+    return Path(work).expanduser() / f"{Path(model).name}-{recipe.name}"
+
+
+def sorted_out(options: Mapping[str, Any]) -> Asked:
     """UserError where the options ask for what cannot be released."""
     names = {one.name for one in fields(ReleaseOptions)}
     for_engine = {name: value for name, value in options.items() if name not in names}
@@ -187,13 +191,13 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
     refuse_unreached(given | placement.asked_for(), own.engine, own.baseline_engine or own.engine)
     if own.sign is not None:
         require_key(Path(own.sign))
-    return _Asked(own, engine, placement, given)
+    return Asked(own, engine, placement, given)
 
 
-def _refuse_exploratory(recipe: Recipe, asked: _Asked) -> None:
+def refuse_exploratory(recipe: Recipe, asked: Asked) -> None:
     """UserError where the settings alone make a verdict that would not be published."""
     declared = declared_by(recipe.to_json())
-    bounds = _asked_bounds(declared, asked.options)
+    bounds = asked_bounds(declared, asked.options)
     weak = weaker_settings(asked.workload, bounds, asked.options.quality_tokens, declared)
     if weak:
         raise UserError(
@@ -204,13 +208,13 @@ def _refuse_exploratory(recipe: Recipe, asked: _Asked) -> None:
         )
 
 
-def _asked_bounds(declared: Declared, options: ReleaseOptions) -> Bounds:
+def asked_bounds(declared: Declared, options: ReleaseOptions) -> Bounds:
     given = {"throughput_floor": options.floor, "max_first_rival_m": options.rival_from_m}
     known = {name: value for name, value in given.items() if value is not None}
     return replace(Bounds.from_recipe(declared), **known)
 
 
-def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool) -> None:
+def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: Asked, progress: bool) -> None:
     options = asked.options
     # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
     finished = not options.overwrite and (result.artifact / MANIFEST_NAME).is_file()
@@ -230,7 +234,7 @@ def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, 
 
 
 def _make_rival(
-    result: ReleaseResult, model: str, recipe: Recipe, asked: _Asked, progress: bool
+    result: ReleaseResult, model: str, recipe: Recipe, asked: Asked, progress: bool
 ) -> str | None:
     """The rival's folder or Hub id; one that is named by a recipe is made as the artifact is."""
     named = asked.options.rival or recipe.rival
@@ -253,7 +257,7 @@ def _make_rival(
     return str(folder)
 
 
-def _lay_out(result: ReleaseResult, folder: Path, asked: _Asked, progress: bool) -> None:
+def _lay_out(result: ReleaseResult, folder: Path, asked: Asked, progress: bool) -> None:
     laid_out = lay_out(
         folder,
         ms=asked.workload.ms,
@@ -267,7 +271,7 @@ def _lay_out(result: ReleaseResult, folder: Path, asked: _Asked, progress: bool)
     _note(result, "layout", not laid_out.measured, laid_out.note)
 
 
-def _validate(result: ReleaseResult, rival: str | None, asked: _Asked, progress: bool) -> Verdict:
+def _validate(result: ReleaseResult, rival: str | None, asked: Asked, progress: bool) -> Verdict:
     options = asked.options
     verdict, why_not = _standing_pass(result.artifact, rival, asked)
     if verdict is not None:
@@ -300,7 +304,7 @@ def _validate(result: ReleaseResult, rival: str | None, asked: _Asked, progress:
     return verdict
 
 
-def _standing_pass(folder: Path, rival: str | None, asked: _Asked) -> tuple[Verdict | None, str]:
+def _standing_pass(folder: Path, rival: str | None, asked: Asked) -> tuple[Verdict | None, str]:
     """A passing verdict that answers what is asked now, or why there is none."""
     found = examine(folder)
     verdict, manifest, options = found.verdict, found.manifest, asked.options
@@ -313,7 +317,7 @@ def _standing_pass(folder: Path, rival: str | None, asked: _Asked) -> tuple[Verd
     seed = verdict.workload.seed if options.seed is None else options.seed
     if verdict.workload != replace(asked.workload, seed=seed):
         return None, "the verdict there was given under another workload"
-    if verdict.bounds != _asked_bounds(declared_by(manifest.recipe), options):
+    if verdict.bounds != asked_bounds(declared_by(manifest.recipe), options):
         return None, "the verdict there was given with other bounds"
     if not _is_beside(verdict, rival):
         return None, "the verdict there was given beside another rival"
@@ -346,7 +350,7 @@ def _text_asked(options: ReleaseOptions) -> tuple[str | None, int]:
     return (None if options.text is None else Path(options.text).name), options.quality_tokens
 
 
-def _changed_options(verdict: Verdict, asked: _Asked) -> list[str]:
+def _changed_options(verdict: Verdict, asked: Asked) -> list[str]:
     """The engine's options that are asked for otherwise than the verdict records them."""
     recorded = verdict.environment.engine_options
     if recorded is None:

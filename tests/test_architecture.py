@@ -82,6 +82,7 @@ ROOMS = {
         "sign",
         "push",
         "release",
+        "release_preview",
         "cli",
         "__main__",
     ],

@@ -20,7 +20,7 @@ from ..publishing.push_result import PushResult
     help="Commit to this branch; created where it does not exist.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="List every operation with sizes and sha256, and change nothing."
+    "--dry-run", is_flag=True, help="Show every operation, the gate's answer and the card; needs no token."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
@@ -52,6 +52,8 @@ def print_result(result: PushResult, dry_run: bool = False) -> None:
         for operation in result.operations:
             size = "" if operation.size is None else f"{operation.size:,}"
             click.echo(f"  {operation.action:8} {size:>16}  {operation.sha256 or '':64}  {operation.subject}")
+        click.echo(f"The gate: {result.gate}")
+        click.echo(f"The card:\n\n{result.card}")
     elif result.status == "unchanged":
         click.echo(f"{result.url} holds exactly this release already; nothing was sent.")
     else:

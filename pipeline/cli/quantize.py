@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from ...layouts.errors import UserError
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.stage_clock import in_words
 from ..artifact import Artifact
+
+if TYPE_CHECKING:
+    from ..quantization.estimate import Estimate
 
 
 @click.command("quantize")
@@ -124,16 +127,24 @@ def _dry_run(
     if as_json:
         click.echo(json.dumps(asdict(found)))
         return
-    formats = " and ".join(f"{count} × {label}" for label, count in found.formats.items()) or "no weights"
-    click.echo(
-        f"{out}: {formats} would be quantized, {found.kept} tensors kept; nothing is written\n"
-        f"  reads   {found.bytes_read / 1e6:,.1f} MB\n"
+    click.echo(f"{out}: {formats_in(found)} would be quantized; nothing is written")
+    click.echo("\n".join(estimate_lines(found)))
+
+
+def formats_in(found: "Estimate") -> str:
+    return " and ".join(f"{count} × {label}" for label, count in found.formats.items()) or "no weights"
+
+
+def estimate_lines(found: "Estimate") -> list[str]:
+    return [
+        f"  reads   {found.bytes_read / 1e6:,.1f} MB",
         f"  writes  {found.bytes_written / 1e6:,.1f} MB in {found.shards} "
-        f"{'shard' if found.shards == 1 else 'shards'}; {found.free / 1e6:,.0f} MB are free there\n"
-        f"  memory  about {found.memory / 1e6:,.0f} MB\n"
+        f"{'shard' if found.shards == 1 else 'shards'}, {found.kept} tensors as they are; "
+        f"{found.free / 1e6:,.0f} MB are free there",
+        f"  memory  about {found.memory / 1e6:,.0f} MB",
         f"  time    about {in_words(found.seconds)} of quantizing, on one process"
-        + ("; reading the text comes on top" if found.reads_text else "")
-    )
+        + ("; reading the text comes on top" if found.reads_text else ""),
+    ]
 
 
 def _words(context: click.Context) -> list[str]:

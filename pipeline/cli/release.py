@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,9 +10,11 @@ import click
 
 from ...serving_check.engine.options import SIZED
 from ...serving_check.engines.placement import Placement
+from ...serving_check.stage_clock import in_words
 from .engine_options import EngineWord, Registered, engine_options
 from .exit_status import INTERRUPTED
 from .push import print_result
+from .quantize import estimate_lines, formats_in
 from .validate import WholeNumbers
 
 
@@ -84,10 +87,18 @@ def _exports() -> Iterable[str]:
 @click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option("--to-revision", metavar="BRANCH", help="Push to this branch of the repository.")
+@click.option("--dry-run", is_flag=True, help="Say what would be made, measured and published; do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print stages, verdict and push as JSON.")
 @click.pass_context
 def command(
-    context: click.Context, model: str, recipe: str, to: str, work: str, as_json: bool, **options: Any
+    context: click.Context,
+    model: str,
+    recipe: str,
+    to: str,
+    work: str,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Quantize MODEL, lay it out, prove that it scales, and publish it.
 
@@ -100,9 +111,13 @@ def command(
     \b
     Examples:
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+        pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4 --dry-run
         pipeline release Qwen/Qwen3-8B --recipe nvfp4 --rival iq2-xxs --to ORG/Qwen3-8B-NVFP4
         pipeline release ./my-model --recipe my-recipe.yaml --to folder:release/my-model-int4
     """
+    if dry_run:
+        _dry_run(model, recipe, to, work, as_json, options)
+        return
     from ..release import release
     from ..report.table import verdict_table
 
@@ -120,3 +135,36 @@ def command(
     if result.push is None and result.verdict is not None:
         click.echo(f"Not published: the gate says {result.verdict.status}.", err=True)
         context.exit(result.verdict.exit_status)
+
+
+def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options: dict[str, Any]) -> None:
+    from ..release_preview import preview_release
+
+    found = preview_release(model, recipe, to, work=work, **options)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
+        return
+    load = found.validate
+    beside = "" if load.rival is None else f", and faster than {load.rival}"
+    scores = "" if load.tasks is None else f", scores of {load.tasks}"
+    click.echo(
+        "\n".join(
+            [
+                "This would be done; nothing was:",
+                f"quantize  {model} by {recipe} into {found.artifact}: {formats_in(found.quantize)}"
+                + ("; it is there already, and is only checked" if found.done_before else ""),
+                *estimate_lines(found.quantize),
+                "layout    every layout of each shape at every M",
+                f"validate  beside {load.baseline} on {load.engine}, at M = {', '.join(map(str, load.ms))}, "
+                f"{load.input_len} tokens in and {load.output_len} out: at least {load.floor:g} of its "
+                f"throughput{beside}; quality on {load.quality_tokens:,} tokens of text{scores}",
+                f"  sends   at least {load.requests:,} requests to each server",
+                f"  memory  {load.memory / 1e6:,.0f} MB of weights in the servers",
+                f"  time    at least {in_words(load.seconds)} for the linear layers; attention, starting the "
+                "servers and undecided Ms come on top",
+                f"push      to {found.target}, if the gate says pass: the weights and",
+                *textwrap.wrap(", ".join(found.files), 100, initial_indent="  ", subsequent_indent="  "),
+                *(f"Note: {note}." for note in found.notes),
+            ]
+        )
+    )

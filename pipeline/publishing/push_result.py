@@ -38,6 +38,9 @@ class PushResult:
     """The repository's visibility afterwards; None for a folder."""
     notes: list[str] = field(default_factory=list)
     """What the user should know besides: why a repository stayed private, for example."""
+    gate: str | None = None
+    """What the gate has said of these bytes; of a dry run only, as is the card."""
+    card: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -22,6 +22,8 @@ PLOT_TITLES = {
     "tpot.png": "Time per output token against M",
     "ttft.png": "Time to first token against M",
 }
+REPORT_NAMES = (*PLOT_TITLES, PAGE_NAME)
+"""The files of a whole report."""
 
 
 def render_report(verdict: Verdict) -> dict[str, bytes]:

@@ -10,6 +10,11 @@ from huggingface_hub import constants, errors
 
 from ....layouts.errors import UserError
 
+
+class HubNotAskedError(UserError):
+    """There was no answer of the Hub, nor a way to ask for one: no token, no network, or offline mode."""
+
+
 RESUME = "Nothing is lost: run the same command again to resume"
 
 
@@ -23,6 +28,8 @@ def explained(repo_id: str) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
+            if reason := _no_answer(cause):
+                raise HubNotAskedError(reason) from error
             message = _explanation(cause, repo_id)
             if message is not None:
                 raise UserError(message) from error
@@ -30,20 +37,26 @@ def explained(repo_id: str) -> Iterator[None]:
         raise
 
 
-def _explanation(error: BaseException, repo_id: str) -> str | None:
-    if isinstance(error, errors.HFValidationError):
-        return f"{repo_id!r} is not a Hub repository id; give --to ORG/NAME, or --to folder:DIR"
+def _no_answer(error: BaseException) -> str | None:
     if isinstance(error, errors.LocalTokenNotFoundError):
         return "there is no Hub access token here; log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "the Hub client is in offline mode; unset HF_HUB_OFFLINE to push"
     if isinstance(error, errors.HfHubHTTPError):
-        return _explain_status(error, repo_id)
-    # The HTTP library's own base class, whichever library it is: there was no answer at all.
+        return None
+    # The HTTP library's own base class, whichever library it is.
     if isinstance(error, (errors.HTTPError, ConnectionError)):
         return (
             f"no connection to {constants.ENDPOINT} ({error}). Check the network (or HF_ENDPOINT). {RESUME}"
         )
+    return None
+
+
+def _explanation(error: BaseException, repo_id: str) -> str | None:
+    if isinstance(error, errors.HFValidationError):
+        return f"{repo_id!r} is not a Hub repository id; give --to ORG/NAME, or --to folder:DIR"
+    if isinstance(error, errors.HfHubHTTPError):
+        return _explain_status(error, repo_id)
     return None
 
 

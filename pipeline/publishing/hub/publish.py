@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors, get_token
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    validate_repo_id,
+)
 from tqdm import tqdm
 
 from ....layouts.errors import UserError
 from ..bundle import BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
-from .failures import explained
+from .failures import HubNotAskedError, explained
 from .pending import is_pending, set_pending
 from .rate_limit import waiting_out_limits
 from .read_back import require_same
-from .repository import read_repository, stale_files
+from .repository import Repository, read_repository, stale_files
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,27 @@ class HubTarget:
     revision: str | None = None
 
 
-def preview_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
-    """What publishing would do, from what the Hub holds now. Sends nothing that writes."""
+def check_hub(target: HubTarget, artifact_folder: Path) -> None:
+    """UserError where publishing to `target` cannot succeed, whatever it is. Sends nothing that writes."""
     with explained(target.repo_id):
-        return _Push(files, target, artifact_folder, progress=False).preview()
+        _Push([], target, artifact_folder, progress=False)
+
+
+def preview_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
+    """What publishing would do, from what the Hub holds now; where it cannot be asked, to an empty target.
+
+    Sends nothing that writes, and wants neither a token nor a network.
+    """
+    try:
+        with explained(target.repo_id):
+            return _Push(files, target, artifact_folder, progress=False).preview()
+    except HubNotAskedError as reason:
+        with explained(target.repo_id):
+            validate_repo_id(target.repo_id)
+        unseen = Repository(target.repo_id, exists=target.create_pr)
+        result = _Push(files, target, artifact_folder, progress=False, seen=unseen).preview()
+        result.notes.append(f"what the target holds was not looked at: {reason.message}")
+        return result
 
 
 def publish_to_hub(
@@ -50,15 +72,23 @@ def publish_to_hub(
 class _Push:
     """One push of one release; its state is what the Hub held when it began."""
 
-    def __init__(self, files: list[BundleFile], target: HubTarget, artifact_folder: Path, progress: bool):
+    def __init__(
+        self,
+        files: list[BundleFile],
+        target: HubTarget,
+        artifact_folder: Path,
+        progress: bool,
+        seen: Repository | None = None,
+    ):
+        """seen: what the target is taken to hold, in place of asking the Hub"""
         self.files, self.target, self.artifact_folder, self.progress = (
             files,
             target,
             artifact_folder,
             progress,
         )
-        self.api = HfApi(token=_token(), library_name="scalegate")
-        self.repository = read_repository(self.api, target.repo_id, target.revision)
+        self.api = HfApi(token=_token() if seen is None else False, library_name="scalegate")
+        self.repository = seen or read_repository(self.api, target.repo_id, target.revision)
         self.ours_to_publish = not self.repository.exists or is_pending(artifact_folder, target.repo_id)
         self._refuse_contradictions()
         self.stale = stale_files(self.api, self.repository, files)

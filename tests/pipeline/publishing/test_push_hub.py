@@ -88,6 +88,25 @@ def test_a_dry_run_in_words_names_sizes_and_digests(hub, pipeline, artifact):
     assert f"{len(shard):,}" in line and hashlib.sha256(shard).hexdigest() in line
 
 
+def test_a_dry_run_without_a_token_or_a_network_shows_everything_and_asks_nobody(hub, pipeline, artifact):
+    without_token = push(pipeline, hub, artifact, "--dry-run", "--json", token=None)
+    unreachable = pipeline(
+        "push", artifact, "--to", REPO, "--dry-run", HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN="hf_writer"
+    )
+    assert (without_token.returncode, unreachable.returncode) == (0, 0), unreachable.stderr
+    assert hub.requests == []
+    shown = json.loads(without_token.stdout)
+    added = [o["subject"] for o in shown["operations"] if o["action"] == "add"]
+    assert sorted(added) == release_files(artifact)
+    assert shown["gate"].startswith("pass on ") and "at least 1.02 of the baseline" in shown["gate"]
+    assert shown["card"].startswith("---\nbase_model: maker/base\n")
+    assert "not looked at: there is no Hub access token" in shown["notes"][0]
+    assert shown["card"] in unreachable.stdout and shown["gate"] in unreachable.stdout
+    assert "not looked at: no connection to http://127.0.0.1:9" in unreachable.stdout
+    unusable = push(pipeline, hub, artifact, "--dry-run", token=None, to="no/such/name")
+    assert unusable.returncode == 2 and "is not a Hub repository id" in unusable.stderr
+
+
 def test_private_leaves_the_new_repository_private(hub, pipeline, artifact):
     assert push(pipeline, hub, artifact, "--private").returncode == 0
     assert hub.repos[REPO].private

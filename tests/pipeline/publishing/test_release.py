@@ -244,6 +244,24 @@ def test_a_target_that_cannot_work_is_refused_before_anything_is_quantized(run, 
     assert not (tmp_path / "work").exists()
 
 
+def test_a_dry_run_says_what_is_made_measured_and_published_and_does_nothing(tiny_checkpoint, tmp_path):
+    target = tmp_path / "release"
+    words = [tiny_checkpoint, "--to", f"folder:{target}", "--work", tmp_path / "work", "--dry-run"]
+    result = CliRunner().invoke(command, [*map(str, words), "--json", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["quantize"]["formats"] == {"INT4 g128, zero points": 7} and not found["done_before"]
+    assert found["validate"]["ms"] == [1, 2, 4, 8, 16, 32] and found["validate"]["floor"] == 0.93
+    assert found["validate"]["requests"] == 63 * 6 and 0 < found["validate"]["seconds"] < 60
+    report = {"serving_check.json", "serving_check/report.html", "serving_check/ratio.png"}
+    assert {"README.md", "scalegate.json", *report} < set(found["files"])
+    said = CliRunner().invoke(command, [*map(str, words), "--eval", "arc_easy"]).stdout
+    assert "at least 378 requests" in said and "scores of arc_easy" in said and str(target) in said
+    assert not (tmp_path / "work").exists() and not target.exists()
+    weak = CliRunner().invoke(command, [*map(str, words), "--m", "1,2"])
+    assert weak.exit_code == 2 and "exploratory" in weak.output
+
+
 def test_another_recipe_of_the_same_name_is_not_taken_for_the_finished_one(run, gate, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("format: int4\ngroup_size: 128\n")

@@ -1,0 +1,129 @@
+"""What a release would make, measure and publish, and about how long that takes: `release --dry-run`.
+
+Refuses what `release` refuses before its first hour. Nothing is written or sent, and no server is started.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..serving_check.engine.options import SIZED, EngineOptions
+from ..serving_check.engines.placement import Placement
+from ..serving_check.options import takes
+from ..serving_check.policy import declared_by
+from ..serving_check.statistics import LOOKS
+from .artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
+from .checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
+from .device import resolve_device, resolve_dtype
+from .model_loader.skeleton import default_dtype
+from .publishing.bundle import CARD_NAME
+from .publishing.hub.failures import HubNotAskedError
+from .push import check_target
+from .quantization.estimate import Estimate
+from .quantize import preview
+from .recipe import load_recipe
+from .release import (
+    DEFAULT_WORK,
+    ReleaseOptions,
+    artifact_folder,
+    asked_bounds,
+    refuse_exploratory,
+    sorted_out,
+)
+from .report.write import REPORT_NAMES
+from .validation.time_estimate import least_serving_seconds
+
+
+@dataclass(frozen=True)
+class ServingEstimate:
+    """What the verdict will rest on. `seconds` is what its requests take at least, `memory` is in bytes."""
+
+    ms: tuple[int, ...]
+    input_len: int
+    output_len: int
+    engine: str
+    baseline: str
+    rival: str | None
+    floor: float
+    quality_tokens: int
+    tasks: str | None
+    requests: int
+    """At least, to each server."""
+    seconds: float
+    memory: int
+    """Of the weights alone, in all servers together."""
+
+
+@dataclass(frozen=True)
+class ReleasePreview:
+    artifact: str
+    done_before: bool
+    """Whether there is a finished artifact, which is checked and not made again."""
+    quantize: Estimate
+    validate: ServingEstimate
+    target: str
+    files: tuple[str, ...]
+    """What would be published, besides the weights' shards."""
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@takes(ReleaseOptions, EngineOptions, Placement, sized=SIZED)
+def preview_release(
+    model: str | Path, recipe: str | Path, to: str, *, work: str | Path = DEFAULT_WORK, **options: Any
+) -> ReleasePreview:
+    """What `release` would do with the same arguments. UserError where it would refuse them."""
+    asked, model, chosen = sorted_out(options), str(model), load_recipe(recipe)
+    own, workload = asked.options, asked.workload
+    folder = artifact_folder(work, model, chosen)
+    refuse_exploratory(chosen, asked)
+    notes = []
+    try:
+        check_target(folder, to, own.private, own.create_pr, own.to_revision)
+    except HubNotAskedError as reason:
+        notes.append(f"what {to} holds was not looked at: {reason.message}")
+    quantized = preview(
+        model,
+        chosen,
+        folder,
+        revision=own.revision,
+        export=own.export,
+        device=asked.engine.device,
+        calibration=own.calibration,
+    )
+    source = open_checkpoint(model, own.revision)
+    numbers = sum(math.prod(info.shape) for info in source.tensors.values())
+    rival = own.rival or chosen.rival or None
+    sides = 2 if rival is None else 3
+    device = torch.device(resolve_device(asked.engine.device))
+    dtype = resolve_dtype(asked.engine.dtype) or default_dtype(source)
+    validated = ServingEstimate(
+        ms=workload.ms,
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        engine=own.engine,
+        baseline=own.baseline or model,
+        rival=rival,
+        floor=asked_bounds(declared_by(chosen.to_json()), own).throughput_floor,
+        quality_tokens=own.quality_tokens,
+        tasks=own.tasks,
+        requests=sum(workload.ms) * workload.waves * LOOKS[0],
+        seconds=least_serving_seconds(numbers, workload, sides, device, dtype),
+        memory=source.nbytes + (sides - 1) * quantized.bytes_written,
+    )
+    travelling = source.other_files(chosen.files).files
+    report = [f"{REPORT_FOLDER}/{name}" for name in REPORT_NAMES]
+    return ReleasePreview(
+        artifact=str(folder),
+        done_before=not own.overwrite and (folder / MANIFEST_NAME).is_file(),
+        quantize=quantized,
+        validate=validated,
+        target=to,
+        files=tuple(sorted([CONFIG_NAME, *travelling, *report, VERDICT_NAME, CARD_NAME, MANIFEST_NAME])),
+        notes=tuple(notes),
+    )
