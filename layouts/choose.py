@@ -17,7 +17,6 @@ bucket of M inside its own `matmul`.
 from collections.abc import Mapping, Sequence
 
 import torch
-from tqdm import tqdm
 
 from .all_layouts import LAYOUTS
 from .errors import UserError
@@ -26,6 +25,7 @@ from .layout import ExpertsLayout, Problem
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
 from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
+from .progress import progress_bar
 
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
@@ -105,7 +105,7 @@ def choose(
     allowance.pop(force or "", None)
     choices = []
     total = len(modules) * len(ms)
-    with tqdm(total=total, desc="measuring layouts", unit="M", disable=None if progress else True) as bar:
+    with progress_bar(total=total, desc="measuring layouts", unit="M", shown=progress) as bar:
         for problem, names in modules.items():
             bar.set_postfix_str(f"{problem.n}x{problem.k}")
             found = None if fresh else cached(problem, ms, layouts)

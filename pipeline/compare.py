@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from ..layouts.errors import UserError
+from ..layouts.progress import progress_bar
 from ..serving_check.artifact_figures import WeightFigures
 from ..serving_check.quality import Comparison as Predictions
 from ..serving_check.quality import compare as compare_predictions
@@ -53,7 +53,7 @@ def compare(
     reference = load_model(other.folder, device=where, dtype=kind, progress=progress).model
     found = []
     total = len(checkpoints) * sum(window.numel() for window in windows.windows)
-    with tqdm(total=total, desc="comparing", unit="tok", disable=None if progress else True) as bar:
+    with progress_bar(total=total, desc="comparing", unit="tok", shown=progress) as bar:
         for checkpoint in checkpoints:
             loaded = load_model(checkpoint.folder, device=where, dtype=kind, progress=progress).model
             if loaded.config.get_text_config().vocab_size != reference.config.get_text_config().vocab_size:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
+from ..layouts.progress import progress_bar
 from .checks.stalls import surely_stalls
 from .curve import decisions_of, rival_decisions_of, sequential_test
 from .engines import Endpoint
@@ -80,7 +79,7 @@ def _decide(
     can_restart: bool,
 ) -> list[Decision]:
     decisions = decisions_of(measured, test)
-    bar = tqdm(total=len(measured), desc="deciding", unit="M", disable=None if progress else True)
+    bar = progress_bar(total=len(measured), desc="deciding", unit="M", shown=progress)
     with bar:
         settled = servers.settled_against_rival(measured)
         for blocks in range(1, test.max_blocks + 1):

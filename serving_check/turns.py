@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
 from ..layouts.errors import UserError
+from ..layouts.progress import progress_bar
 from .checks.compilations import Compilations, compilations
 from .curve import decisions_of, rival_decisions_of, sequential_test
 from .engines.taking_turns import TakingTurns
@@ -53,9 +52,7 @@ class Turns:
         measured = [MeasuredM(m) for m in sorted(self.workload.ms)]
         groups = test.of_groups
         order = list(reversed(self.sides))
-        with tqdm(
-            total=groups.max_blocks, desc="groups of blocks", disable=None if progress else True
-        ) as bar:
+        with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=progress) as bar:
             undecided = measured
             for group in range(1, groups.max_blocks + 1):
                 blocks = {one.m: [Block(restarts=group) for _ in range(GROUP)] for one in undecided}

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
-from tqdm import tqdm
 
 from ...layouts.errors import UserError
 from ...layouts.files import atomic_path
 from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
+from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
@@ -83,8 +83,7 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> Writ
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             total = sum(tensor.nbytes for tensor in tensors)
-            shown = None if progress else True
-            with tqdm(total=total, desc="writing", unit="B", unit_scale=True, disable=shown) as bar:
+            with progress_bar(total=total, desc="writing", unit="B", unit_scale=True, shown=progress) as bar:
                 for tensor in tensors:
                     writer.write_tensor_data(tensor.read())
                     bar.update(tensor.nbytes)

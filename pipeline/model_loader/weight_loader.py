@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ...layouts.all_layouts import LAYOUTS
@@ -24,6 +23,7 @@ from ...layouts.linear import QuantizedLinear
 from ...layouts.merged_linear import merge_unquantized, put_merged
 from ...layouts.numerics import Numerics
 from ...layouts.plan import LayoutPlan
+from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader
@@ -102,9 +102,7 @@ class WeightLoader:
         packed = {name for product in products for name in product.weights}
         plain = [one for one in self.assignments() if not packed.issuperset(one.names)]
         total = len(plain) + len(products)
-        bar = tqdm(
-            total=total, desc="loading", unit=" weights", disable=None if progress else True, leave=False
-        )
+        bar = progress_bar(total=total, desc="loading", unit=" weights", shown=progress, leave=False)
         experts: dict[str, dict[str, list[ExpertsPart]]] = {}
         with bar, DeviceReader(self.device) if self.device.type == "cuda" else nullcontext() as reader:
             # Biases before packed weights: a packed linear takes its bias along when it replaces the old one.

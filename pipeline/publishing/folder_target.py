@@ -11,11 +11,10 @@ import os
 import shutil
 from pathlib import Path
 
-from tqdm import tqdm
-
 from ...layouts.errors import UserError
 from ...layouts.files import fsync_directory
 from ...layouts.outside_names import file_refusal
+from ...layouts.progress import progress_bar
 from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
 from .bundle import CARD_NAME, CHUNK, BundleFile, bundle_digest
 from .push_result import Operation, PushResult, file_action
@@ -109,7 +108,7 @@ def _copy(files: list[BundleFile], staging: Path, progress: bool) -> None:
         if path.is_file() and path.relative_to(staging).as_posix() not in wanted:
             path.unlink()
     total = sum(file.size for file in files)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="publish", disable=None if progress else True)
+    bar = progress_bar(total=total, unit="B", unit_scale=True, desc="publish", shown=progress)
     with bar:
         for file in files:
             copy = staging / file.path

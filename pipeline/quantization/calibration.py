@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ...layouts.errors import UserError
+from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from .calibrated_layer import CalibratedLayer, layer_path, read_layer, write_layer
 from .hidden_states import HiddenStates
@@ -53,9 +53,7 @@ def calibrate(
         places = Places(stream.assignments, linears)
         names = [*stream.layers, *([LAST] if any(one.role == LM_HEAD for one in linears) else [])]
         done = [name for index, name in enumerate(names) if folder and layer_path(folder, index).is_file()]
-        with tqdm(
-            total=len(names), desc="calibrating", unit=" layers", disable=None if progress else True
-        ) as bar:
+        with progress_bar(total=len(names), desc="calibrating", unit=" layers", shown=progress) as bar:
             original = stream.states if wanted.solved else None
             for index, name in enumerate(names):
                 if folder is not None and name in done:

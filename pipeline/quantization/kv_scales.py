@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...kernels.paged_attention import AttentionOptions, softmax_by_hand
 from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales, largest_of
+from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.weight_map import Assignment
 from .layer_stream import LayerStream
@@ -65,9 +65,7 @@ def largest_keys_and_values(
         model = stream.model
         model.set_attn_implementation(IMPLEMENTATION)
         model.config.get_text_config(decoder=True).kv_seen = seen
-        for name in tqdm(
-            stream.layers, desc="keys and values", unit=" layers", disable=None if progress else True
-        ):
+        for name in progress_bar(stream.layers, desc="keys and values", unit=" layers", shown=progress):
             stream.place(name)
             stream.advance(name)
             stream.drop(name)

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tqdm import tqdm
-
+from ...layouts.progress import progress_bar
 from .ranks import Ranks
 
 SAID_AT_ONCE = 16 << 20
@@ -21,9 +20,7 @@ def byte_bar(
     """
     shown = progress and ranks.is_first
     unsaid = 0
-    with tqdm(
-        total=total, initial=done, desc=what, unit="B", unit_scale=True, disable=None if shown else True
-    ) as bar:
+    with progress_bar(total=total, initial=done, desc=what, unit="B", unit_scale=True, shown=shown) as bar:
 
         def say() -> None:
             nonlocal unsaid

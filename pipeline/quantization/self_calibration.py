@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ...layouts.files import atomic_path
+from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.load_model import load_model
 
@@ -33,9 +34,7 @@ def drawn_sequences(
         count, tokens = shape
         parts = []
         generator = torch.Generator(device).manual_seed(SEED)
-        with tqdm(
-            total=count * tokens, desc="drawing", unit="tok", disable=None if progress else True
-        ) as bar:
+        with progress_bar(total=count * tokens, desc="drawing", unit="tok", shown=progress) as bar:
             for start in range(0, count, AT_ONCE):
                 parts.append(_draw(model, min(AT_ONCE, count - start), tokens, generator, bar))
         kept.parent.mkdir(exist_ok=True)

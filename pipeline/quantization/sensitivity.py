@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ...layouts.formats.int4 import Int4
 from ...layouts.formats.weight_format import Weight, WeightFormat, spec_from_json, spec_to_json
+from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from .hidden_states import HiddenStates
 from .layer_stream import LayerStream
@@ -91,8 +91,8 @@ def measure_sensitivity(
     with torch.no_grad():
         stream = LayerStream(checkpoint, sequences[:TEXT_SEQUENCES], quantizer.device, spill)
         places = Places(stream.assignments, list(linears.values()))
-        with tqdm(
-            total=len(stream.layers), desc="sensitivity", unit=" layers", disable=None if progress else True
+        with progress_bar(
+            total=len(stream.layers), desc="sensitivity", unit=" layers", shown=progress
         ) as bar:
             for name in stream.layers:
                 stream.place(name)

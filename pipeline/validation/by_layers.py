@@ -10,8 +10,8 @@ from typing import NamedTuple
 import psutil
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from ...layouts.progress import progress_bar
 from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.evidence import Loaded
 from ...serving_check.gate import Served
@@ -43,7 +43,7 @@ class ReadByLayers(nn.Module):
         self._rows = {tuple(text.tolist()): row for row, text in enumerate(texts)}
         with torch.no_grad():
             self._stream = LayerStream(checkpoint, padded, torch.device(device))
-            bar = tqdm(self._stream.layers, desc="layers", disable=None if progress else True)
+            bar = progress_bar(self._stream.layers, desc="layers", shown=progress)
             for name in bar:
                 self._stream.place(name)
                 self._stream.advance(name)

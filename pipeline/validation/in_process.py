@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from ...layouts.errors import UserError
 from ...layouts.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
 from ...layouts.numerics import Numerics
+from ...layouts.progress import progress_bar
 from ...serving_check.answer_figures import ServedText, TokenText
 from ...serving_check.checks.served_text import text_score
 from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
@@ -151,7 +151,7 @@ def take_figures(
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     refuse_other_vocabulary(artifact, loaded, baseline, baseline_loaded)
     total = sum(window.numel() for window in text.windows)
-    with tqdm(total=total, desc="quality", unit="tok", disable=None if options.progress else True) as bar:
+    with progress_bar(total=total, desc="quality", unit="tok", shown=options.progress) as bar:
         longest = max(map(len, text.windows))
         batch = max(1, min(MOST_TOGETHER, LOGITS_BYTES // (longest * loaded.vocab_size * 2)))
         served = _as_served(ours, options, longest, batch)

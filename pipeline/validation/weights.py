@@ -12,9 +12,9 @@ from statistics import median_low
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ...layouts.formats.weight_format import Weight
+from ...layouts.progress import progress_bar
 from ...serving_check.artifact_figures import ChangedTensor, KindErrors, ModuleError, WeightFigures
 from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint
@@ -54,9 +54,7 @@ def compare_weights(
     recorded = manifest.module_errors() if manifest else {}
     comparison = _Comparison(artifact, baseline, device, manifest.scaled_modules() if manifest else {})
     total = sum(math.prod(weight.shape) for weight in stored.values()) + comparison.kept_numbers(stored)
-    with tqdm(
-        total=total, desc="weights", unit="w", unit_scale=True, disable=None if progress else True
-    ) as bar:
+    with progress_bar(total=total, desc="weights", unit="w", unit_scale=True, shown=progress) as bar:
         errors = {}
         for module, weight in stored.items():
             error = comparison.module_error(weight)
@@ -98,7 +96,7 @@ def squared_errors(
     stored = convention_of(artifact).modules(artifact).items()
     found = {
         module: comparison.squares(weight)
-        for module, weight in tqdm(stored, desc="weights", disable=None if progress else True)
+        for module, weight in progress_bar(stored, desc="weights", shown=progress)
     }
     return {module: squares for module, squares in found.items() if squares is not None}
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
@@ -19,6 +18,7 @@ from ...layouts.kv_layer import KVScales
 from ...layouts.linear import packed_layers
 from ...layouts.linear_packing import pack_linears
 from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
+from ...layouts.progress import progress_bar
 from .attention import attention_layers, context_length, unsupported
 from .buckets import decode_buckets
 from .compiled_layers import restore_layers
@@ -276,10 +276,10 @@ class Engine:
         greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         longest = max(1, min(self.scheduler.prefill_chunk, self.max_model_len - 1))
         mixed, decode = self.runner.warm_up_tokens(), self.runner.warm_up_requests()
-        with tqdm(
+        with progress_bar(
             total=len(mixed) + len(decode) + 1,
             desc="warm-up",
-            disable=None if progress is None else not progress,
+            shown=progress,
         ) as bar:
             for num_tokens in mixed:
                 with torch.inference_mode():
@@ -310,9 +310,7 @@ class Engine:
         reasons: dict[str, FinishReason] = {}
         for name, prompt, one in zip(names, prompts, settings, strict=True):
             self.add_request(name, prompt, one)
-        with tqdm(
-            total=len(prompts), unit="request", disable=None if progress is None else not progress
-        ) as bar:
+        with progress_bar(total=len(prompts), unit="request", shown=progress) as bar:
             while len(reasons) < len(names):
                 for output in self.step():
                     tokens[output.request_id] += output.token_ids

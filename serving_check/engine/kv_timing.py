@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ...layouts.kv_format import KV_FORMATS, KVFormat
 from ...layouts.plan import KVMeasurement
+from ...layouts.progress import progress_bar
 from ...layouts.timing import TimingBudget, interleaved_microseconds
 from .attention import AttentionLayer
 from .kv_pool import KVPool, free_memory, pages_for
@@ -47,7 +47,7 @@ def time_kv_formats(
     kinds = Counter(layers.values())
     found: list[KVMeasurement] = []
     cells = [(context, m) for context in sorted(contexts) for m in sorted(ms)]
-    for context, m in tqdm(cells, desc="timing KV formats", disable=None if progress else True):
+    for context, m in progress_bar(cells, desc="timing KV formats", shown=progress):
         if _bytes(kinds, names, context, m, device) > MEMORY_SHARE * free_memory(device):
             continue
         total = dict.fromkeys(names, 0.0)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tqdm import tqdm
-
 from ...layouts.errors import UserError
+from ...layouts.progress import progress_bar
 from .endpoint import Endpoint, first_model, is_healthy
 from .ready_line import find_base_url
 from .series import SCALEGATE_SERIES, Series
@@ -178,9 +177,8 @@ class SubprocessEndpoint:
     def _wait_until_ready(self) -> str:
         started = time.monotonic()
         pause = 0.05
-        quiet = None if self.progress else True
-        with tqdm(
-            desc=f"starting {self.name}", unit="s", disable=quiet, bar_format="{desc}: {elapsed}"
+        with progress_bar(
+            desc=f"starting {self.name}", unit="s", shown=self.progress, bar_format="{desc}: {elapsed}"
         ) as bar:
             while True:
                 base_url = self.base_url or find_base_url(self.log)

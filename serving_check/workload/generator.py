@@ -15,6 +15,7 @@ from dataclasses import replace
 import aiohttp
 from tqdm import tqdm
 
+from ...layouts.progress import progress_bar
 from ..engines.endpoint import Endpoint
 from ..engines.prometheus_text import by_label, parse_metrics, total
 from ..engines.series import Series
@@ -55,7 +56,7 @@ async def run_workload_async(
             _sample_metrics(session, endpoint, spec.sample_interval, start, samples)
         )
         label = f"{endpoint.model} M={spec.m}"
-        with tqdm(total=spec.num_requests, desc=label, unit="req", disable=None if progress else True) as bar:
+        with progress_bar(total=spec.num_requests, desc=label, unit="req", shown=progress) as bar:
             records = await _closed_loop(session, endpoint, spec, source, spec.num_requests, start, bar)
         sampler.cancel()
         gc.unfreeze()

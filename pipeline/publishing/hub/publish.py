@@ -20,6 +20,7 @@ from huggingface_hub.utils import (
 from tqdm import tqdm
 
 from ....layouts.errors import UserError
+from ....layouts.progress import progress_bar
 from ..bundle import BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
 from .failures import HubNotAskedError, explained
@@ -230,8 +231,7 @@ class _Push:
         return str(info.pr_url) if create_pr else self._url(), info.oid
 
     def _bar(self, total: int) -> tqdm:
-        disable = None if self.progress else True
-        return tqdm(total=total, unit="B", unit_scale=True, desc="upload", disable=disable)
+        return progress_bar(total=total, unit="B", unit_scale=True, desc="upload", shown=self.progress)
 
     def _url(self) -> str:
         branch = f"/tree/{self.target.revision}" if self.target.revision else ""

@@ -4,9 +4,9 @@ The digests are what the Hub's index says, the bytes what its storage gives back
 """
 
 from huggingface_hub import HfApi
-from tqdm import tqdm
 
 from ....layouts.errors import UserError
+from ....layouts.progress import progress_bar
 from ..bundle import BundleFile
 from .repository import list_files, read_bytes
 
@@ -20,7 +20,7 @@ def differences(
     """One line for each file that is not at `commit` as it is here; empty where all are."""
     remote = list_files(api, repo_id, commit)
     problems = []
-    for file in tqdm(files, desc="read back", unit="file", disable=None if progress else True):
+    for file in progress_bar(files, desc="read back", unit="file", shown=progress):
         if file.path not in remote:
             problems.append(f"{file.path}: not there")
         elif remote[file.path].size != file.size:
