@@ -30,8 +30,12 @@ class StageClock:
         """Time what is inside as `name`; one that fails is not said to have ended."""
         began = self.elapsed
         yield
-        self.seconds[name] = round(self.seconds.get(name, 0.0) + self.elapsed - began, 1)
-        self.say(f"{name}: {self.elapsed - began:.1f} s")
+        self.add(name, self.elapsed - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count and say what a stage took that ended just now."""
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 1)
+        self.say(f"{name}: {seconds:.1f} s")
 
     def say(self, text: str) -> None:
         if self.shown:

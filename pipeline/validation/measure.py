@@ -53,10 +53,14 @@ def measure_and_judge(run: Run) -> Verdict:
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     used = figures.loaded.layouts if ours.packs_with_layouts else {}
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
-    if figures.by_layers:
-        score = scorer_by_layers(run, served)
-    else:
-        score = loaded_scorer(run.artifact, run.baseline, run.in_process, longest)
+    with clock.stage("answers"):
+        if figures.by_layers:
+            score = scorer_by_layers(run, served)
+        else:
+            score = loaded_scorer(run.artifact, run.baseline, run.in_process, longest)
+        canary = scored(served.canary, score.baseline_nats)
+        baseline_canary = scored(served.baseline_canary, score.baseline_nats)
+        answers = tuple(map(score, served.texts))
     explain = explainer(run, used)
     curve = curve_of(served.measured, run.workload, run.bounds)
     evidence = Evidence(
@@ -64,9 +68,9 @@ def measure_and_judge(run: Run) -> Verdict:
         baseline_loaded=_as_served(figures.baseline_loaded, theirs, run.baseline),
         quality=figures.comparison,
         by_layers=figures.by_layers,
-        canary=scored(served.canary, score.baseline_nats),
-        baseline_canary=scored(served.baseline_canary, score.baseline_nats),
-        answers=tuple(map(score, served.texts)),
+        canary=canary,
+        baseline_canary=baseline_canary,
+        answers=answers,
         repeated=served.repeated,
         together=served.together,
         company=served.company,

@@ -86,6 +86,8 @@ def serve_sides(
             served = replace(served, company=_in_company(run, artifact, text))
             scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
             _require_alive(started)
+            up = run.clock.elapsed
+        run.clock.add("stopping the servers", run.clock.elapsed - up)
     else:
         looked = look() if looked is None else looked
         by_side = dict(zip([side.name for side in sides], started, strict=True))

@@ -29,8 +29,8 @@ def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[],
         finally:
             for start in starts:
                 start.cancel()
-            for server, start in zip(servers, starts, strict=True):
-                _stop(server, start)
+            with ThreadPoolExecutor(len(servers)) as stops:
+                list(stops.map(_stop, servers, starts))
 
 
 def restart(servers: Sequence[SubprocessEndpoint], together: bool) -> None:
