@@ -21,13 +21,14 @@ from ...serving_check.policy import first_lines
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ...serving_check.task_scores import TaskScore
 from ...serving_check.verdict import CurvePoint, Verdict
-from ..artifact import SIGNATURE_NAME, Artifact
+from ..artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
 from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.base_metadata import carried
 from ..recipe import load_recipe, shipped_recipes
-from ..report.table import with_error
+from ..report.table import held_out_text, with_error
+from ..report.write import BADGE_NAME
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
 from .card_engines import engines
@@ -38,6 +39,7 @@ HUB = "https://huggingface.co"
 DEFAULT_EXPORT = "compressed-tensors"
 LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 UNKNOWN = "not known"
+BADGE = f"{REPORT_FOLDER}/{BADGE_NAME}"
 ADOPTED = {"name": "adopted"}
 """The recipe in the manifest of a checkpoint that another tool quantized."""
 
@@ -82,6 +84,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "rival": _rival(verdict),
         "scores": [_score_row(score) for score in verdict.scores],
         "comparison": _comparison(folder, artifact),
+        "badge": BADGE if BADGE in report_files(verdict) else None,
         "plots": [{"title": _title(path), "path": path} for path in plot_files(verdict)],
         "first_lines": first_lines(verdict.exploratory, verdict.declared),
         "changed_bounds": _changed_bounds(verdict.bounds),
@@ -90,6 +93,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
             for check in verdict.checks
         ],
         "quality_tokens": f"{verdict.quality_tokens:,}",
+        "held_out_text": held_out_text(verdict),
         "recipe": recipe,
         "fence": fence(recipe, reproduce),
         "adopted": artifact.recipe == ADOPTED,

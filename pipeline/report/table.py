@@ -109,6 +109,11 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
     return rows
 
 
+def held_out_text(verdict: Verdict) -> str:
+    """What quality was measured on, and prompts drawn from."""
+    return verdict.quality_text or "the source code that Scalegate brings"
+
+
 def baseline_dtype(verdict: Verdict) -> str:
     """The one its server was started in, or that of the run where it was not started here."""
     return str((verdict.environment.baseline_engine_options or {}).get("dtype", verdict.environment.dtype))

@@ -11,10 +11,13 @@ import jinja2
 from ...layouts.files import atomic_path
 from ...serving_check.policy import first_lines
 from ...serving_check.verdict import Verdict
+from .badge import draw_badge
+from .curves import curves_of
 from .plots import draw_plots
-from .table import baseline_dtype, side_by_side, with_error
+from .table import baseline_dtype, held_out_text, side_by_side, with_error
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
+CURVES_SCRIPT = Path(__file__).parent / "curves.js"
 PAGE_NAME = "report.html"
 PLOT_TITLES = {
     "throughput.png": "Output throughput against M",
@@ -22,14 +25,16 @@ PLOT_TITLES = {
     "tpot.png": "Time per output token against M",
     "ttft.png": "Time to first token against M",
 }
-REPORT_NAMES = (*PLOT_TITLES, PAGE_NAME)
+BADGE_NAME = "badge.svg"
+REPORT_NAMES = (*PLOT_TITLES, PAGE_NAME, BADGE_NAME)
 """The files of a whole report."""
 
 
 def render_report(verdict: Verdict) -> dict[str, bytes]:
-    """`report.html` and the plots, by file name."""
+    """`report.html`, the plots and the badge, by file name."""
     plots = draw_plots(verdict)
-    return {**plots, PAGE_NAME: render_page(verdict, plots).encode()}
+    page = render_page(verdict, plots).encode()
+    return {**plots, PAGE_NAME: page, BADGE_NAME: draw_badge(verdict).encode()}
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -52,6 +57,9 @@ def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
     return template.render(
         verdict=verdict,
         with_error=with_error,
+        badge=draw_badge(verdict),
+        curves=curves_of(verdict),
+        curves_script=CURVES_SCRIPT.read_text(encoding="utf-8"),
         images=images,
         settings=_settings(verdict),
         first_lines=first_lines(verdict.exploratory, verdict.declared),
@@ -81,7 +89,11 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
             f"{workload.waves} wave(s) a repeat, at most {workload.max_blocks} blocks of two repeats at one "
             f"M, seed {workload.seed}",
         ),
-        ("Held-out text", f"{verdict.quality_tokens:,} tokens, sha256 {verdict.quality_text_sha256[:16]}…"),
+        (
+            "Held-out text",
+            f"{held_out_text(verdict)}, for quality and prompts: "
+            f"{verdict.quality_tokens:,} tokens, sha256 {verdict.quality_text_sha256[:16]}…",
+        ),
         ("Artifact bytes", f"sha256 {verdict.artifact.bytes_digest}"),
         ("Layout plan", f"sha256 {verdict.artifact.layout_plan_sha256 or 'none'}"),
         ("Layouts", ", ".join(f"{n} × {name}" for name, n in verdict.artifact.layouts.items()) or "none"),

@@ -82,6 +82,12 @@ def test_the_plots_are_shown_from_where_they_are_pushed_to(artifact):
     assert all((artifact / path).is_file() for path in shown)
 
 
+def test_the_badge_is_shown_where_the_report_has_one_and_the_text_is_named(artifact):
+    text = card_of(artifact, verdict={"report": {"badge.svg": "0" * 64}, "quality_text": "mine.txt"})
+    assert "](serving_check/badge.svg)" in text and "of held-out text (mine.txt)" in text
+    assert "badge.svg" not in card_of(artifact)
+
+
 def test_licence_languages_and_tags_are_the_bases(artifact):
     metadata = front_matter(card_of(artifact))
     assert metadata["license"] == "apache-2.0"
