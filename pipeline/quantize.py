@@ -29,7 +29,7 @@ from .quantization.calibration_text import read_calibration_text
 from .quantization.estimate import Estimate, estimate
 from .quantization.importance import importance_of
 from .quantization.job import QuantizeJob, prepare, weight_quantizer
-from .quantization.job_text import Reading, found_on, sequences_of
+from .quantization.job_text import CALIBRATION, Reading, found_on, read_text
 from .quantization.kv_scales import find_kv_scales
 from .quantization.mixed_recipe import SENSITIVITY, MixedRecipe, mixed_recipe
 from .quantization.progress import byte_bar
@@ -101,13 +101,13 @@ def quantize(
         checkpoint = ranks.in_turn("source", lambda: open_checkpoint(model, revision))
         text = None if calibration is None else str(calibration)
         folder = Path(out).expanduser()
-        asked, chosen, table = load_recipe(recipe), None, None
+        asked, chosen, told = load_recipe(recipe), None, dict[str, Any]()
         if target_bits is not None or max_kl is not None:
             budget = Budget(target_bits, max_kl)
             mixed = ranks.in_turn(
                 "formats", lambda: _mixed(checkpoint, asked, budget, device, text, folder, progress)
             )
-            chosen, table = mixed.recipe, mixed.table
+            chosen, told = mixed.recipe, {SENSITIVITY: mixed.table}
         job = prepare(checkpoint, chosen or asked, export, device, text)
         travelling = checkpoint.other_files(job.recipe.files)
         copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
@@ -129,11 +129,11 @@ def quantize(
                 _notice(f"{folder} is finished already, by the same recipe from the same source", progress)
                 artifact = work
             else:
-                shards = _write_all_shards(job, work, max_shard_bytes, ranks, progress)
+                shards, read = _write_all_shards(job, work, max_shard_bytes, ranks, progress)
 
                 def finish() -> Artifact:
                     if ranks.is_first:
-                        _finish(job, work.reload(), shards, copied, parameters, table)
+                        _finish(job, work.reload(), shards, copied, parameters, told | read)
                     return Artifact.read(folder)
 
                 artifact = ranks.in_turn("manifest", finish)
@@ -175,16 +175,18 @@ def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bo
 
 def _write_all_shards(
     job: QuantizeJob, record: WorkRecord, max_shard_bytes: int, ranks: Ranks, progress: bool
-) -> dict[str, list[WeightTask]]:
-    """What has to be known of all weights and of the text, and then the shards, whose tasks are returned.
+) -> tuple[dict[str, list[WeightTask]], dict[str, Any]]:
+    """What has to be known of all weights and of the text, and then the shards.
 
+    Returned are the shards' tasks, and what the manifest says of the text.
     A text is read by the first process; the others read what it has kept.
     """
     checkpoint, tasks = job.checkpoint, job.tasks.in_order
     shards = divide_into_shards(checkpoint, tasks, max_shard_bytes)
     shared = find_shared_tensors(checkpoint, shards, job.quantizer, record, ranks, progress)
     reading = Reading(checkpoint, job.quantizer, record.calibration, progress)
-    sequences = ranks.in_turn("text", lambda: sequences_of(job.text, job.wanted, reading))
+    read = ranks.in_turn("text", lambda: read_text(job.text, job.wanted, reading))
+    sequences = None if read is None else read.sequences
     found = ranks.in_turn("calibration", lambda: found_on(sequences, tasks, job.wanted, shared, reading))
     device = job.quantizer.device
     kv_scales = ranks.in_turn(
@@ -196,7 +198,7 @@ def _write_all_shards(
     inputs, scales = input_formats(tasks, found), scale_tensors(job, kv_scales)
     known = Known(shared, inputs, found.solved, scales, found.equalized)
     write_shards(job, record, shards, known, ranks, progress)
-    return shards
+    return shards, {} if read is None else {CALIBRATION: read.facts}
 
 
 def _finish(
@@ -205,13 +207,13 @@ def _finish(
     shards: Mapping[str, list[WeightTask]],
     copied: Mapping[str, Path],
     parameters: dict[str, Any],
-    table: dict[str, Any] | None,
+    told: dict[str, Any],
 ) -> None:
     """All but the shards, the manifest last."""
     write_rest(job, record, shards, copied)
     sidecars = job.convention.sidecars(job.quantization_config)
     written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}
-    artifact = _artifact(job, record, parameters, written, table)
+    artifact = _artifact(job, record, parameters, written, told)
     remember_source(record.folder, job.checkpoint)
     artifact.write(record.folder)
     record.remove()
@@ -280,9 +282,9 @@ def _artifact(
     record: WorkRecord,
     parameters: dict[str, Any],
     written: set[str],
-    table: dict[str, Any] | None,
+    told: dict[str, Any],
 ) -> Artifact:
-    """The manifest; table: what its formats were chosen by, where they were."""
+    """The manifest; told: what its formats were chosen by and which text was read, where there was that."""
     checkpoint, recipe = job.checkpoint, job.recipe
     shards = {name: shard.file for name, shard in record.shards.items()}
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
@@ -307,7 +309,7 @@ def _artifact(
             module: {key: value[key] for key in MODULE_FIGURES if key in value}
             for module, value in measured.items()
         },
-        **({SENSITIVITY: table} if table is not None else {}),
+        **told,
         "kept": job.tasks.kept,
         "untied_lm_head": job.tasks.untied,
         "source": parameters["source"],

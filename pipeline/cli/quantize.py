@@ -175,7 +175,7 @@ def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
         "bits_per_weight": quantization["bits_per_weight"],
         "kv_cache": artifact.kv_cache,
         "relative_error": quantization["relative_error"],
-        **{key: quantization[key] for key in ("sensitivity",) if key in quantization},
+        **{key: quantization[key] for key in ("sensitivity", "calibration") if key in quantization},
         "left_out": artifact.left_out,
         "bytes": sum(record.size for record in artifact.files.values()),
     }

@@ -26,6 +26,7 @@ from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.base_metadata import carried
+from ..quantization.job_text import CALIBRATION
 from ..recipe import load_recipe, shipped_recipes
 from ..report.table import held_out_text, with_error
 from ..report.write import BADGE_NAME
@@ -72,6 +73,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "quantization": _quantization(artifact, method),
         "bits_per_weight": artifact.quantization.get("bits_per_weight"),
         "relative_error": artifact.quantization.get("relative_error"),
+        "calibration": _calibration(artifact.quantization.get(CALIBRATION)),
         "kv_cache": None if artifact.kv_cache == UNQUANTIZED else artifact.kv_cache,
         "size": _bytes(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "baseline": _baseline(verdict),
@@ -285,6 +287,16 @@ def _quantization(artifact: Artifact, method: str | None) -> str:
     if len(formats) > 1:
         what = " and ".join(f"{one['label']} ({one['modules']} layers)" for one in formats)
     return what + (f", stored as {method}" if method else "")
+
+
+def _calibration(read: dict[str, Any] | None) -> str | None:
+    """Which sequences the weights were rounded with in view, and whether the text that was given fits."""
+    if read is None:
+        return None
+    kinds = [f"{read['text']} sequences of a text"] if read["text"] else []
+    kinds += [f"{read['own']} that the model wrote itself"] if read["own"] else []
+    strange = "" if read.get("fits", True) else "; the text is of a kind that the model does not know"
+    return " and ".join(kinds) + strange
 
 
 def _is_shipped(recipe: dict[str, Any]) -> bool:

@@ -1,25 +1,39 @@
-"""Reading a job's text: its sequences, a word where it does not fit the model, and what is found on it."""
+"""Reading a job's text: its sequences, the model's own beside them, and what is found on both.
+
+Where a text is given, and weights are solved on it, every other sequence is drawn from the model: GPTQ on a
+text of another kind is worse than none, and on both it is as good as on the right one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from torch import Tensor
 
+from ...layouts.files import write_json
+from ...layouts.outside_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.skeleton import model_config
 from .calibration import calibrate
-from .calibration_text import CalibrationText
+from .calibration_text import SEQUENCES, CalibrationText
 from .linear_weights import EMBEDDING
-from .self_calibration import drawn_sequences
+from .self_calibration import beside, can_draw, drawn_sequences
 from .shared_tensors import Shared
 from .tasks import WeightTask
-from .text_fit import misfit, nats_on
+from .text_fit import TextFit, measure_fit
 from .wanted_of_text import Found, Wanted
 from .weight_tensors import WeightQuantizer
 
-DRAWN_NAME = "drawn.safetensors"
+DRAWN_NAME, FIT_NAME = "drawn.safetensors", "fit.json"
+CALIBRATION = "calibration"
+"""Under which the manifest tells how many sequences were read of each kind, and whether the text fits."""
+ALONE = (
+    "the model does not fit into memory and writes nothing to be read beside the calibration text: a text of "
+    "another kind than the model is used on can do harm"
+)
 
 
 @dataclass(frozen=True)
@@ -36,20 +50,46 @@ class Reading:
             click.echo(text, err=True)
 
 
-def sequences_of(text: CalibrationText | None, wanted: Wanted, reading: Reading) -> Tensor | None:
-    """The text in tokens, int64 [S, T], drawn now where the model writes it; None where there is none."""
+@dataclass(frozen=True)
+class TextRead:
+    """sequences: int64 [S, T]; facts: what the manifest says of them"""
+
+    sequences: Tensor
+    facts: dict[str, Any]
+
+
+def read_text(text: CalibrationText | None, wanted: Wanted, reading: Reading) -> TextRead | None:
+    """The text, and what the model writes in its place or beside it; None where there is none.
+
+    What was drawn and measured is kept, so that a job taken up again reads the same.
+    """
     if text is None:
         return None
-    device = reading.quantizer.device
+    checkpoint, device = reading.checkpoint, reading.quantizer.device
+    drawn = partial(drawn_sequences, checkpoint, device=device, progress=reading.progress)
+    kept = reading.folder / DRAWN_NAME
     if text.sequences is None:
-        kept = reading.folder / DRAWN_NAME
-        return drawn_sequences(reading.checkpoint, text.shape, device, kept, reading.progress)
-    if wanted.solved and not reading.folder.is_dir():
-        vocabulary = model_config(reading.checkpoint).get_text_config().vocab_size
-        said = misfit(nats_on(reading.checkpoint, text.sequences, device), vocabulary)
+        sequences = drawn(text.shape, kept=kept)
+        return TextRead(sequences, {"text": 0, "own": len(sequences)})
+    if not wanted.solved:
+        return TextRead(text.sequences, {"text": len(text.sequences), "own": 0})
+    count = min(len(text.sequences), SEQUENCES // 2)
+    found = reading.folder / FIT_NAME
+    fit = TextFit.from_json(read_json_object(found)) if found.is_file() else None
+    draws = can_draw(checkpoint, device) if fit is None else fit.own is not None
+    own = drawn((count, text.shape[1]), kept=kept) if draws else None
+    if fit is None:
+        vocabulary = model_config(checkpoint).get_text_config().vocab_size
+        fit = measure_fit(checkpoint, text.sequences, own, vocabulary, device)
+        reading.folder.mkdir(exist_ok=True)
+        write_json(found, fit.to_json())
+    for said in (fit.said, None if draws else ALONE):
         if said is not None:
             reading.say(said)
-    return text.sequences
+    sequences = text.sequences if own is None else beside(text.sequences, own)
+    written = 0 if own is None else len(own)
+    facts = {"text": len(sequences) - written, "own": written, **fit.to_json()}
+    return TextRead(sequences, facts)
 
 
 def found_on(

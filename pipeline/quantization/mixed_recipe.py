@@ -20,7 +20,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..recipe import Recipe, Rule
 from .allocation import Allocation, Budget, allocate
 from .calibration_text import CalibrationText
-from .self_calibration import drawn_sequences
+from .self_calibration import beside, can_draw, drawn_sequences
 from .sensitivity import TEXT_SEQUENCES, Group, measure_sensitivity
 from .tasks import make_tasks
 from .weight_tensors import WeightQuantizer
@@ -67,10 +67,14 @@ def mixed_recipe(
 def _sequences(
     checkpoint: Checkpoint, text: CalibrationText, quantizer: WeightQuantizer, work: Path, progress: bool
 ) -> Tensor:
-    if text.sequences is not None:
+    """Half of them the model's own where a text is given, as in what weights are solved on."""
+    device = quantizer.device
+    if text.sequences is not None and not can_draw(checkpoint, device):
         return text.sequences
-    shape = (TEXT_SEQUENCES, text.shape[1])
-    return drawn_sequences(checkpoint, shape, quantizer.device, work / "drawn-few.safetensors", progress)
+    count = TEXT_SEQUENCES if text.sequences is None else TEXT_SEQUENCES // 2
+    kept = work / "drawn-few.safetensors"
+    own = drawn_sequences(checkpoint, (count, text.shape[1]), device, kept, progress)
+    return own if text.sequences is None else beside(text.sequences, own)
 
 
 def _key(checkpoint: Checkpoint, recipe: Recipe, text: CalibrationText) -> str:

@@ -1,7 +1,8 @@
-"""Sequences drawn from the model itself, for calibrating where no text is given.
+"""Sequences drawn from the model itself: to calibrate on where no text is given, and beside one that is.
 
 What a model writes is what it knows best, so that its inputs are like those of the text it was trained on
-(LLM-QAT: Liu et al. 2023, arXiv 2305.17888). The whole model is in memory while it writes.
+(LLM-QAT: Liu et al. 2023, arXiv 2305.17888). Half of what is read is its own, so that a text which shows few
+of those inputs, or others, does no harm. The whole model is in memory while it writes.
 """
 
 from pathlib import Path
@@ -14,12 +15,27 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...layouts.files import atomic_path
 from ...layouts.progress import progress_bar
+from ...serving_check.engine.kv_pool import free_memory
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.load_model import load_model
 
 AT_ONCE = 64
 """Sequences drawn side by side."""
 SEED = 20
+MEMORY_FACTOR = 1.5
+"""What a model that writes takes, of its weights' bytes."""
+
+
+def can_draw(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether the whole model fits into what memory is free."""
+    weights = sum(path.stat().st_size for path in checkpoint.shards)
+    return MEMORY_FACTOR * weights <= free_memory(device)
+
+
+def beside(text: Tensor, own: Tensor) -> Tensor:
+    """One of each in turn, int64 [2 S, T]: `text` thinned out evenly to the S sequences of `own`."""
+    places = torch.linspace(0, len(text) - 1, len(own)).round().long()
+    return torch.stack([text[places], own], 1).flatten(0, 1)
 
 
 def drawn_sequences(

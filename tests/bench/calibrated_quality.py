@@ -47,6 +47,7 @@ OURS: dict[str, dict[str, Any]] = {
     "int4-gptq, 4.5 bits": {"recipe": "int4-gptq", "calibration": "text", "target_bits": 4.5},
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4-gptq": {"recipe": "nvfp4-gptq", "calibration": "text"},
+    "nvfp4-gptq, self": {"recipe": "nvfp4-gptq", "calibration": "self"},
 }
 OTHER = "int4-gptq"
 """The recipe that is calibrated on texts of other kinds."""

@@ -1,0 +1,79 @@
+"""A calibration text of the wrong kind: named, and kept from harm by what the model writes beside it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.publishing.card import _calibration
+from scalegate.pipeline.quantization import calibration_text, job_text
+from scalegate.pipeline.quantization.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.self_calibration import beside
+from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.recipe import GPTQ, Recipe
+
+RECIPE = Recipe("mlp", spec=Int4(128), method=GPTQ, include=("*.down_proj",))
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_text, "SEQUENCES", 24)
+    monkeypatch.setattr(calibration_text, "SEQUENCE_TOKENS", 128)
+
+
+@pytest.fixture
+def random_text(tmp_path: Path) -> Path:
+    letters = torch.randint(33, 127, (12000,), generator=torch.Generator().manual_seed(0)).tolist()
+    path = tmp_path / "random.txt"
+    path.write_text("".join(map(chr, letters)))
+    return path
+
+
+def test_one_of_each_kind_in_turn():
+    text, own = torch.arange(10)[:, None], torch.full((3, 1), -1)
+    assert beside(text, own).flatten().tolist() == [0, -1, 4, -1, 9, -1]
+
+
+def test_random_bytes_are_named_and_do_no_harm(
+    example_checkpoint: Path, heldout_text: Path, random_text: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    tokens = read_calibration_text(open_checkpoint(example_checkpoint), str(heldout_text)).sequences
+    assert tokens is not None
+
+    def logits(folder: Path) -> torch.Tensor:
+        with torch.inference_mode():
+            return load_model(folder, progress=False).model(tokens[-12:]).logits.float()
+
+    expected = logits(example_checkpoint)
+
+    def distance(name: str, recipe: Recipe, text: Path | None) -> tuple[float, dict, str]:
+        made = quantize(example_checkpoint, recipe, tmp_path / name, calibration=text, device="cpu")
+        found = float((logits(tmp_path / name) - expected).norm())
+        return found, made.quantization.get("calibration", {}), capsys.readouterr().err
+
+    plain, nothing, _ = distance("plain", Recipe("plain", spec=Int4(128), include=RECIPE.include), None)
+    assert nothing == {}
+    guarded, facts, said = distance("guarded", RECIPE, random_text)
+    assert guarded < plain
+    assert (facts["text"], facts["own"], facts["fits"]) == (24, 24, False)
+    assert facts["nats_per_token"]["text"] > 2 * facts["nats_per_token"]["own"]
+    assert "the calibration text does not fit the model" in said
+    assert "of a kind that the model does not know" in str(_calibration(facts))
+    # The same without what the model writes does harm, so the bound above can fail.
+    monkeypatch.setattr(job_text, "can_draw", lambda *_: False)
+    alone, facts, said = distance("alone", RECIPE, random_text)
+    assert alone > plain
+    assert facts["own"] == 0 and facts["nats_per_token"]["own"] is None
+    assert "does not fit the model" in said and "writes nothing to be read beside" in said
+
+
+def test_a_text_of_the_model_s_own_kind_is_not_named(
+    example_checkpoint: Path, heldout_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Recipe("one", spec=Int4(128), method=GPTQ, include=("*.layers.0.mlp.gate_proj",))
+    made = quantize(example_checkpoint, recipe, tmp_path / "code", calibration=heldout_text, device="cpu")
+    assert made.quantization["calibration"]["fits"]
+    assert "does not fit" not in capsys.readouterr().err
