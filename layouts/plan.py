@@ -154,9 +154,13 @@ class LayoutPlan:
 
 def device_name(device: torch.device) -> str:
     """The device as a plan records it: the GPU's product name, or the CPU's model and its threads in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()}{THREADS}{torch.get_num_threads()}"
+    threads = "" if device.type == "cuda" else f"{THREADS}{torch.get_num_threads()}"
+    return device_model(device) + threads
+
+
+def device_model(device: torch.device) -> str:
+    """The GPU's product name, or the CPU's model: a plan is followed where it is the same."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
 
 def _cpu_model() -> str:

@@ -12,7 +12,7 @@ from .answer_figures import ServedText, TokenText
 from .checks.canary import Continuation, continuations
 from .checks.compilations import Compilations, compilations
 from .checks.kv_capacity import kv_cache_tokens, require_capacity
-from .checks.loads import packed_layers
+from .checks.loads import packed_layers, packed_on
 from .checks.reached import most_running
 from .checks.stalls import check_stalls, m_in_doubt
 from .company import CompanyFigures
@@ -54,6 +54,8 @@ class Served:
     """By the artifact's server since its warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """By the artifact's server, and by the baseline's."""
+    packed_on: tuple[str | None, str | None] = (None, None)
+    """The models of the devices that they did it for, where they say."""
     texts: list[ServedText] = field(default_factory=list)
     """Answers of the artifact's server under load, to be scored."""
     repeated: RepeatedPrompts | None = None
@@ -112,6 +114,7 @@ def serve_and_measure(
         repeated = repeat_prompts(servers, measured)
     compiled = compilations(said, series), compilations(artifact.metrics(), series)
     packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
+    devices = packed_on(said, series), packed_on(baseline_said, baseline_series)
     return Served(
         canary,
         baseline_canary,
@@ -120,6 +123,7 @@ def serve_and_measure(
         most_running(said, series),
         compiled,
         packed,
+        devices,
         repeats.texts_to_score(),
         repeated,
         together,
@@ -191,6 +195,7 @@ def serve_in_turns(
         most_running(said[ARTIFACT], artifact.series),
         (None if turns.compiled is None else {}, turns.compiled),
         (packed_layers(said[ARTIFACT], artifact.series), packed_layers(said[BASELINE], baseline.series)),
+        (packed_on(said[ARTIFACT], artifact.series), packed_on(said[BASELINE], baseline.series)),
         repeats.texts_to_score(),
     )
 

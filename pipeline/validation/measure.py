@@ -3,6 +3,9 @@
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import torch
+
+from ...layouts.plan import device_model
 from ...serving_check.artifact_figures import TextFigures, WeightFigures
 from ...serving_check.checks.canary import scored
 from ...serving_check.checks.loads import weights_in
@@ -51,7 +54,12 @@ def measure_and_judge(run: Run) -> Verdict:
 
     (figures, (weights, texts)), served, scores = serve_sides(run, text, look)
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
-    used = figures.loaded.layouts if ours.packs_with_layouts else {}
+    here = device_model(torch.device(run.options.device))
+    ours_here, theirs_here = (
+        engine.packs_with_layouts or device == here
+        for engine, device in zip((ours, theirs), served.packed_on, strict=True)
+    )
+    used = figures.loaded.layouts if ours_here else {}
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
     with clock.stage("answers"):
         if figures.by_layers:
@@ -64,8 +72,8 @@ def measure_and_judge(run: Run) -> Verdict:
     explain = explainer(run, used)
     curve = curve_of(served.measured, run.workload, run.bounds)
     evidence = Evidence(
-        loaded=_as_served(figures.loaded, ours, run.artifact),
-        baseline_loaded=_as_served(figures.baseline_loaded, theirs, run.baseline),
+        loaded=_as_served(figures.loaded, ours_here, run.artifact),
+        baseline_loaded=_as_served(figures.baseline_loaded, theirs_here, run.baseline),
         quality=figures.comparison,
         by_layers=figures.by_layers,
         canary=canary,
@@ -85,7 +93,7 @@ def measure_and_judge(run: Run) -> Verdict:
         diagnoses={point.m: explain(point.m).sentence for point in curve if point.status == "fail"},
     )
     judgement = judge(evidence, run.workload, run.bounds)
-    baseline_layouts = figures.baseline_loaded.layouts if theirs.packs_with_layouts else {}
+    baseline_layouts = figures.baseline_loaded.layouts if theirs_here else {}
     asked = run.baseline_options
     verdict = Verdict(
         status=judgement.status,
@@ -130,9 +138,12 @@ def measure_and_judge(run: Run) -> Verdict:
     return replace(verdict, exploratory=tuple(weaker(verdict)))
 
 
-def _as_served(loaded: Loaded, engine: Engine, checkpoint: Checkpoint) -> Loaded:
-    """Only our own servers, on this machine, load as this process does; others are taken by their files."""
-    if engine.packs_with_layouts:
+def _as_served(loaded: Loaded, as_here: bool, checkpoint: Checkpoint) -> Loaded:
+    """What the server of `checkpoint` has to hold: what this process loaded, or, elsewhere, the same weights.
+
+    as_here: our own server, whoever started it, on a device of the model that is used here
+    """
+    if as_here:
         return loaded
     stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
     packed = None if loaded.packed is None else weights_in(loaded.packed)

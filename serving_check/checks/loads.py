@@ -26,6 +26,11 @@ def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIE
     return {f"{labels['layout']} {labels['shape']}": int(count) for labels, count in said if count}
 
 
+def packed_on(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> str | None:
+    """The model of the device that a server packed its layers for, where it says."""
+    return next((labels.get("device") or None for labels, _ in labelled(samples, series.packed_layers)), None)
+
+
 def weights_in(packed: Mapping[str, int]) -> int:
     """All weights of packed layers: however they are merged and wherever they are packed, the same number."""
     return sum(

@@ -18,6 +18,7 @@ from ...layouts.kv_layer import KVScales
 from ...layouts.linear import packed_layers
 from ...layouts.linear_packing import pack_linears
 from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
+from ...layouts.plan import device_model
 from ...layouts.progress import progress_bar
 from .attention import attention_layers, context_length, unsupported
 from .buckets import decode_buckets
@@ -117,7 +118,12 @@ class Engine:
             model.device,
         )
         self.capacity = EngineCapacity(
-            config.max_num_seqs, self.pool.num_pages, self.pool.page_size, config.kv_format, packed
+            config.max_num_seqs,
+            self.pool.num_pages,
+            self.pool.page_size,
+            config.kv_format,
+            packed,
+            device_model(model.device),
         )
         chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
         buckets = decode_buckets(config.max_num_seqs, model.device, config.decode_buckets)

@@ -148,6 +148,8 @@ class EngineCapacity:
     kv_cache_dtype: str = "unquantized"
     packed_layers: dict[str, int] = field(default_factory=dict)
     """Packed linears of the model by layout and shape, as `swap_ab 4096x4096`."""
+    device: str = ""
+    """The model of the GPU or CPU, as layout plans name it."""
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -174,12 +174,13 @@ class Metrics:
         yield info
         packed = GaugeMetricFamily(
             "scalegate:packed_layers",
-            "Quantized linear layers, by the layout their weights are packed in and their shape.",
-            labels=["model_name", "layout", "shape"],
+            "Quantized linear layers, by the device, the layout their weights are packed in and their shape.",
+            labels=["model_name", "device", "layout", "shape"],
         )
-        packed.add_metric([self.model_name, "", ""], 0)
+        device = self.capacity.device
+        packed.add_metric([self.model_name, device, "", ""], 0)
         for name, count in self.capacity.packed_layers.items():
-            packed.add_metric([self.model_name, *name.split()], count)
+            packed.add_metric([self.model_name, device, *name.split()], count)
         yield packed
 
     def _compiled(self) -> Metric:

@@ -214,3 +214,17 @@ def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoin
     assert result.exit_code == verdict.exit_status
     assert verdict.environment.engine == running.base_url
     assert verdict.status == "pass", verdict.failures
+
+
+def test_a_server_behind_a_url_on_the_same_device_fails_in_other_layouts_than_the_plans(
+    artifact: Path, tmp_path: Path
+):
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(copy), "--port", "0"]
+    serve += ["--layout", SLOW_LAYOUT, "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
+    with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
+        asked = {"m": (1,), "engine": running.base_url, "baseline_engine": "embedded"}
+        verdict = validate(copy, floor=FAR_FLOOR, max_repeats=6, **asked, **SMALL)
+    loads = next(check for check in verdict.checks if check.name == "loads")
+    assert loads.status == "fail"
+    assert "server packed its layers as" in loads.reason and f"in {SLOW_LAYOUT}" in loads.reason

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from scalegate.serving_check.checks.compilations import compilations
 from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
-from scalegate.serving_check.checks.loads import packed_layers
+from scalegate.serving_check.checks.loads import packed_layers, packed_on
 from scalegate.serving_check.checks.reached import most_running
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, StepTimes
 from scalegate.serving_check.engines.prometheus_text import parse_metrics
@@ -21,7 +21,7 @@ def text() -> str:
     """Our server's `/metrics` after three steps on a GPU."""
     metrics = Metrics()
     metrics.jit_monitor = "warn"
-    metrics.capacity = EngineCapacity(8, 100, 16, "fp8", {"swap_ab 64x64": 2})
+    metrics.capacity = EngineCapacity(8, 100, 16, "fp8", {"swap_ab 64x64": 2}, "H200")
     times = StepTimes(0.3, 0.1, 0.2, 0.05)
     metrics.observe_stats(EngineStats(2, 1, 0.5, 4, 70, 30, 3, times, 6, running_by_step=(2, 2, 1)))
     return metrics.text().decode()
@@ -40,7 +40,8 @@ def test_our_server_has_every_series_that_our_engine_names(text: str):
 
 def test_every_reader_goes_by_the_names_it_is_given(text: str):
     ours, theirs = parse_metrics(text), renamed(text)
-    for read in (compilations, kv_cache_tokens, packed_layers, most_running):
+    assert packed_on(ours) == "H200"
+    for read in (compilations, kv_cache_tokens, packed_layers, packed_on, most_running):
         assert read(theirs, THEIRS) == read(ours) is not None
         assert read(theirs) is None, "the names were still ours"
     work = EngineWork.between({}, theirs, THEIRS)
@@ -50,7 +51,7 @@ def test_every_reader_goes_by_the_names_it_is_given(text: str):
 
 def test_what_an_engine_has_no_name_for_is_not_known(text: str):
     samples = parse_metrics(text)
-    for read in (compilations, packed_layers, most_running):
+    for read in (compilations, packed_layers, packed_on, most_running):
         assert read(samples, VLLM_SERIES) is None
     assert kv_cache_tokens(samples, VLLM_SERIES) == 1600
     assert EngineWork.between({}, samples, Series()) == EngineWork()
