@@ -1,12 +1,12 @@
-# `make example` releases the bundled checkpoint into ./release; `make test` runs the whole suite.
-# Both need only Python >= 3.11, git and make, and leave everything in .venv.
+# `make example` releases the bundled checkpoint into ./release; `make test` runs the whole suite; `make tutorial`
+# runs docs/tutorial.md, `make docs` builds the pages. All need only Python >= 3.11, git and make, and leave everything in .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: install example test lint types style clean
+.PHONY: install example tutorial docs test lint types style clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
@@ -20,6 +20,12 @@ install: $(VENV)/installed
 example: install
 	$(BIN)/pipeline release $(EXAMPLE) --recipe examples/int4-example.yaml \
 	  --work release/work --to folder:release/qwen3-pycode-5m-int4
+
+tutorial: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/whole_way.sh
+
+docs: install
+	$(BIN)/mkdocs build --strict
 
 test: install lint types
 	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile
@@ -39,4 +45,4 @@ style: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) release build *.egg-info
+	rm -rf $(VENV) release whole-way site build *.egg-info

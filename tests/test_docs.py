@@ -1,0 +1,92 @@
+"""The pages build with no broken link, name all that there is, and show only commands that are run."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from click import Context
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
+from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.conventions.all_conventions import EXPORTS
+from scalegate.pipeline.recipe import load_recipe, shipped_recipes
+
+from .serving_check.gate_samples import sample_verdict
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+SCRIPT = ROOT / "examples" / "whole_way.sh"
+
+
+def build_pages(folder: Path, site: Path) -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(folder), site_dir=str(site), strict=True)
+    build(config)
+
+
+def test_the_pages_build_and_a_broken_link_is_seen(tmp_path: Path):
+    build_pages(DOCS, tmp_path / "site")
+    assert (tmp_path / "site" / "tutorial.html").is_file()
+    spoilt = shutil.copytree(DOCS, tmp_path / "docs")
+    (spoilt / "index.md").write_text("[nowhere](nothing.md)")
+    with pytest.raises(Abort):
+        build_pages(spoilt, tmp_path / "site")
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("recipes.md", shipped_recipes()),
+        ("formats.md", [*WEIGHT_FORMATS, *EXPORTS, *KV_FORMATS]),
+        ("gate.md", [check.name for check in sample_verdict({1: 1.0}).checks]),
+    ],
+)
+def test_each_page_names_all_that_there_is(page: str, names):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = {*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)}
+    assert set(names) - named == set()
+
+
+def commands_of(markdown: str) -> list[str]:
+    """The lines of its `sh` blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_the_tutorial_shows_the_script_that_is_run_and_nothing_else():
+    script = SCRIPT.read_text(encoding="utf-8").splitlines()
+    run = [line for line in script if line and not line.startswith(("#", "set "))]
+    assert commands_of((DOCS / "tutorial.md").read_text(encoding="utf-8")) == run
+
+
+PAGES = ["tutorial", "recipes", "quantize", "engines", "jobs", "batch-invariance"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_on_a_page_is_one_that_there_is(page: str, monkeypatch):
+    # What follows `pipeline` is parsed as the command line parses it; nothing is run.
+    lines = commands_of((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    calls = [shlex.split(line, comments=True) for line in lines]
+    calls = [words[words.index("pipeline") + 1 :] for words in calls if "pipeline" in words]
+    assert calls
+    for words in calls:
+        parse(words)
+    with pytest.raises(Exception, match="No such option"):
+        parse([*calls[0], "--no-such-option"])
+
+
+def parse(words: list[str]) -> None:
+    command = main.get_command(Context(main), words[0])
+    assert command is not None, words
+    command.make_context(words[0], words[1:])
+
+
+def test_the_recipe_on_the_page_is_one(tmp_path: Path):
+    [block] = re.findall(r"```yaml\n(.*?)```", (DOCS / "recipes.md").read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "mine.yaml"
+    path.write_text(block)
+    assert load_recipe(path).name == "mine"
