@@ -198,7 +198,9 @@ def _write_all_shards(
     inputs, scales = input_formats(tasks, found), scale_tensors(job, kv_scales)
     known = Known(shared, inputs, found.solved, scales, found.equalized)
     write_shards(job, record, shards, known, ranks, progress)
-    return shards, {} if read is None else {CALIBRATION: read.facts}
+    if read is None or job.text is None:
+        return shards, {}
+    return shards, {CALIBRATION: {"source": job.text.name, **read.facts}}
 
 
 def _finish(

@@ -6,15 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click import Context
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.recipe import load_recipe, shipped_recipes
+from scalegate.pipeline.validation.in_process import read_held_out
+from scalegate.serving_check.quality import score
 
 from .serving_check.gate_samples import sample_verdict
 
@@ -90,3 +95,13 @@ def test_the_recipe_on_the_page_is_one(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text(block)
     assert load_recipe(path).name == "mine"
+
+
+def test_the_examples_state_what_the_shipped_text_costs(example_checkpoint: Path):
+    checkpoint = open_checkpoint(str(example_checkpoint))
+    text = read_held_out(None, checkpoint, checkpoint, 8192)
+    model = load_model(checkpoint.folder, device="cpu", dtype=torch.float32, progress=False).model
+    measured = score(model, text.windows).nats_per_token
+    for readme in (ROOT / "examples" / "README.md", example_checkpoint / "README.md"):
+        [stated] = re.findall(r"([\d.]+) nats", readme.read_text(encoding="utf-8"))
+        assert measured == pytest.approx(float(stated), abs=0.001), readme

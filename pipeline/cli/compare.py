@@ -19,7 +19,7 @@ from ...serving_check.settings import QUALITY_TOKENS
     show_default=True,
     help="How much of it is read at most.",
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--dtype", default="auto", show_default=True, help="Of activations, for all alike.")
 @click.option("--card", is_flag=True, help="Keep it beside the first, whose card then shows it.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")

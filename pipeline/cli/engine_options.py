@@ -5,16 +5,23 @@ What is registered is asked for only where it is shown, or a word is checked aga
 
 from collections.abc import Callable, Iterable
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from ...layouts.errors import UserError
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.options import flag, kind_of, parse
 
 F = TypeVar("F", bound=Callable[..., Any])
+RECIPES = Path(__file__).parent.parent / "recipes"
 METAVARS = {int: "N", str: "TEXT", tuple: "N,N,..."}
+
+
+def completions(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 class OptionType(click.ParamType):
@@ -33,6 +40,12 @@ class OptionType(click.ParamType):
             return parse(self.cls, self.field, value) if isinstance(value, str) else value
         except UserError as error:
             self.fail(error.message, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        choices = self.field.metadata["choices"]
+        return completions(choices() if choices else (), incomplete)
 
 
 class Registered(click.ParamType):
@@ -53,6 +66,23 @@ class Registered(click.ParamType):
             self.fail(f"{value!r} is none of: {', '.join(names)}", param, ctx)
         return value
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completions(self.names(), incomplete)
+
+
+class RecipeWord(click.ParamType):
+    """A shipped recipe's name, or a file: which, and whether it holds, is found by who reads it."""
+
+    name = "recipe"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        shipped = completions(sorted(path.stem for path in RECIPES.glob("*.yaml")), incomplete)
+        return shipped or [CompletionItem(incomplete, type="file")]
+
 
 class EngineWord(click.ParamType):
     """A word after `--engine`: the engine itself is found by those who start it."""
@@ -63,6 +93,19 @@ class EngineWord(click.ParamType):
         from ...serving_check.engines.all_engines import ENGINES
 
         return f"[{'|'.join(ENGINES)}]"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from ...serving_check.engines.all_engines import ENGINES
+
+        return completions(ENGINES, incomplete)
+
+
+def exports() -> Iterable[str]:
+    from ..conventions.all_conventions import EXPORTS
+
+    return EXPORTS
 
 
 def engine_options(cls: type = EngineOptions, sized: Iterable[str] = ()) -> Callable[[F], F]:

@@ -12,6 +12,7 @@ from ...layouts.errors import UserError
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.stage_clock import in_words
 from ..artifact import Artifact
+from .engine_options import RecipeWord, Registered, exports
 
 if TYPE_CHECKING:
     from ..quantization.estimate import Estimate
@@ -19,11 +20,21 @@ if TYPE_CHECKING:
 
 @click.command("quantize")
 @click.argument("model")
-@click.option("--recipe", default="int4-hqq", show_default=True, help="A shipped recipe or a YAML file.")
+@click.option(
+    "--recipe",
+    type=RecipeWord(),
+    default="int4-hqq",
+    show_default=True,
+    help="A shipped recipe or a YAML file.",
+)
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of the artifact."
 )
-@click.option("--export", help="compressed-tensors where it stores the format; or modelopt, torchao.")
+@click.option(
+    "--export",
+    type=Registered(exports),
+    help="The convention to write; compressed-tensors where it stores the format.",
+)
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--devices", help="all, or GPUs by number such as 0,1: a process each, which share the work.")

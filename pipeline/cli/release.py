@@ -3,7 +3,6 @@
 import json
 import sys
 import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -11,28 +10,28 @@ import click
 from ...serving_check.engine.options import SIZED
 from ...serving_check.engines.placement import Placement
 from ...serving_check.stage_clock import in_words
-from .engine_options import EngineWord, Registered, engine_options
+from .engine_options import EngineWord, RecipeWord, Registered, engine_options, exports
 from .exit_status import INTERRUPTED
 from .push import print_result
 from .quantize import estimate_lines, formats_in
 from .validate import WholeNumbers
 
 
-def _exports() -> Iterable[str]:
-    from ..conventions.all_conventions import EXPORTS
-
-    return EXPORTS
-
-
 @click.command("release")
 @click.argument("model")
-@click.option("--recipe", default="int4-hqq", show_default=True, help="A shipped recipe, or a YAML file.")
+@click.option(
+    "--recipe",
+    type=RecipeWord(),
+    default="int4-hqq",
+    show_default=True,
+    help="A shipped recipe, or a YAML file.",
+)
 @click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
 @click.option("--work", default="scalegate-work", show_default=True, metavar="DIR", help="Where to work.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, where it is a Hub id.")
 @click.option(
     "--export",
-    type=Registered(_exports),
+    type=Registered(exports),
     help="The convention to write; compressed-tensors where it stores the format.",
 )
 @click.option("--calibration", metavar="TEXT", help="For recipes that read a text: as for `quantize`.")

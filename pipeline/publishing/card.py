@@ -26,6 +26,7 @@ from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.base_metadata import carried
+from ..quantization.calibration_text import SELF
 from ..quantization.job_text import CALIBRATION
 from ..recipe import load_recipe, shipped_recipes
 from ..report.table import held_out_text, with_error
@@ -320,6 +321,8 @@ def _reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
     words += ["--recipe", str(recipe.get("name")) if _is_shipped(recipe) else f"{recipe.get('name')}.yaml"]
     export = artifact.quantization.get("export", DEFAULT_EXPORT)
     words += [] if export in (DEFAULT_EXPORT, PLAIN) else ["--export", export]
+    text = (artifact.quantization.get(CALIBRATION) or {}).get("source", SELF)
+    words += [] if text in (SELF, recipe.get("calibration")) else ["--calibration", text]
     words += _given_baseline(artifact, verdict, base)
     words += _given_settings(artifact, verdict)
     target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
@@ -356,13 +359,20 @@ def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
     words += (
         [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
     )
-    if verdict.rival is not None and not recipe.get("rival"):
-        words += ["--rival", verdict.rival.name]
-    engine = verdict.environment.engine
-    known = find_engine(engine)
-    nameless = engine == DEFAULT_ENGINE or (known is not None and not known.starts)
-    words += [] if nameless else ["--engine", engine]
+    if verdict.rival is not None:
+        words += [] if recipe.get("rival") else ["--rival", verdict.rival.name]
+        from_m, usual_m = verdict.bounds.max_first_rival_m, Bounds.from_recipe(recipe).max_first_rival_m
+        words += [] if from_m == usual_m else ["--rival-from-m", f"{from_m:g}"]
+    engine, baseline_engine = verdict.environment.engine, verdict.environment.baseline_engine
+    words += [] if engine == DEFAULT_ENGINE else _engine_words("--engine", engine)
+    words += [] if engine == baseline_engine else _engine_words("--baseline-engine", baseline_engine)
     return words + _given_options(verdict)
+
+
+def _engine_words(option: str, engine: str) -> list[str]:
+    """None for the address of a server that was running then."""
+    known = find_engine(engine)
+    return [] if known is not None and not known.starts else [option, engine]
 
 
 def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:

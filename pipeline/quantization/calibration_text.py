@@ -25,11 +25,13 @@ SELF, HUB = "self", "hub:"
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """shape:      sequences, at most 512, and the tokens of each, 512
+    """name:       what `--calibration` takes; of a file its name alone, without folders
+    shape:      sequences, at most 512, and the tokens of each, 512
     sequences:  int64 [shape]; None where the model is still to draw them
     parameters: what of the text decides an artifact's bytes
     """
 
+    name: str
     shape: tuple[int, int]
     sequences: Tensor | None
     parameters: dict[str, Any]
@@ -38,24 +40,26 @@ class CalibrationText:
 def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationText:
     """The beginning of the text named `source`, in tokens. UserError where it is unreadable or too short."""
     if source == SELF:
-        return CalibrationText((SEQUENCES, SEQUENCE_TOKENS), None, {"drawn": [SEQUENCES, SEQUENCE_TOKENS]})
+        shape = SEQUENCES, SEQUENCE_TOKENS
+        return CalibrationText(SELF, shape, None, {"drawn": list(shape)})
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise UserError(
             f"{checkpoint.source} has no tokenizer, which --calibration needs; add tokenizer.json"
         )
     if source.startswith(HUB):
-        windows = _windows(tokenizer, _dataset_texts(source))
+        name, windows = source, _windows(tokenizer, _dataset_texts(source))
         digest = hashlib.sha256(b"".join(window.numpy().tobytes() for window in windows)).hexdigest()
     else:
-        windows, digest = _file_windows(tokenizer, Path(source).expanduser())
+        name, path = Path(source).name, Path(source).expanduser()
+        windows, digest = _file_windows(tokenizer, path)
     tokens = torch.cat(windows) if windows else torch.empty(0, dtype=torch.int64)
     sequences = min(len(tokens) // SEQUENCE_TOKENS, SEQUENCES)
     whole = tokens[: sequences * SEQUENCE_TOKENS].view(-1, SEQUENCE_TOKENS)
     if not len(whole):
         raise UserError(f"{source} has {len(tokens)} tokens; calibration needs at least {SEQUENCE_TOKENS}")
     shape = (len(whole), SEQUENCE_TOKENS)
-    return CalibrationText(shape, whole, {"sha256": digest, "shape": list(shape)})
+    return CalibrationText(name, shape, whole, {"sha256": digest, "shape": list(shape)})
 
 
 def _windows(tokenizer: Any, texts: Iterable[str]) -> list[Tensor]:

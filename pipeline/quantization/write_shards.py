@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ...layouts.errors import UserError
@@ -16,7 +17,7 @@ from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv_format import KVScales
 from ...layouts.outside_names import parent_leads_out
 from ..artifact import SCALED_BY, FileRecord, sha256_of
-from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
+from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from .calibrated_layer import Equalized, Solved
@@ -31,6 +32,7 @@ from .work_record import FinishedShard, WorkRecord
 
 TENSORS_OF_A_LINEAR = ("packed", "scale", "zero_point", "shape")
 ERROR_DIGITS = 6
+SHARD_NAME = "model{suffix}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -53,20 +55,14 @@ class Known:
 def divide_into_shards(
     checkpoint: Checkpoint, tasks: list[WeightTask], max_shard_bytes: int
 ) -> dict[str, list[WeightTask]]:
-    """Consecutive tasks to files of at most `max_shard_bytes`, unless one task alone is larger."""
-    groups: list[list[WeightTask]] = [[]]
-    size = 0
-    for task in tasks:
-        nbytes = output_bytes(checkpoint, task)
-        if groups[-1] and size + nbytes > max_shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(task)
-        size += nbytes
-    if len(groups) == 1:
-        return {SINGLE_NAME: groups[0]}
-    count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+    """Consecutive tasks to files of at most `max_shard_bytes`; one that is larger alone has its own."""
+    split = split_state_dict_into_shards_factory(
+        {str(index): task for index, task in enumerate(tasks)},
+        get_storage_size=lambda task: output_bytes(checkpoint, task),
+        filename_pattern=SHARD_NAME,
+        max_shard_size=max_shard_bytes,
+    )
+    return {file: [tasks[int(index)] for index in own] for file, own in split.filename_to_tensors.items()}
 
 
 def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:

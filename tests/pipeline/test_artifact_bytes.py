@@ -17,7 +17,7 @@ OWN = {
         f"{RULES}  - modules: '*.layers.2.*'\n    ignore: true\nlm_head: quantize\nembeddings: quantize\n",
         "compressed-tensors",
         700_000,
-        "19611b52555c552256c28535415ffdabd9d32f333aa4599774ba53eb91c064d4",
+        "e9163291a906cc3446129c7e41512f8027f276ada26f85d2c50b7d24108c987a",
     ),
     "symmetric": (
         "symmetric: true\ngroup_size: 64\nrules:\n  - modules: '*.o_proj'\n    group_size: 128\n",

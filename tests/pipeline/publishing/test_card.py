@@ -176,6 +176,18 @@ def test_every_setting_that_is_not_the_default_is_in_the_command(artifact):
     release_command.make_context("release", shlex.split(line)[2:])
 
 
+def test_the_calibration_text_and_the_baselines_engine_are_in_the_command(artifact):
+    quantization = Artifact.read(artifact).quantization
+    read = {"source": "mine.jsonl", "text": 512, "own": 0}
+    environment = replace(passing_verdict(Artifact.read(artifact)).environment, baseline_engine="vllm")
+    text = card_of(
+        artifact, quantization={**quantization, "calibration": read}, verdict={"environment": environment}
+    )
+    assert " --calibration mine.jsonl " in text and " --baseline-engine vllm " in text
+    own = card_of(artifact, quantization={**quantization, "calibration": {**read, "source": "self"}})
+    assert "--calibration" not in own and "--baseline-engine" not in own
+
+
 def test_a_signature_is_said_and_so_is_its_absence(artifact):
     assert "It is not signed" in card_of(artifact) and f"pipeline verify {NAME}\n" in card_of(artifact)
     (artifact / SIGNATURE_NAME).write_text("a signature")
