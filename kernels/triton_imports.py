@@ -27,10 +27,17 @@ except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
 
+    class Constant:
+        """What `tl.constexpr` makes, for what the host reads of it."""
+
+        def __init__(self, value: Any):
+            self.value = value
+
     class StandIn:
         """Any attribute of itself is itself; as a decorator it leaves what it decorates as it is."""
 
         cdiv = staticmethod(lambda x, y: -(-x // y))
+        constexpr = Constant
         next_power_of_2 = staticmethod(lambda n: 1 << (n - 1).bit_length() if n > 0 else n)
 
         def __getattr__(self, name: str) -> "StandIn":

@@ -35,6 +35,8 @@ from ..artifact import (
 
 RECORD_NAME = ".scalegate-quantize.json"
 LOCK_NAME = ".scalegate-quantize.lock"
+STALE_S = 0.2
+"""Enough for a second try: where the lock is a mere file, the first one finds that its process is gone."""
 CALIBRATION_FOLDER = ".scalegate-calibration"
 PARTS_FOLDER = ".scalegate-parts"
 FINISHED_SUFFIX, MEASURED_SUFFIX = ".finished.json", ".measured.json"
@@ -130,7 +132,7 @@ def parameters_digest(parameters: dict[str, Any]) -> str:
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
     """Hold `folder` for one job; a killed process lets go by itself."""
-    lock = FileLock(folder / LOCK_NAME, blocking=False)
+    lock = FileLock(folder / LOCK_NAME, timeout=STALE_S)
     try:
         lock.acquire()
     except Timeout:

@@ -1,6 +1,9 @@
 """The paged decode kernels compile for a GPU, without one: interpreters take what compilers refuse."""
 
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 from scalegate.kernels import decode_attention
 from triton.backends.compiler import GPUTarget

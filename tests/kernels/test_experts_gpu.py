@@ -1,6 +1,9 @@
 """Grouped products of experts on the GPU: right at a real model's shapes and in graphs."""
 
 import pytest
+
+pytest.importorskip("triton")
+
 import torch
 import triton
 from scalegate.kernels.experts import int4, unquantized

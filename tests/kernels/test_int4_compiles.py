@@ -3,6 +3,9 @@
 import re
 
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 from hopper_compiler import assembler_notes, compiled, disassembled, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config

@@ -339,6 +339,7 @@ class Recorder:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("n", "k", "group_size"), [(2560, 4096, 128), (1001, 416, 32)])
 def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monkeypatch):
+    pytest.importorskip("triton")
     packed = SWAP_AB.pack(random_weight(n, k, group_size, False), torch.bfloat16)
     module = invariant if batch_invariant else stream_k
     name = "invariant_kernel" if batch_invariant else "stream_k_kernel"

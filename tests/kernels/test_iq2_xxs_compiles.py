@@ -4,6 +4,9 @@ import functools
 import re
 
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 from hopper_compiler import assembler_notes, compiled, disassembled, loop_instructions, name_of
 from scalegate.kernels.iq2_xxs import one_row

@@ -8,6 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 from hopper_compiler import assembler_notes, disassembled
 from scalegate.kernels.low_bit_kv import flush, kvarn_decode, kvarn_prefill, token_decode, token_prefill

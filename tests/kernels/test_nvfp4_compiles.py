@@ -3,6 +3,9 @@
 import re
 
 import pytest
+
+pytest.importorskip("triton")
+
 from hopper_compiler import assembler_notes, compiled, disassembled, loop_instructions, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.kernels.nvfp4.decoder import NVFP4Decoder

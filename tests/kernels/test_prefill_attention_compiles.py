@@ -3,6 +3,9 @@
 import re
 
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 from scalegate.kernels.prefill_attention import MANY_ROWS, _attend_tiles, program_sizes
 from triton.backends.compiler import GPUTarget

@@ -1,6 +1,9 @@
 """The sampling kernel compiles for a GPU, without one: interpreters take what compilers refuse."""
 
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 from scalegate.kernels.sample_tokens import BLOCK, _sample
 from triton.backends.compiler import GPUTarget

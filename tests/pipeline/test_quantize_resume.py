@@ -3,6 +3,9 @@
 import importlib.util
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -143,10 +146,22 @@ def test_an_unreadable_part_of_the_record_is_refused(
         go_on(example_checkpoint, interrupted)
 
 
+KILLED_WITH_THE_LOCK = """
+import os, signal, sys
+from filelock import FileLock
+
+lock = FileLock(sys.argv[1], blocking=False)
+lock.acquire()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_two_jobs_do_not_share_a_folder(interrupted: Path, example_checkpoint: Path) -> None:
     """Nor is one kept out once the other has ended, or has been killed and left its lock behind."""
     with locked_folder(interrupted), pytest.raises(UserError, match="another quantize is at work"):
         go_on(example_checkpoint, interrupted)
-    (interrupted / LOCK_NAME).touch()
+    command = [sys.executable, "-P", "-c", KILLED_WITH_THE_LOCK, str(interrupted / LOCK_NAME)]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert (interrupted / LOCK_NAME).exists()
     go_on(example_checkpoint, interrupted)
     assert not (interrupted / LOCK_NAME).exists()

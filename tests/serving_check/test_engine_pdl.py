@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager
 from unittest.mock import MagicMock
 
 import pytest
+
+pytest.importorskip("triton")
+
 import torch
 import torch._inductor.config
 import triton
