@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The suite starts some hundred processes, which would all compile the whole package.
+unexport PYTHONDONTWRITEBYTECODE
 EXAMPLE := examples/qwen3-pycode-5m
 
 .PHONY: install example tutorial docs test lint types style clean
@@ -28,7 +30,7 @@ docs: install
 	$(BIN)/mkdocs build --strict
 
 test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m "alone and not gpu"
 
 lint: install

@@ -19,7 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # a share of what `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave GPU tests out where there is no GPU; `pytest -m gpu` on a machine with one runs them."""
+    """Leave GPU tests out where there is no GPU; `pytest -m gpu` on a machine with one runs them.
+
+    What is marked `long` comes first: of two processes neither is then left with it when the other is done.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     share, shares = map(int, config.getoption("share").split("/"))
     has_gpu = torch.cuda.is_available()
     able = [item for item in items if has_gpu or not item.get_closest_marker("gpu")]

@@ -18,6 +18,8 @@ from scalegate.serving_check.engines.engine import ENGINES, Availability, CardCo
 from scalegate.serving_check.engines.ready_line import ready_line
 from scalegate.serving_check.engines.series import Series
 
+pytestmark = pytest.mark.long
+
 RENAMED = {
     "vllm:num_requests_running": "toy_active",
     "vllm:num_requests_waiting": "toy_queued",

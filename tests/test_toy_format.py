@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.long
+
 TOY = Path(__file__).with_name("toy_format.py")
 COMMAND = [sys.executable, "-P", "-m", "scalegate.pipeline"]
 FORMAT, LAYOUT, LABEL = "int8-row", "toy_int8", "INT8, a scale a row"

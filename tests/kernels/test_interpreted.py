@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parent / "interpreted"
 COMMAND = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", str(FOLDER), "--share"]
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scalegate.pipeline.cli.main import main
 
+pytestmark = pytest.mark.long
+
 A_WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 

@@ -24,6 +24,8 @@ from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 
+pytestmark = pytest.mark.long
+
 SLOW_LAYOUT = "cpu_int4_float32"
 SMALL_LOAD = ["--input-len", "16", "--output-len", "16", "--quality-tokens", "1024"]
 SMALL = {"input_len": 16, "output_len": 16, "quality_tokens": 1024, "progress": False}

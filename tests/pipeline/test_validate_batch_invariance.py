@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate
+
+pytestmark = pytest.mark.long
 
 
 def test_the_claim_is_proved_on_the_served_artifact(example_checkpoint: Path, tmp_path: Path):

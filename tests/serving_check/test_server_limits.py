@@ -20,6 +20,8 @@ from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.ready_line import find_base_url
 from scalegate.serving_check.server.limits import ServerLimits
 
+pytestmark = pytest.mark.long
+
 KEY = "not-to-be-seen-in-ps"
 TEMPLATE = (
     "{% if messages[0].content == 'forever' %}{% for a in range(99999) %}{% for b in range(99999) %}"

@@ -17,6 +17,8 @@ from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
 from .gate_samples import sample_verdict
 
+pytestmark = pytest.mark.long
+
 RECOMPILING_SERVER = Path(__file__).with_name("recompiling_server.py")
 LIMIT = 4
 OPTIONS = ["--port", "0", "--device", "cpu", "--max-num-seqs", str(LIMIT), "--max-model-len", "128"]

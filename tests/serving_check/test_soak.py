@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 SOAK = Path(__file__).parents[1] / "bench" / "soak.py"
 SMALL = {
     "requests": 40,

@@ -13,6 +13,8 @@ import pytest
 
 from .kvarn_replays import COMPILED, FLUSHED_IN_PYTHON, SIDE_POOL
 
+pytestmark = pytest.mark.long
+
 M = 4
 PLUGIN = Path(__file__).with_name("kvarn_replays.py")
 REASONS = {

@@ -23,6 +23,8 @@ from scalegate.serving_check.record import judged_again, read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+pytestmark = pytest.mark.long
+
 PATIENT = """
 format: nvfp4
 throughput_floor: 0.02

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.release import release
+
+pytestmark = pytest.mark.long
 
 # Pages of 64 tokens, so that some are coded; how fast a CPU reads them is not what is tested.
 RECIPE = """
