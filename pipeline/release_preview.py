@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from ..layouts.errors import UserError
 from ..serving_check.engine.options import SIZED, EngineOptions
 from ..serving_check.engines.placement import Placement
 from ..serving_check.options import takes
 from ..serving_check.policy import declared_by
+from ..serving_check.record import parse_verdict
 from ..serving_check.statistics import LOOKS
 from .artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
 from .checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
@@ -39,7 +41,7 @@ from .validation.time_estimate import least_serving_seconds
 
 @dataclass(frozen=True)
 class ServingEstimate:
-    """What the verdict will rest on. `seconds` is what its requests take at least, `memory` is in bytes."""
+    """What the verdict will rest on. `memory` is in bytes."""
 
     ms: tuple[int, ...]
     input_len: int
@@ -53,6 +55,11 @@ class ServingEstimate:
     requests: int
     """At least, to each server."""
     seconds: float
+    """Of the linear layers alone, where each M is decided as early as can be."""
+    most_seconds: float
+    """The same, where each M takes all of its blocks."""
+    last_seconds: float | None
+    """That the last verdict on this artifact took, where there is one."""
     memory: int
     """Of the weights alone, in all servers together."""
 
@@ -97,11 +104,13 @@ def preview_release(
         calibration=own.calibration,
     )
     source = open_checkpoint(model, own.revision)
+    finished = not own.overwrite and (folder / MANIFEST_NAME).is_file()
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
     rival = own.rival or chosen.rival or None
     sides = 2 if rival is None else 3
     device = torch.device(resolve_device(asked.engine.device))
     dtype = resolve_dtype(asked.engine.dtype) or default_dtype(source)
+    seconds = least_serving_seconds(numbers, workload, sides, device, dtype)
     validated = ServingEstimate(
         ms=workload.ms,
         input_len=workload.input_len,
@@ -113,17 +122,29 @@ def preview_release(
         quality_tokens=own.quality_tokens,
         tasks=own.tasks,
         requests=sum(workload.ms) * workload.waves * LOOKS[0],
-        seconds=least_serving_seconds(numbers, workload, sides, device, dtype),
+        seconds=seconds,
+        most_seconds=seconds * max(1.0, workload.max_blocks / LOOKS[0]),
+        last_seconds=_last_seconds(folder) if finished else None,
         memory=source.nbytes + (sides - 1) * quantized.bytes_written,
     )
     travelling = source.other_files(chosen.files).files
     report = [f"{REPORT_FOLDER}/{name}" for name in REPORT_NAMES]
     return ReleasePreview(
         artifact=str(folder),
-        done_before=not own.overwrite and (folder / MANIFEST_NAME).is_file(),
+        done_before=finished,
         quantize=quantized,
         validate=validated,
         target=to,
         files=tuple(sorted([CONFIG_NAME, *travelling, *report, VERDICT_NAME, CARD_NAME, MANIFEST_NAME])),
         notes=tuple(notes),
     )
+
+
+def _last_seconds(folder: Path) -> float | None:
+    """None where there is no verdict, or none that can be read."""
+    if not (folder / VERDICT_NAME).is_file():
+        return None
+    try:
+        return parse_verdict(folder / VERDICT_NAME).duration_seconds
+    except UserError:
+        return None

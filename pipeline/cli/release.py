@@ -146,24 +146,23 @@ def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options
     load = found.validate
     beside = "" if load.rival is None else f", and faster than {load.rival}"
     scores = "" if load.tasks is None else f", scores of {load.tasks}"
-    click.echo(
-        "\n".join(
-            [
-                "This would be done; nothing was:",
-                f"quantize  {model} by {recipe} into {found.artifact}: {formats_in(found.quantize)}"
-                + ("; it is there already, and is only checked" if found.done_before else ""),
-                *estimate_lines(found.quantize),
-                "layout    every layout of each shape at every M",
-                f"validate  beside {load.baseline} on {load.engine}, at M = {', '.join(map(str, load.ms))}, "
-                f"{load.input_len} tokens in and {load.output_len} out: at least {load.floor:g} of its "
-                f"throughput{beside}; quality on {load.quality_tokens:,} tokens of text{scores}",
-                f"  sends   at least {load.requests:,} requests to each server",
-                f"  memory  {load.memory / 1e6:,.0f} MB of weights in the servers",
-                f"  time    at least {in_words(load.seconds)} for the linear layers; attention, starting the "
-                "servers and undecided Ms come on top",
-                f"push      to {found.target}, if the gate says pass: the weights and",
-                *textwrap.wrap(", ".join(found.files), 100, initial_indent="  ", subsequent_indent="  "),
-                *(f"Note: {note}." for note in found.notes),
-            ]
-        )
-    )
+    last = "" if load.last_seconds is None else f"; the last one took {in_words(load.last_seconds)}"
+    lines = [
+        "This would be done; nothing was:",
+        f"quantize  {model} by {recipe} into {found.artifact}: {formats_in(found.quantize)}"
+        + ("; it is there already, and is only checked" if found.done_before else ""),
+        *estimate_lines(found.quantize),
+        "layout    every layout of each shape at every M",
+        f"validate  beside {load.baseline} on {load.engine}, at M = {', '.join(map(str, load.ms))}, "
+        f"{load.input_len} tokens in and {load.output_len} out",
+        f"  wants   at least {load.floor:g} of its throughput{beside}",
+        f"  reads   {load.quality_tokens:,} tokens of text for quality{scores}",
+        f"  sends   at least {load.requests:,} requests to each server",
+        f"  memory  {load.memory / 1e6:,.0f} MB of weights in the servers",
+        f"  time    {in_words(load.seconds)} to {in_words(load.most_seconds)} for the linear layers, by how "
+        f"soon it is decided; the rest and starting the servers come on top{last}",
+        f"push      to {found.target}, if the gate says pass: the weights and",
+        *textwrap.wrap(", ".join(found.files), 100, initial_indent="  ", subsequent_indent="  "),
+        *(f"Note: {note}." for note in found.notes),
+    ]
+    click.echo("\n".join(lines))

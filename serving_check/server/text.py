@@ -1,6 +1,7 @@
 """Tokens to text as they come: no broken characters between chunks, no part of a stop string let out.
 
-Not for whole texts: the tokenizer's own `decode` does those, and these agree with it.
+Not for whole texts: the tokenizer's own `decode` does those, and these agree with it. The `DecodeStream` of
+tokenizers is quicker and has no end: what it holds back is lost there, and of broken bytes it holds all.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,12 +3,13 @@
 from dataclasses import fields
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from scalegate.serving_check.checks.compilations import compilations
 from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
 from scalegate.serving_check.checks.loads import packed_layers, packed_on
 from scalegate.serving_check.checks.reached import most_running
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, StepTimes
-from scalegate.serving_check.engines.prometheus_text import parse_metrics
+from scalegate.serving_check.engines.prometheus_text import labels_of, parse_metrics
 from scalegate.serving_check.engines.series import SCALEGATE_SERIES, VLLM_SERIES, Series
 from scalegate.serving_check.server.metrics import Metrics
 from scalegate.serving_check.workload.engine_work import EngineWork
@@ -55,3 +56,16 @@ def test_what_an_engine_has_no_name_for_is_not_known(text: str):
         assert read(samples, VLLM_SERIES) is None
     assert kv_cache_tokens(samples, VLLM_SERIES) == 1600
     assert EngineWork.between({}, samples, Series()) == EngineWork()
+
+
+def test_our_reader_agrees_with_prometheus_own(text: str):
+    theirs = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    ours = {
+        (name.partition("{")[0], tuple(sorted(labels_of(name).items()))): value
+        for name, value in parse_metrics(text).items()
+    }
+    assert ours == theirs and len(ours) > 50
