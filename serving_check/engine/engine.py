@@ -134,7 +134,8 @@ class Engine:
             )
         else:
             self.runner = CpuRunner(model, layers, self.pool, buckets, chunk, config.numerics)
-        self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding)
+        replays = model.device.type == "cuda" and config.numerics == "pin"
+        self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding, replays)
         self._sequences: dict[str, Sequence] = {}
         self._overlapped = config.overlapped and model.device.type == "cuda"
         self._in_flight: list[InFlightStep] = []

@@ -19,6 +19,8 @@ class PrefillChunk:
     sequence: Sequence
     start: int
     count: int
+    is_replay: bool = False
+    """One token that it had decoded before it was preempted, and that is decoded again."""
 
     @property
     def completes(self) -> bool:
@@ -40,6 +42,7 @@ class Schedule:
 
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
+    """Replays first."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,11 +94,16 @@ class Scheduler:
     When the pool is full, the request admitted last gives its pages back and waits, first in line, to be
     computed again; the one admitted first always goes on, and the pool holds one full context: all finish.
 
+    Where bits are pinned on a GPU, what a preempted request had decoded is decoded again, a token in a step:
+    as part of its prompt another kernel would compute it, to other bits.
+
     After a step that failed, those without a token yet are suspects: each is tried with no other newcomer.
     """
 
-    def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int):
+    def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int, replays: bool = False):
+        """replays: decode again what was decoded before a preemption."""
         self.pool = pool
+        self.replays = replays
         self.prefill_chunk = prefill_chunk
         self.chunk_while_decoding = chunk_while_decoding
         self.waiting: deque[Sequence] = deque()
@@ -149,14 +157,18 @@ class Scheduler:
         return len(self.running)
 
     def _fill_chunk(self, budget: int) -> list[PrefillChunk]:
-        """Up to `budget` prompt tokens: of those running first, then of those that can be admitted."""
-        chunks: list[PrefillChunk] = []
+        """Tokens to decode again; then up to `budget` prompt tokens: of those running first, then of those
+        that can be admitted."""
+        replaying = [sequence for sequence in self.running if self._is_replaying(sequence)]
+        chunks = [PrefillChunk(sequence, sequence.num_computed, 1, is_replay=True) for sequence in replaying]
         scored = MOST_SCORED
         for sequence in self.running:
             if budget == 0:
                 return chunks
+            if self._is_replaying(sequence):
+                continue
             if sequence.is_prefilling and (scored or not sequence.is_scored):
-                chunks.append(_chunk(sequence, budget, scored))
+                chunks.append(self._chunk(sequence, budget, scored))
                 budget -= chunks[-1].count
                 scored -= len(chunks[-1].scored)
         while budget > 0 and self.waiting and self._can_admit(self.waiting[0]):
@@ -165,10 +177,20 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self.pool.admit(sequence)
             self.running.append(sequence)
-            chunks.append(_chunk(sequence, budget, scored))
+            chunks.append(self._chunk(sequence, budget, scored))
             budget -= chunks[-1].count
             scored -= len(chunks[-1].scored)
         return chunks
+
+    def _is_replaying(self, sequence: Sequence) -> bool:
+        return self.replays and sequence.num_prompt <= sequence.num_computed < sequence.length - 1
+
+    def _chunk(self, sequence: Sequence, budget: int, scored: int) -> PrefillChunk:
+        """At most `budget` tokens; at most `scored` where their logits are wanted."""
+        start = sequence.num_computed
+        most = min(budget, scored) if sequence.is_scored else budget
+        end = sequence.num_prompt if self.replays else sequence.length
+        return PrefillChunk(sequence, start, min(most, end - start))
 
     def _can_admit(self, sequence: Sequence) -> bool:
         """Room for all its tokens, and a page for each running one that may grow, lest it preempt at once."""
@@ -182,10 +204,3 @@ class Scheduler:
         """Whether it and a running one, one of them a suspect, are both without a token yet."""
         unproven = [each for each in self.running if not each.is_proven]
         return not sequence.is_proven and any(one.is_suspect or sequence.is_suspect for one in unproven)
-
-
-def _chunk(sequence: Sequence, budget: int, scored: int) -> PrefillChunk:
-    """At most `budget` tokens; at most `scored` where their logits are wanted."""
-    start = sequence.num_computed
-    most = min(budget, scored) if sequence.is_scored else budget
-    return PrefillChunk(sequence, start, min(most, sequence.length - start))

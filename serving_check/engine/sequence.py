@@ -69,7 +69,8 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_computed < len(self.tokens) - 1
+        """Its prompt's last token is the prompt's work also where it is the only one left."""
+        return self.num_computed < max(self.num_prompt, len(self.tokens) - 1)
 
     def finish_reason(self, length: int) -> FinishReason | None:
         """Whether the last of the first `length` tokens ended it, and why."""

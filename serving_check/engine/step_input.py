@@ -159,16 +159,21 @@ class StepBuffers:
             self._stage_decodes(arrays, decode, shape)
         tokens, logits = self._stage_chunks(arrays, len(decode), prefill)
         requests = len(decode) + len(prefill)
+        decodes = len(decode) + sum(chunk.is_replay for chunk in prefill)
         if tokens < shape.num_tokens or requests < shape.num_requests or logits < shape.num_logits:
             self._pad(arrays, tokens, requests, logits, shape)
         if shape.num_tiles:
-            chunks = [(chunk.count, chunk.start, index) for index, chunk in enumerate(prefill, len(decode))]
-            tiles = tiles_of(len(decode), chunks, shape.num_tokens - tokens)
+            chunks = [
+                (chunk.count, chunk.start, index)
+                for index, chunk in enumerate(prefill, len(decode))
+                if not chunk.is_replay
+            ]
+            tiles = tiles_of(decodes, chunks, shape.num_tokens - tokens)
             arrays.tiles[: len(tiles)] = tiles
             arrays.tiles[len(tiles) :] = 0
         return HostMetadata(
-            len(decode),
-            len(prefill),
+            decodes,
+            requests - decodes,
             tokens,
             arrays.block_table,
             arrays.seq_lens,
@@ -252,7 +257,7 @@ class StepBuffers:
             arrays.token_rows[part] = row
             arrays.request_rows[index] = row
             arrays.seq_lens[index] = end
-            arrays.decode_seq_lens[index] = 0
+            arrays.decode_seq_lens[index] = end if chunk.is_replay else 0
             arrays.query_start_loc[index] = tokens
             if chunk.scored:
                 count = len(chunk.scored)

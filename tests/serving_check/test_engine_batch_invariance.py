@@ -13,7 +13,7 @@ from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.other_products import other_products
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.serving_check.engine.scheduler import Schedule
+from scalegate.serving_check.engine.scheduler import PrefillChunk, Schedule
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
@@ -169,6 +169,45 @@ def test_per_token_bits_survive_preemption_and_any_cut_of_the_prompt():
         found[numerics] = drifted(expected, in_pieces), drifted(expected, again)
     assert found["per-token"] == (0, 0)
     assert all(found["tuned"]), "nothing was proved"
+
+
+def test_what_was_decoded_before_a_preemption_is_decoded_again_where_that_keeps_bits():
+    """As on a GPU under `pin`; here the kernels are the same, so that only the tokens can tell."""
+    model = model_of("dense", torch.float32)
+    engine = engine_of(model, "per-token", max_model_len=96, kv_cache_tokens=304, page_size=1)
+    requests = [A, *company(7, 30, 60)]
+    expected = alone(engine, requests)
+    engine.scheduler.replays = True
+    chunks: list[PrefillChunk] = []
+    schedule = engine.scheduler.schedule
+
+    def noted() -> Schedule:
+        step = schedule()
+        chunks.extend(step.prefill)
+        return step
+
+    engine.scheduler.schedule = noted  # type: ignore[method-assign]
+    engine.runner.batches = lambda step: [step] if step.num_tokens else []  # type: ignore[method-assign]
+    engine.runner._keeps_bits = False
+    again = recorded(engine)
+    run(engine, requests)
+    assert engine.stats().preemptions > 0
+    replayed = [chunk for chunk in chunks if chunk.is_replay]
+    assert replayed and all(chunk.start >= chunk.sequence.num_prompt for chunk in replayed)
+    others = [chunk for chunk in chunks if not chunk.is_replay]
+    assert all(chunk.start + chunk.count <= chunk.sequence.num_prompt for chunk in others)
+    assert again.keys() == expected.keys()
+    assert all(torch.allclose(again[key], row, atol=1e-3) for key, row in expected.items())
+
+
+def test_the_last_token_of_a_prompt_is_the_prompts_work_however_it_was_cut():
+    engine = engine_of(model_of("dense", torch.float32), "pin", prefill_chunk=12)
+    steps: list[Schedule] = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]  # type: ignore[method-assign]
+    run(engine, [A])
+    assert [chunk.count for step in steps for chunk in step.prefill] == [12, 12, 12, 1]
+    assert [len(step.decode) for step in steps] == [0] * 4 + [1] * (NEW_TOKENS - 1)
 
 
 def test_seeded_requests_draw_the_same_tokens_and_logprobs_at_any_batch():

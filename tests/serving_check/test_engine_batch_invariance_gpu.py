@@ -1,6 +1,7 @@
 """The same on a GPU: no company changes a bit under `pin` and `per-token`, and `tuned` drifts."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,16 @@ from scalegate.layouts.layout import Problem
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 
-from .test_engine_batch_invariance import A, company, drifted_in_company, model_of
+from .test_engine_batch_invariance import (
+    A,
+    alone,
+    company,
+    drifted,
+    drifted_in_company,
+    model_of,
+    recorded,
+    run,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -29,6 +39,32 @@ def test_no_company_changes_a_bit_unless_tuned():
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
     assert found["tuned"]["all of them together"], "nothing was proved"
+
+
+def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tuned():
+    model = model_of("dense", torch.bfloat16).cuda()
+    requests, found = [A, *company(7, 30, 60)], {}
+    for numerics in ("tuned", "pin", "per-token"):
+        options = EngineOptions(
+            batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000, overlapped=False
+        )
+        engine = Engine(copy.deepcopy(model), options, frozenset())
+        engine.warm_up(progress=False)
+        expected = alone(engine, requests)
+        step, steps = engine.step, itertools.count(1)
+
+        def preempting(step=step, steps=steps, scheduler=engine.scheduler):
+            if next(steps) % 3 == 0 and len(scheduler.running) > 1:
+                scheduler._preempt_last()
+            return step()
+
+        engine.step = preempting
+        again = recorded(engine)
+        run(engine, requests)
+        assert engine.scheduler.preemptions > 3
+        found[numerics] = drifted(expected, again)
+    assert (found["pin"], found["per-token"]) == (0, 0), found
+    assert found["tuned"], "nothing was proved"
 
 
 @pytest.mark.parametrize("one_form", [True, False])

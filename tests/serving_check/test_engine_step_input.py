@@ -75,6 +75,19 @@ def test_decoding_requests_and_padding(buffers: StepBuffers):
     assert attention.prefill_tiles is None
 
 
+def test_a_token_that_is_decoded_again_is_attended_to_as_decoding_and_wants_no_logits(buffers: StepBuffers):
+    again, prompt = PrefillChunk(sequence(1, 9), 6, 1, is_replay=True), PrefillChunk(sequence(4, 20), 0, 2)
+    step = staged(buffers, [sequence(3, 5)], [again, prompt], buffers.shape(8, ROWS, ROWS))
+    attention = step.attention
+    assert step.token_ids.tolist()[:4] == [304, 106, 400, 401]
+    assert attention.decode_seq_lens.tolist() == [5, 7, 0, 0, 0]
+    assert step.sample_rows.tolist() == [3, ROWS, ROWS, ROWS, ROWS]
+    assert (attention.host.num_decodes, attention.host.num_prefills) == (2, 1)
+    if buffers.static:
+        tiles = [tile for tile in attention.prefill_tiles.tolist() if tile[1]]
+        assert tiles == [[2, 2, 0, 2], [4, 4, -1, 0]]
+
+
 def test_a_mixed_batch_has_decoding_requests_then_chunks_then_padding(buffers: StepBuffers):
     ends, goes_on = PrefillChunk(sequence(1, 9), 6, 3), PrefillChunk(sequence(4, 20), 0, 2)
     step = staged(buffers, [sequence(3, 5)], [ends, goes_on], buffers.shape(8, ROWS, ROWS))
