@@ -11,6 +11,7 @@ Numerics = Literal["tuned", "pin", "per-token"]
 prompt, `per-token` on its own tokens alone."""
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
+TUNED: Numerics = NUMERICS[0]
 
 FOR_INVARIANCE_ONLY = "is for --batch-invariance pin and per-token only"
 """Why a layout that is there to keep bits refuses where they need not be kept."""

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX, write_json
+from ..layouts.numerics import NUMERICS, TUNED
 from ..layouts.outside_files import read_json_object
 from ..layouts.outside_names import file_refusal, require_file, require_inside
 from ..layouts.plan import LayoutPlan
@@ -131,6 +132,11 @@ class Artifact:
         """The parts of tokenizer, templates and generation settings that the recipe changes on purpose."""
         changes = self.recipe.get("changes")
         return tuple(one for one in changes if one in PARTS) if isinstance(changes, list) else ()
+
+    def batch_invariance(self) -> str:
+        """What the recipe claims of a request's bits while the artifact is served."""
+        claim = self.recipe.get("batch_invariance")
+        return claim if claim in NUMERICS else TUNED
 
     def layout_plan_sha256(self) -> str | None:
         """The layout plan's digest, None where there is none: a verdict is given with the plan in force."""

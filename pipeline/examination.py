@@ -12,7 +12,7 @@ from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX
 from ..layouts.outside_names import file_refusal, require_file
 from ..serving_check.policy import declared_by
-from ..serving_check.record import contradictions, judged_again, parse_verdict
+from ..serving_check.record import claimed_by, contradictions, judged_again, parse_verdict
 from ..serving_check.verdict import Verdict
 from .artifact import REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
 from .checkpoints.travelling_files import refuse_strangers
@@ -27,6 +27,7 @@ BOUND = {
     "manifest": "as it was when the verdict was given",
     "recipe": "sets the bounds that the verdict was given under",
     "rival": "served beside the artifact where the recipe names one",
+    "invariance": "served as the recipe claims",
 }
 """What is said where the verdict is bound to it."""
 
@@ -131,6 +132,9 @@ def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Findi
         "rival": bool(manifest.recipe.get("rival"))
         and verdict.rival is None
         and f"the recipe names a rival, {manifest.recipe.get('rival')!r}, and {path} was given without one",
+        "invariance": (served := claimed_by(verdict)) != manifest.batch_invariance()
+        and f"the recipe claims batch invariance {manifest.batch_invariance()!r}, and {path} was given on a "
+        f"server that was {served!r}",
     }
     for name, problem in problems.items():
         if problem:

@@ -19,6 +19,7 @@ from ..layouts.formats.int4 import Int4
 from ..layouts.formats.unquantized import Unquantized
 from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
 from ..layouts.kv_format import KV_FORMATS
+from ..layouts.numerics import NUMERICS, TUNED
 from ..layouts.outside_files import parse_yaml, read_outside
 from ..layouts.outside_names import name_refusal
 from ..serving_check.artifact_figures import PARTS
@@ -79,6 +80,8 @@ class Recipe:
     kv_cache: str = UNQUANTIZED
     """How keys and values are stored while it is served, a name in `KV_FORMATS`. With `format: unquantized`
     the weights stay as they are."""
+    batch_invariance: str = TUNED
+    """What a request's bits may depend on while it is served (`layouts/numerics.py`); the gate proves it."""
     rival: str = ""
     """Another recipe, by name or file: what is made by this one must be faster than what is made by that."""
     files: tuple[str, ...] = ()
@@ -104,6 +107,7 @@ class Recipe:
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
             **({"kv_cache": self.kv_cache} if self.kv_cache != UNQUANTIZED else {}),
+            **({"batch_invariance": self.batch_invariance} if self.batch_invariance != TUNED else {}),
             **({"rival": self.rival} if self.rival else {}),
             **({"files": list(self.files)} if self.files else {}),
             **({"changes": list(self.changes)} if self.changes else {}),
@@ -191,6 +195,7 @@ class _Reader:
             lm_head=self._choice(value, "lm_head", lines),
             embeddings=self._choice(value, "embeddings", lines),
             kv_cache=self._kv_cache(value, lines),
+            batch_invariance=self._choice(value, "batch_invariance", lines, NUMERICS),
             rival=self._text(value, "rival", lines),
             files=self._files(value, lines),
             changes=self._changes(value, lines),

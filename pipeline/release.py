@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layouts.errors import UserError
+from ..layouts.numerics import TUNED
 from ..serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE
 from ..serving_check.engines.placement import PLACEMENT, Placement
@@ -144,6 +145,7 @@ def release(
     asked = sorted_out(options)
     model = str(model)
     chosen = load_recipe(recipe)
+    asked = claiming(asked, chosen)
     folder = artifact_folder(work, model, chosen)
     # Asked first: a push that cannot succeed should not be found out after hours of work.
     own = asked.options
@@ -192,6 +194,24 @@ def sorted_out(options: Mapping[str, Any]) -> Asked:
     if own.sign is not None:
         require_key(Path(own.sign))
     return Asked(own, engine, placement, given)
+
+
+def claiming(asked: Asked, recipe: Recipe) -> Asked:
+    """With the batch invariance that the recipe claims. UserError where another one was asked for."""
+    claim, given = recipe.batch_invariance, asked.given.get("batch_invariance")
+    if given is not None and given != claim:
+        raise UserError(
+            f"{flag('batch_invariance')} {given} is not what the recipe claims, {claim}, and a release is "
+            f"served as its recipe says; write `batch_invariance: {given}` there, or try it with "
+            "`pipeline validate`"
+        )
+    if claim == TUNED:
+        return asked
+    return replace(
+        asked,
+        engine=replace(asked.engine, batch_invariance=claim),
+        given={**asked.given, "batch_invariance": claim},
+    )
 
 
 def refuse_exploratory(recipe: Recipe, asked: Asked) -> None:

@@ -32,6 +32,7 @@ from .release import (
     ReleaseOptions,
     artifact_folder,
     asked_bounds,
+    claiming,
     refuse_exploratory,
     sorted_out,
 )
@@ -85,7 +86,8 @@ def preview_release(
     model: str | Path, recipe: str | Path, to: str, *, work: str | Path = DEFAULT_WORK, **options: Any
 ) -> ReleasePreview:
     """What `release` would do with the same arguments. UserError where it would refuse them."""
-    asked, model, chosen = sorted_out(options), str(model), load_recipe(recipe)
+    model, chosen = str(model), load_recipe(recipe)
+    asked = claiming(sorted_out(options), chosen)
     own, workload = asked.options, asked.workload
     folder = artifact_folder(work, model, chosen)
     refuse_exploratory(chosen, asked)

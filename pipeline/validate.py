@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layouts.errors import UserError
+from ..layouts.numerics import TUNED
 from ..serving_check.engine.options import SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.placement import PLACEMENT, Placement
@@ -79,8 +80,8 @@ def validate(
     tasks:           lm-eval's tasks or task files, separated by commas; the verdict gets both servers' scores
     sign:            an SSH key to sign the verdict with, beside which the signature then lies
     engine_options:  the fields of EngineOptions and of Placement, for all servers; sizes are the workload's
-                     unless given. `layout` and `kv_cache_dtype` are for the artifact alone, to try them: it
-                     then keeps its old verdict
+                     unless given. `layout`, `kv_cache_dtype` and `batch_invariance` are for the artifact
+                     alone, to try them: it then keeps its old verdict. None for the last takes the recipe's
     """
     clock = StageClock(progress)
     seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
@@ -94,9 +95,12 @@ def validate(
     )
     if baseline_engine is None:
         baseline_engine = engine if engine_named(engine).starts else DEFAULT_ENGINE
-    refuse_unreached(given_options, engine, baseline_engine)
     checkpoint = open_checkpoint(str(artifact), revision)
     manifest = _unchanged_manifest(checkpoint.folder)
+    claim = TUNED if manifest is None else manifest.batch_invariance()
+    if claim != TUNED and engine_options.get("batch_invariance") is None:
+        engine_options["batch_invariance"] = given_options["batch_invariance"] = claim
+    refuse_unreached(given_options, engine, baseline_engine)
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
     other = open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision)
     longest_task = 0 if tasks is None else task_context(other)
@@ -128,7 +132,7 @@ def validate(
     key = None if sign is None else Path(sign)
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
     # not be served in a layout or a KV format that is forced here.
-    as_served = options == baseline_options(options)
+    as_served = options == replace(baseline_options(options), batch_invariance=claim)
     into_artifact = manifest is not None and as_served and Path(artifact).expanduser().is_dir()
     places = [Place("the artifact", checkpoint.folder, checkpoint.folder / REPORT_FOLDER, manifest)]
     places = places if into_artifact else []

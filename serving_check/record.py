@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..layouts.errors import UserError
+from ..layouts.numerics import TUNED
 from ..layouts.outside_files import read_json_object
 from .environment import package_versions
 from .judge import Judgement, judge
@@ -38,6 +39,11 @@ def read_verdict(path: Path) -> Verdict:
             f"{'; '.join(problems[:SHOWN])}. Validate again"
         )
     return judged_again(verdict)
+
+
+def claimed_by(verdict: Verdict) -> str:
+    """The batch invariance that the artifact's server was started with; one that ran already claims none."""
+    return str((verdict.environment.engine_options or {}).get("batch_invariance", TUNED))
 
 
 def judged_again(verdict: Verdict) -> Verdict:
@@ -129,9 +135,19 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
             problems.append(f"the repeats at M={one.m} are not of its workload")
         elif verdict.status == "pass" and not _is_whole(one):
             problems.append(f"M={one.m} was not measured to its end")
+    problems += _of_the_claim(verdict)
     if verdict.quality_tokens != verdict.evidence.quality.tokens:
         problems.append("quality was measured on another number of tokens than it says")
     return problems
+
+
+def _of_the_claim(verdict: Verdict) -> list[str]:
+    """Whether batch invariance, where the artifact's server was started with it, has figures of its own."""
+    claim, company = claimed_by(verdict), verdict.evidence.company
+    proved = TUNED if company is None else company.claim
+    if proved == claim:
+        return []
+    return [f"its server claims to be {claim}, its figures are of one that claims to be {proved}"]
 
 
 def _same_version(verdict: Verdict) -> bool:

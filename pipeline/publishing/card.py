@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from ...layouts.numerics import TUNED
 from ...layouts.outside_files import read_json_object
 from ...serving_check.engine.options import ARTIFACT_ONLY, UNQUANTIZED
 from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
@@ -76,6 +77,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "relative_error": artifact.quantization.get("relative_error"),
         "calibration": _calibration(artifact.quantization.get(CALIBRATION)),
         "kv_cache": None if artifact.kv_cache == UNQUANTIZED else artifact.kv_cache,
+        "batch_invariance": None if artifact.batch_invariance() == TUNED else artifact.batch_invariance(),
         "size": _bytes(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "baseline": _baseline(verdict),
         "licence": _licence(artifact.base_metadata),

@@ -3,20 +3,25 @@
     python -P tests/bench/batch_invariance.py bits  --format int4 --out bits_int4.json
     python -P tests/bench/batch_invariance.py speed --format bf16 --out speed_bf16.json
     python -P tests/bench/batch_invariance.py product --out product.json
+    python -P tests/bench/batch_invariance.py vllm --folder /dev/shm --out vllm.json
 
 bits: 64 requests of 1 to 4,000 prompt tokens, each alone, then in company; all logits of every token are
 compared, bit for bit, under tuned, pin and per-token. tuned must differ in every kind of company. Some layers
 do: what differs in one differs in all. speed: output tokens a second of the three, all layers, in turns at no
 N: one engine after the other. product: our product of plain weights beside cuBLAS's at that M, and beside
-cuBLAS's of 128 rows whatever M is. Exit status 1 where bits differ that must not.
+cuBLAS's of 128 rows whatever M is. vllm: speed, and then vLLM's, tuned and with VLLM_BATCH_INVARIANT=1, on a
+checkpoint made in --folder. Exit status 1 where bits differ that must not.
 """
 
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,8 +38,11 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
 import random_qwen3
+from before_after import Worker
 from int4_engine import merged, quantized
+from nvfp4_engine import ask
 from serving import greedy, wave
+from startup import random_checkpoint
 
 MODEL = "qwen3-8b"
 INT4_LAYOUTS = {"tuned": "swap_ab", "pin": "swap_ab_invariant", "per-token": "swap_ab_invariant"}
@@ -52,16 +60,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["bits", "speed", "product"])
+    parser.add_argument("part", choices=["bits", "speed", "product", "vllm"])
     parser.add_argument("--format", choices=["bf16", "int4"], default="bf16")
     parser.add_argument("--layers", type=int, help="default 4 for bits, all for speed")
     parser.add_argument("--shuffles", type=int, default=15, help="batches of 128 for bits")
     parser.add_argument("--n", type=int, nargs="+", default=list(NS))
     parser.add_argument("--output-len", type=int, default=OUTPUT_LEN)
     parser.add_argument("--numerics", nargs="+", default=list(NUMERICS), choices=NUMERICS)
+    parser.add_argument("--folder", type=Path, help="where vLLM's checkpoint is made, best in memory: 16 GB")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result, failed = {"bits": bits, "speed": speed, "product": product}[options.part](options)
+    result, failed = {"bits": bits, "speed": speed, "product": product, "vllm": beside_vllm}[options.part](
+        options
+    )
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **result}
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -261,6 +272,45 @@ def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "output_len": options.output_len,
         "tok_s": rates,
     }, False
+
+
+# vLLM's
+
+
+def beside_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Ours, then vLLM's, each in a process of its own."""
+    ours, _ = speed(options)
+    gc.collect()
+    torch.cuda.empty_cache()
+    rates: dict[str, dict[int, float]] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        checkpoint = random_checkpoint(Path(folder) / MODEL, MODEL, "cuda")
+        torch.cuda.empty_cache()
+        for numerics, switch in (("tuned", "0"), ("pin", "1")):
+            worker = vllm_worker(checkpoint, options.n, switch)
+            try:
+                print(numerics, json.loads(worker.answer()), flush=True)
+                rates[numerics] = {
+                    n: n * options.output_len / ask(worker, f"wave {n} {options.output_len}")
+                    for n in options.n
+                }
+            finally:
+                worker.process.kill()
+                worker.process.wait()
+    print("tok/s under pin, ours and vLLM's; time over one's own tuned mode, ours and vLLM's")
+    for n in options.n:
+        both = ours["tok_s"], rates
+        cells = [f"{one['pin'][n]:>10.0f}" for one in both]
+        print(f"{n:>4}", *cells, *(f"{one['tuned'][n] / one['pin'][n]:>8.3f}" for one in both))
+    return {**ours, "vllm_tok_s": rates}, False
+
+
+def vllm_worker(checkpoint: Path, ns: list[int], switch: str) -> Worker:
+    command = [sys.executable, "-P", str(Path(__file__).with_name("nvfp4_engine.py"))]
+    command += ["--worker", "vllm", str(checkpoint), MODEL, "cuda", "--n", *map(str, ns)]
+    environment = {**os.environ, "VLLM_BATCH_INVARIANT": switch}
+    pipe = subprocess.PIPE
+    return Worker(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
 
 
 # The product alone

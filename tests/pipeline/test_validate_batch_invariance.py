@@ -1,27 +1,40 @@
-"""`pipeline validate --batch-invariance pin`: the verdict says what was claimed, proved and at what speed."""
+"""A recipe's `batch_invariance: pin`: proved on the served artifact, and said with its cost."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
+from scalegate.pipeline.examination import examine
+from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.release import release
 from scalegate.pipeline.validate import validate
+from scalegate.serving_check.record import read_verdict
+from scalegate.serving_check.verdict import Verdict
+
+RECIPE = "format: int4\nbatch_invariance: pin\n"
 
 pytestmark = pytest.mark.long
 
 
-def test_the_claim_is_proved_on_the_served_artifact(example_checkpoint: Path, tmp_path: Path):
-    artifact = tmp_path / "artifact"
-    quantize(str(example_checkpoint), "int4-hqq", out=artifact, progress=False)
+@pytest.fixture(scope="module")
+def claimed(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Verdict]:
+    folder = tmp_path_factory.mktemp("claimed")
+    recipe = folder / "int4-pin.yaml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    artifact = folder / "artifact"
+    quantize(str(example_checkpoint), recipe, out=artifact, progress=False)
     verdict = validate(
-        artifact,
-        m=(2,),
-        floor=0.01,
-        input_len=16,
-        output_len=8,
-        quality_tokens=1024,
-        batch_invariance="pin",
-        progress=False,
+        artifact, m=(2,), floor=0.01, input_len=16, output_len=8, quality_tokens=1024, progress=False
     )
+    return artifact, verdict
+
+
+def test_the_claim_is_proved_on_the_served_artifact(claimed: tuple[Path, Verdict]):
+    artifact, verdict = claimed
     checks = {check.name: check for check in verdict.checks}
     assert checks["batch invariance"].status == "pass", checks["batch invariance"]
     assert checks["loads"].status == "pass", checks["loads"]
@@ -29,3 +42,49 @@ def test_the_claim_is_proved_on_the_served_artifact(example_checkpoint: Path, tm
     ours, theirs = verdict.environment.engine_options, verdict.environment.baseline_engine_options
     assert ours["batch_invariance"] == "pin" and theirs["batch_invariance"] == "tuned"
     assert "--batch-invariance pin" in verdict.command
+    card = write_card(artifact, Artifact.read(artifact), verdict, "artifact", "someone/artifact")
+    assert "`--batch-invariance pin`" in card and "the ratios hold what it costs" in card
+
+
+def drop_the_figures(value: dict) -> None:
+    value["evidence"]["company"] = None
+    value["checks"] = [check for check in value["checks"] if check["name"] != "batch invariance"]
+
+
+def claim_more(value: dict) -> None:
+    value["environment"]["engine_options"]["batch_invariance"] = "per-token"
+
+
+def claim_it_of_a_tuned_server(value: dict) -> None:
+    value["environment"]["engine_options"]["batch_invariance"] = "tuned"
+
+
+@pytest.mark.parametrize("edit", [drop_the_figures, claim_more, claim_it_of_a_tuned_server])
+def test_a_claim_without_figures_of_its_own_is_refused(
+    claimed: tuple[Path, Verdict], edit: Callable[[dict], None], tmp_path: Path
+):
+    path = tmp_path / VERDICT_NAME
+    value = claimed[1].to_json()
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert read_verdict(path) == claimed[1]
+    edit(value)
+    path.write_text(json.dumps(value), encoding="utf-8")
+    with pytest.raises(UserError, match=r"its server claims to be .*, its figures are of one that claims"):
+        read_verdict(path)
+
+
+def test_a_verdict_on_a_tuned_server_does_not_bear_out_the_recipe(claimed: tuple[Path, Verdict]):
+    artifact, _ = claimed
+    assert not examine(artifact).broken
+    manifest = Artifact.read(artifact)
+    manifest.recipe["batch_invariance"] = "per-token"
+    manifest.write(artifact)
+    broken = {finding.name: finding.said for finding in examine(artifact).broken}
+    assert "on a server that was 'pin'" in broken["invariance"]
+
+
+def test_a_release_is_served_as_its_recipe_says(tmp_path: Path):
+    recipe = tmp_path / "int4-pin.yaml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    with pytest.raises(UserError, match="write `batch_invariance: per-token` there"):
+        release("model", recipe, "folder:out", work=tmp_path, batch_invariance="per-token", progress=False)
