@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ..checkpoints.checkpoint import Checkpoint
 from .layer_stream import LayerStream
@@ -75,7 +76,10 @@ def _nats_on(checkpoint: Checkpoint, sequences: Tensor, device: torch.device) ->
             stream.place(name)
             stream.advance(name)
             stream.drop(name)
-        logits = torch.cat([stream.predictions(hidden) for hidden in stream.outputs()])[:, :-1].float()
-    return float(
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten().to(device))
-    )
+        # A sequence's logits at a time: a vocabulary is large.
+        hidden = (one[None] for states in stream.outputs() for one in states)
+        losses = [
+            cross_entropy(stream.predictions(one)[0, :-1].float(), sequence[1:].to(device))
+            for one, sequence in zip(hidden, sequences, strict=True)
+        ]
+    return float(torch.stack(losses).mean())

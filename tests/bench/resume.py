@@ -1,6 +1,10 @@
-"""A quantize killed again and again: the result must be byte-identical, and no finished shard made twice.
+"""A quantize killed again and again: the result must be byte-identical, and nothing finished made twice.
 
     python -P tests/bench/resume.py CHECKPOINT --kills 20 --out tests/bench/results/resume.json
+    python -P tests/bench/resume.py CHECKPOINT --kills 10 --recipe int4-gptq --calibration TEXT \
+        --out tests/bench/results/resume_calibrated.json
+
+Finished are shards, and of a calibrated job decoder layers and what the model has written.
 
 Each kill is a SIGKILL at a random moment of the work, the start-up excluded; then the same command again.
 """
@@ -16,17 +20,17 @@ from pathlib import Path
 
 from scalegate.pipeline.quantize import quantize
 
-PARTS, FINISHED = ".scalegate-parts", ".finished.json"
+PARTS, FINISHED, CALIBRATION = ".scalegate-parts", ".finished.json", ".scalegate-calibration"
 
 
-def start(source: Path, recipe: str, out: Path, shard_bytes: int) -> BaseProcess:
+def start(source: Path, asked: dict, out: Path) -> BaseProcess:
     """Begin a quantize in a process of its own, forked from a server that has done the imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["scalegate.pipeline.quantize", "transformers.models.qwen3.modeling_qwen3"]
     )
-    options = {"max_shard_bytes": shard_bytes, "device": "cpu", "progress": False}
-    child = context.Process(target=quantize, args=(source, recipe, out), kwargs=options)
+    options = {"out": out, "device": "cpu", "progress": False, **asked}
+    child = context.Process(target=quantize, args=(source,), kwargs=options)
     child.start()
     return child
 
@@ -37,8 +41,17 @@ def finish(child: BaseProcess) -> None:
         raise SystemExit(f"quantize failed with status {child.exitcode}")
 
 
+def finished_files(out: Path) -> dict[str, int]:
+    """Files that are finished, with their inodes: one made again has another."""
+    if (out / "scalegate.json").exists():
+        return finished_shards(out)
+    return finished_shards(out) | {
+        path.name: path.stat().st_ino for path in (out / CALIBRATION).glob("*.safetensors")
+    }
+
+
 def finished_shards(out: Path) -> dict[str, int]:
-    """The shards the work record calls finished, with their files' inodes: a shard made again has another."""
+    """Those the work record calls finished."""
     if not (out / PARTS).is_dir():
         return {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
     names = [path.name.removesuffix(FINISHED) for path in (out / PARTS).glob(f"*{FINISHED}")]
@@ -58,20 +71,22 @@ def differing_files(a: Path, b: Path) -> list[str]:
     ]
 
 
-def kill_and_resume(source: Path, recipe: str, kills: int, shard_bytes: int, seed: int, folder: Path) -> dict:
+def kill_and_resume(source: Path, asked: dict, kills: int, seed: int, folder: Path) -> dict:
+    """asked: keyword arguments of `quantize`"""
     chance = random.Random(seed)
     whole, resumed = folder / "whole", folder / "resumed"
-    finish(start(source, recipe, folder / "warm-up", shard_bytes))
+    finish(start(source, asked, folder / "warm-up"))
     began = time.perf_counter()
-    finish(start(source, recipe, whole, shard_bytes))
+    finish(start(source, asked, whole))
     duration = time.perf_counter() - began
     # Moments that fall after the end kill nothing and do not count; after an end, the next one starts anew.
     redone: list[str] = []
     moments: list[float] = []
+    layers: list[int] = []
     completed = 0
     while len(moments) < kills:
-        before = finished_shards(resumed) if resumed.exists() else {}
-        child = start(source, recipe, resumed, shard_bytes)
+        before = finished_files(resumed) if resumed.exists() else {}
+        child = start(source, asked, resumed)
         moment = chance.uniform(0.0, duration)
         child.join(moment)
         if child.exitcode is None:
@@ -80,19 +95,24 @@ def kill_and_resume(source: Path, recipe: str, kills: int, shard_bytes: int, see
             moments.append(round(moment, 3))
         elif child.exitcode:
             raise SystemExit(f"quantize failed with status {child.exitcode}")
-        after = finished_shards(resumed)
-        redone += [name for name, inode in before.items() if after.get(name) != inode]
-        if (resumed / "scalegate.json").exists():
+        after = finished_files(resumed)
+        done = (resumed / "scalegate.json").exists()
+        # The layers' files go when the artifact is whole.
+        kept = {name: inode for name, inode in before.items() if not done or (resumed / name).exists()}
+        redone += [name for name, inode in kept.items() if after.get(name) != inode]
+        layers.append(len(after) - len(finished_shards(resumed)))
+        if done:
             if differing := differing_files(whole, resumed):
                 return {"differing": differing, "redone": redone, "kills": moments}
             if len(moments) < kills:
                 completed += 1
                 resumed = folder / f"resumed{completed}"
-    finish(start(source, recipe, resumed, shard_bytes))
+    finish(start(source, asked, resumed))
     return {
         "differing": differing_files(whole, resumed),
         "redone": redone,
         "kills": moments,
+        **({"calibration_files_after_each": layers} if any(layers) else {}),
         "completed_on_the_way": completed,
         "shards": len(list(whole.glob("*.safetensors"))),
         "uninterrupted_seconds": duration,
@@ -105,20 +125,16 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--recipe", default="int4-hqq")
+    parser.add_argument("--calibration", type=Path, help="a text, for recipes that read one")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--shard-bytes", type=int, default=300_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    asked = {"recipe": arguments.recipe, "max_shard_bytes": arguments.shard_bytes}
+    asked |= {"calibration": arguments.calibration} if arguments.calibration else {}
     with tempfile.TemporaryDirectory() as folder:
-        result = kill_and_resume(
-            arguments.checkpoint,
-            arguments.recipe,
-            arguments.kills,
-            arguments.shard_bytes,
-            arguments.seed,
-            Path(folder),
-        )
+        result = kill_and_resume(arguments.checkpoint, asked, arguments.kills, arguments.seed, Path(folder))
     result["holds"] = not result["differing"] and not result["redone"]
     print(json.dumps(result, indent=2))
     if arguments.out:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,9 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.quantization import write_shards as module
+from scalegate.pipeline.quantization.calibrated_layer import layer_path
 from scalegate.pipeline.quantization.work_record import (
+    CALIBRATION_FOLDER,
     FINISHED_SUFFIX,
     LOCK_NAME,
     PARTS_FOLDER,
@@ -21,7 +24,7 @@ from scalegate.pipeline.quantization.work_record import (
     locked_folder,
 )
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.recipe import GPTQ, Recipe
 
 RECIPE = Recipe("test", spec=Int4(128))
 SHARD_BYTES = 300_000
@@ -60,16 +63,38 @@ def interrupted(example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
     return out
 
 
-def go_on(source: Path, out: Path, recipe: Recipe = RECIPE, **options: bool) -> None:
+def go_on(source: Path, out: Path, recipe: Recipe = RECIPE, **options: bool | Path) -> None:
     quantize(source, recipe, out, max_shard_bytes=SHARD_BYTES, progress=False, **options)  # type: ignore[arg-type]
 
 
 def test_killed_three_times_the_artifact_is_the_same(bench, example_checkpoint: Path, tmp_path: Path) -> None:
-    result = bench.kill_and_resume(example_checkpoint, "int4-hqq", 3, SHARD_BYTES, 1, tmp_path)
+    asked = {"recipe": "int4-hqq", "max_shard_bytes": SHARD_BYTES}
+    result = bench.kill_and_resume(example_checkpoint, asked, 3, 1, tmp_path)
     assert len(result["kills"]) == 3
     assert result["shards"] > 3
     assert result["differing"] == []
     assert result["redone"] == []
+
+
+def test_killed_while_it_calibrates_the_artifact_is_the_same(
+    bench, example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "killed"
+    text.write_text(json.loads(heldout_text.read_text().splitlines()[0])["text"])
+    recipe = Recipe("keys", spec=Int4(128), method=GPTQ, include=("*.k_proj",))
+    asked = {"recipe": recipe, "calibration": text, "max_shard_bytes": SHARD_BYTES}
+    child = bench.start(example_checkpoint, asked, out)
+    first = layer_path(out / CALIBRATION_FOLDER, 0)
+    while child.is_alive() and not first.is_file():
+        time.sleep(0.005)
+    child.kill()
+    child.join()
+    assert not (out / "scalegate.json").exists(), "it was over before it was killed"
+    finished = bench.finished_files(out)
+    go_on(example_checkpoint, out, recipe, calibration=text)
+    go_on(example_checkpoint, tmp_path / "whole", recipe, calibration=text)
+    assert first.name in finished
+    assert bench.differing_files(tmp_path / "whole", out) == []
 
 
 def test_an_unfinished_folder_does_not_pass_for_an_artifact(interrupted: Path) -> None:
