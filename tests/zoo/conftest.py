@@ -30,6 +30,8 @@ from .servers import M
 
 FAULTY_SERVER = Path(__file__).with_name("faulty_server.py")
 WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=20, seed=1)
+SHORT_WORKLOAD = replace(WORKLOAD, output_len=16)
+"""Enough for the faults that the suite has."""
 LONG_WORKLOAD = replace(WORKLOAD, ms=(1, 2, 4, M, 2 * M), output_len=64, max_blocks=96)
 OPTIONS = sized_options({"device": "cpu"}, replace(LONG_WORKLOAD, ms=(2 * M,)))
 """Room for the canary's sixteen requests."""

@@ -7,8 +7,9 @@ from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
+from scalegate.serving_check.statistics import LOOKS
 
-from .conftest import LONG_WORKLOAD, WORKLOAD, Zoo
+from .conftest import LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
 
 pytestmark = pytest.mark.alone
@@ -34,7 +35,8 @@ def test_a_sound_server_passes(zoo: Zoo):
 
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     one = FAULTS[fault]
-    judgement = zoo.judged(fault, workload=replace(LONG_WORKLOAD if one.rare else WORKLOAD, seed=2 + run))
+    workload = LONG_WORKLOAD if one.rare else SHORT_WORKLOAD if one.quick else WORKLOAD
+    judgement = zoo.judged(fault, workload=replace(workload, seed=2 + run))
     caught = not_passed(judgement)
     print(f"{fault}, run {run}: {judgement.status}, {caught}")
     assert judgement.status == "fail", caught
@@ -47,7 +49,8 @@ def measured(judgement: Judgement, name: str) -> str:
 
 
 def test_the_baseline_in_the_artifacts_place_is_caught(zoo: Zoo, another_baseline: Endpoint):
-    caught = not_passed(zoo.judged(artifact=another_baseline))
+    few = replace(SHORT_WORKLOAD, max_blocks=LOOKS[0])
+    caught = not_passed(zoo.judged(artifact=another_baseline, workload=few))
     assert "the artifact's server serves the baseline" in caught["served text"]
     assert "packed its layers as none" in caught["loads"]
 
