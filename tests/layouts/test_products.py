@@ -81,8 +81,8 @@ def test_int4_products_agree_with_float64(device, dtype, zero_point, group_size,
             del poison
             y = LAYOUTS[name].matmul(x[:m], packed)
             assert y.dtype is dtype and y.shape == (m, n), name
-            # A single row of eight outputs is a small sample of the error.
-            slack = 1 if m * n >= 256 else 3
+            # Few outputs are a small sample of the error: those of one row of the weight share its scales.
+            slack = 1 if n > 8 and m * n >= 256 else 3
             assert relative_error(y, expected[:m]) <= slack * bound(name, dtype), (name, m)
 
 
