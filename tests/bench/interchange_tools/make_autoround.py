@@ -38,5 +38,10 @@ rounding = AutoRound(
     **(BEST | {"nsamples": min(BEST["nsamples"], len(data))}),
 )
 rounding.quantize_and_save(out, format="fake")
+# It writes into a folder of its own inside the one that it is given.
+for inner in [entry.path for entry in os.scandir(out) if entry.is_dir()]:
+    for name in os.listdir(inner):
+        os.replace(os.path.join(inner, name), os.path.join(out, name))
+    os.rmdir(inner)
 with open(os.path.join(out, "seconds.json"), "w", encoding="utf-8") as file:
     json.dump(time.perf_counter() - begun, file)
