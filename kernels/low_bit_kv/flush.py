@@ -14,15 +14,8 @@ from ..triton_imports import tl, triton
 from .kvarn import ITERATIONS, KVarNTile
 from .turn import held_at
 
-REGISTERS = 128
-"""Of a thread, which has 64 values of the tile: two programs share an SM."""
-REQUESTS = 8
+REQUESTS = 32
 """That one program looks at: without a page due, a launch takes as long as its programs take to start."""
-
-
-@triton.jit
-def _add_both(sum_a, squares_a, sum_b, squares_b):
-    return sum_a + sum_b, squares_a + squares_b
 
 
 @triton.jit
@@ -30,12 +23,47 @@ def _both_ends(largest_a, least_a, largest_b, least_b):
     return tl.maximum(largest_a, largest_b), tl.minimum(least_a, least_b)
 
 
+LOW = tl.constexpr(2048.0)
+"""Times this, what fp16 leaves of a number is an fp16 number again."""
+LARGEST_WEIGHT = tl.constexpr(250.0)
+"""Whose square fp16 holds."""
+
+
 @triton.jit
-def _variance(x, AXIS: tl.constexpr, COUNT: tl.constexpr):
-    """Of x [G, D] along an axis of COUNT values."""
-    total, squares = tl.reduce((x, x * x), AXIS, _add_both)
-    mean = total / COUNT
-    return tl.maximum((squares - mean * mean * COUNT) / (COUNT - 1), 0.0)
+def _lift(largest):
+    """The power of two that brings a positive number to 32 .. 64: its square is an fp16 number then."""
+    exponent = tl.maximum(largest, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+    return (0x7E800000 - exponent).to(tl.float32, bitcast=True) * 64.0
+
+
+@triton.jit
+def _halves(x):
+    """x as two fp16 numbers, the second one to be divided by LOW."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)) * LOW
+
+
+@triton.jit
+def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
+    """Of the rows of x * unit with columns times weight / unit: sums of products, on the matrix units.
+
+    x fp16 [N, COUNT] and its squares in halves, weight fp32 [COUNT]. With the upper halves alone, a sum over
+    squares is off by 1e-5 of it, and one of 10,000 codes by one.
+    """
+    weight = tl.minimum(weight, LARGEST_WEIGHT)
+    high, low = _halves(weight)
+    square_high, square_low = _halves(weight * weight)
+    column = tl.arange(0, 16)[None, :]
+    weights = tl.where(column == 0, high[:, None], tl.where(column == 1, low[:, None], 0.0))
+    weights = tl.where(column == 2, square_high[:, None], weights)
+    weights = tl.where(column == 3, square_low[:, None], weights).to(tl.float16)
+    sums = tl.dot(x, weights)
+    of_squares = tl.dot(squares, weights) + tl.dot(squares_low, weights) * (1.0 / LOW)
+    part = tl.where(column % 2 == 0, 1.0, 1.0 / LOW)
+    total = tl.sum(tl.where(column < 2, sums * part, 0.0), axis=1)
+    total_squares = tl.sum(tl.where((column == 2) | (column == 3), of_squares * part, 0.0), axis=1)
+    variance = (total_squares - total * total * (1.0 / COUNT)) * (1.0 / (COUNT - 1))
+    return tl.maximum(variance, 0.0) * unit * unit
 
 
 @triton.jit
@@ -61,27 +89,36 @@ def _normalize(
 ):
     """Inverse scales [G] of tokens and [D] of channels; columns, tokens of keys, go first in each turn.
 
-    A vector's own scale multiplies its deviation, so that a turn goes over the tile twice, not four times;
-    products of inverses, where the paper adds logs, since those take more instructions than the tile does.
+    A vector's own scale multiplies its deviation, and the other side's scales are weights in sums over the
+    tile and over its squares, which never change: each turn is two products of both with a few columns.
+    The side that goes first takes the tile's magnitude. Products of inverses, where the paper adds logs.
     """
+    largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0).to(tl.float32)
+    lift = _lift(largest)
+    unit = 1.0 / lift
+    lifted = tile.to(tl.float32) * lift
+    x = lifted.to(tl.float16)
+    squares, squares_low = _halves(lifted * lifted)
+    squares_low = squares_low.to(tl.float16)
+    x_t, squares_t, squares_low_t = tl.trans(x), tl.trans(squares), tl.trans(squares_low)
     of_token = tl.full([GROUP_SIZE], 1.0, tl.float32)
     of_channel = tl.full([DIM], 1.0, tl.float32)
     best_token, best_channel = of_token, of_channel
-    token_variance = _variance(tile, 1, DIM)
-    channel_variance = _variance(tile, 0, GROUP_SIZE)
+    token_variance = _variance(x, squares, squares_low, of_channel, unit, DIM)
+    channel_variance = _variance(x_t, squares_t, squares_low_t, of_token, unit, GROUP_SIZE)
     least = _spread(tl.rsqrt(token_variance)) + _spread(tl.rsqrt(channel_variance))
     for _ in range(ITERATIONS):
         if KEYS:
             of_token, _unused = _evened(of_token, token_variance)
-            channel_variance = _variance(tile * of_token[:, None], 0, GROUP_SIZE)
+            channel_variance = _variance(x_t, squares_t, squares_low_t, of_token * unit, 1.0, GROUP_SIZE)
             of_channel, channel_std = _evened(of_channel, channel_variance)
-            token_variance = _variance(tile * of_channel[None, :], 1, DIM)
+            token_variance = _variance(x, squares, squares_low, of_channel, unit, DIM)
             token_std = tl.rsqrt(token_variance * of_token * of_token)
         else:
             of_channel, _unused = _evened(of_channel, channel_variance)
-            token_variance = _variance(tile * of_channel[None, :], 1, DIM)
+            token_variance = _variance(x, squares, squares_low, of_channel * unit, 1.0, DIM)
             of_token, token_std = _evened(of_token, token_variance)
-            channel_variance = _variance(tile * of_token[:, None], 0, GROUP_SIZE)
+            channel_variance = _variance(x_t, squares_t, squares_low_t, of_token, unit, GROUP_SIZE)
             channel_std = tl.rsqrt(channel_variance * of_channel * of_channel)
         imbalance = _spread(token_std) + _spread(channel_std)
         better = imbalance <= least
@@ -103,12 +140,12 @@ def _write_keys(
     tile, at, words_ptr, channels_ptr, tokens_ptr,
     GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Keys of tile number `at`, fp32 [G, D]; layout as in KVarNTile."""
+    """Keys of tile number `at`, fp16 [G, D]; layout as in KVarNTile."""
     WIDTH: tl.constexpr = DIM // 4
     token = tl.arange(0, GROUP_SIZE)
     channels_ptr += at * 3 * DIM + tl.arange(0, DIM)
     by_token, by_channel = _normalize(tile, True, GROUP_SIZE, DIM, ITERATIONS)
-    normal = tile * by_channel[None, :] * by_token[:, None]
+    normal = tile.to(tl.float32) * by_channel[None, :] * by_token[:, None]
     largest, zero = tl.reduce((normal, normal), 0, _both_ends)
     step = tl.maximum((largest - zero) / 15.0, 1e-6)
     codes = _codes(normal - zero[None, :], (1.0 / step)[None, :], 4)
@@ -126,13 +163,13 @@ def _write_values(
     tile, at, words_ptr, channels_ptr, tokens_ptr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Values of tile number `at`, fp32 [G, D]; layout as in KVarNTile."""
+    """Values of tile number `at`, fp16 [G, D]; layout as in KVarNTile."""
     WIDTH: tl.constexpr = DIM // 4
     HALVES: tl.constexpr = 4 // BITS
     ROWS: tl.constexpr = GROUP_SIZE // HALVES
     tokens_ptr += at * 3 * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
     by_token, by_channel = _normalize(tile, False, GROUP_SIZE, DIM, ITERATIONS)
-    normal = tile * by_token[:, None] * by_channel[None, :]
+    normal = tile.to(tl.float32) * by_token[:, None] * by_channel[None, :]
     largest, zero = tl.reduce((normal, normal), 1, _both_ends)
     step = tl.maximum((largest - zero) / ((1 << BITS) - 1), 1e-6)
     codes = _codes(normal - zero[:, None], (1.0 / step)[:, None], BITS)
@@ -185,7 +222,7 @@ def _flush_decoded(
         at = tl.load(table_ptr + request * table_stride + page).to(tl.int64) * KV_HEADS + head
         held_ptr = tl.multiple_of(tl.load(layer + 4).to(tl.pointer_type(tl.float16)), 16)
         source = held_at(row, GROUP_SIZE + token, side, head, KV_HEADS, DIM, GROUP_SIZE)
-        tile = tl.load(held_ptr + source[:, None] + tl.arange(0, DIM)[None, :]).to(tl.float32)
+        tile = tl.load(held_ptr + source[:, None] + tl.arange(0, DIM)[None, :])
         _write_tile(
             tile, at, side,
             tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.int16)), 16),
@@ -228,7 +265,7 @@ def _flush_prompts(
         tile += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
         at = tl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head
         _write_tile(
-            tile.to(tl.float32), at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
+            tile, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
             VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
         )  # fmt: skip
 
@@ -239,8 +276,8 @@ def addresses(layers: list[tuple[KVarNTile, Tensor]], device: torch.device) -> T
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _launch(group_size: int, dim: int) -> dict[str, int]:
-    return {"num_warps": max(4, min(16, group_size * dim // 2048)), "maxnreg": REGISTERS}
+def _warps(group_size: int, dim: int) -> int:
+    return 8 if group_size * dim > 64 * 64 else 4
 
 
 def flush_decoded(
@@ -256,7 +293,7 @@ def flush_decoded(
     _flush_decoded[(2 * kv_heads, len(layers), triton.cdiv(len(lengths), REQUESTS))](
         layers, lengths, request_rows, block_table, block_table.stride(0), len(lengths),
         KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
-        REQUESTS=REQUESTS, **_launch(group_size, dim),
+        REQUESTS=REQUESTS, num_warps=_warps(group_size, dim),
     )  # fmt: skip
 
 
@@ -277,5 +314,5 @@ def flush_prompts(
         key, value, positions, slots, token_rows, lengths, held, *vars(pages).values(),
         len(lengths), len(key),
         KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
-        **_launch(group_size, dim),
+        num_warps=_warps(group_size, dim),
     )  # fmt: skip
