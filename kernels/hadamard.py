@@ -13,9 +13,9 @@ from .triton_imports import tl, triton
 
 
 @functools.cache
-def _matrix(dim: int, device: torch.device) -> Tensor:
-    """fp32 [D, D] of +-1."""
-    matrix = torch.ones(1, 1, device=device)
+def _matrix(dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[D, D] of +-1."""
+    matrix = torch.ones(1, 1, device=device, dtype=dtype)
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
@@ -35,6 +35,40 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
         low, high = tl.split(halves)
         x = tl.reshape(tl.join(low + high, low - high), [ROWS, DIM])
     return x * (1.0 / DIM) ** 0.5
+
+
+@triton.jit(do_not_specialize=["num_rows", "token_stride"])
+def _rotate_rows(
+    x_ptr, matrix_ptr, out_ptr, num_rows, token_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    keep = (row < num_rows)[:, None] & (dim >= 0)[None, :]
+    source = row // HEADS * token_stride + row % HEADS * DIM
+    x = tl.load(x_ptr + source[:, None] + dim[None, :], mask=keep, other=0.0)
+    matrix = tl.load(matrix_ptr + dim[:, None] * DIM + dim[None, :])
+    rotated = tl.dot(x, matrix) * (1.0 / DIM) ** 0.5
+    out = out_ptr + row[:, None] * DIM + dim[None, :]
+    tl.store(out, rotated.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def rotates_by_products(x: Tensor) -> bool:
+    """Whether `rotate_rows` takes x [T, H, D]: 16 bits, and a matrix that fits into shared memory."""
+    return x.element_size() == 2 and 16 <= x.shape[2] <= 128
+
+
+def rotate_rows(x: Tensor, out: Tensor) -> None:
+    """Write x [T, H, D], a token's heads contiguous, times H into `out`, contiguous, of any float dtype.
+
+    On the matrix units: of many tokens a butterfly takes three times as long.
+    """
+    tokens, heads, dim = x.shape
+    rows = 128
+    _rotate_rows[(triton.cdiv(tokens * heads, rows),)](
+        x, _matrix(dim, x.device, x.dtype), out, tokens * heads, x.stride(0),
+        HEADS=heads, DIM=dim, ROWS=rows, num_warps=8,
+    )  # fmt: skip
 
 
 def log2(dim: int) -> int:

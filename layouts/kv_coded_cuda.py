@@ -9,10 +9,12 @@ from ..kernels.decode_attention import DecodeWorkspace
 from ..kernels.low_bit_kv.token_decode import token_decode
 from ..kernels.low_bit_kv.token_prefill import token_prefill
 from ..kernels.low_bit_kv.token_store import TokenPages, rotate_heads, store_tokens
+from ..kernels.low_bit_kv.token_widen import widen_tokens
 from ..kernels.low_bit_kv.turn import turn_back
 from ..kernels.paged_attention import AttentionOptions
+from ..kernels.prefill_attention import prefill_attention
 from .attention_metadata import AttentionMetadata
-from .kv_cuda import refuse_page_size
+from .kv_cuda import PrefillPages, refuse_page_size
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
 
 
@@ -37,6 +39,7 @@ class CodedCudaLayerKV:
             (DecodeWorkspace, heads, dim),
             lambda: DecodeWorkspace.allocate(size.max_requests, heads, dim, max_context, keys.words.device),
         )
+        self._prefill_pages = workspaces.get(PrefillPages, PrefillPages)
 
     def forward(
         self,
@@ -73,7 +76,23 @@ class CodedCudaLayerKV:
         )
         if metadata.prefill_tiles is not None:
             prompts = torch.empty_like(query) if self.rotated else output
-            token_prefill(query, *pages, metadata.prefill_tiles, out=prompts, **settings)
+            if metadata.host is not None:
+                # A step so large that it is no graph reads each page many times: codes are decoded once.
+                which, table = self._prefill_pages.of(metadata.host, query.device)
+                prefill_attention(
+                    query,
+                    widen_tokens(self.keys, which),
+                    widen_tokens(self.values, which),
+                    table,
+                    metadata.prefill_tiles,
+                    key_scale=self.keys.head_scale,
+                    value_scale=self.values.head_scale,
+                    out=prompts,
+                    **settings,
+                )
+            else:
+                token_prefill(query, *pages, metadata.prefill_tiles, out=prompts, **settings)
             if self.rotated:
-                turn_back(prompts, lengths, output)
+                num_decodes = None if metadata.host is None else metadata.host.num_decodes
+                turn_back(prompts, lengths, output, num_decodes)
         return output[..., :value_dim]

@@ -45,11 +45,11 @@ class PrefillPages:
                 table[row, :count] = np.arange(end - count, end)
             self._host = host
             all_pages = torch.from_numpy(np.concatenate(pages).astype(np.int64))
-            self._on_device = _send(all_pages, device), _send(torch.from_numpy(table), device)
+            self._on_device = to_device(all_pages, device), to_device(torch.from_numpy(table), device)
         return self._on_device
 
 
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copied through pinned memory, so that the host need not wait for the steps in flight."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

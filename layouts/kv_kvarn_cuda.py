@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,9 +10,12 @@ from ..kernels.decode_attention import DecodeWorkspace
 from ..kernels.low_bit_kv.flush import addresses, flush_decoded, flush_prompts
 from ..kernels.low_bit_kv.kvarn_decode import kvarn_decode
 from ..kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
+from ..kernels.low_bit_kv.kvarn_widen import widen_kvarn
 from ..kernels.low_bit_kv.turn import hold, turn, turn_back
 from ..kernels.paged_attention import AttentionOptions
-from .attention_metadata import AttentionMetadata
+from ..kernels.prefill_attention import prefill_attention, tiles_of
+from .attention_metadata import AttentionMetadata, HostMetadata
+from .kv_cuda import to_device
 from .kv_kvarn_cpu import KVarNStorage
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
 
@@ -40,6 +44,64 @@ class KVarNLayers:
         )
 
 
+class PlainPages:
+    """The pages in 16 bits that a step's prefill chunks see, laid out by the first layer that asks.
+
+    A query sees its own page and the first one as they are, the ones between as codes. So each page that a
+    chunk touches is a context of its own, with a row of its own in a block table.
+    """
+
+    def __init__(self) -> None:
+        self._host: HostMetadata | None = None
+        self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def of(self, host: HostMetadata, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Spans as `widen_kvarn` takes them, a block table of their indices, and tiles; int32.
+
+        num_tokens: of the step, with padding
+        """
+        if self._on_device is None or host is not self._host:
+            self._host = host
+            spans, table, tiles = (
+                to_device(torch.from_numpy(part), device) for part in spans_and_tables(host, num_tokens)
+            )
+            self._on_device = spans, table, tiles
+        return self._on_device
+
+
+def spans_and_tables(host: HostMetadata, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `PlainPages.of` says, in host memory."""
+    group = host.page_size
+    spans: list[tuple[int, ...]] = []
+    tables: list[list[int]] = []
+    pieces: list[tuple[int, int, int]] = []
+    for chunk in host.requests(host.num_decodes):
+        end = chunk.start + chunk.count
+        own = (chunk.row, chunk.start, end, chunk.first_token)
+
+        def plain(page: int, own: tuple[int, int, int, int] = own) -> int:
+            row, start, end, first_token = own
+            spans.append((-1, row, page * group, start, end, first_token))
+            return len(spans) - 1
+
+        first, last = chunk.start // group, (end - 1) // group
+        seen = [plain(0)]
+        for page in range(1, last):
+            seen.append(len(spans))
+            spans.append((int(chunk.pages[page]), *own[:1], page * group, *own[1:]))
+        for page in range(first, last + 1):
+            begin, stop = max(chunk.start, page * group), min(end, (page + 1) * group)
+            pieces.append((stop - begin, begin, len(tables)))
+            tables.append([*seen[:page], plain(page)] if page else seen[:1])
+    # A step of padding alone, as warm-up has it, reads a page as well.
+    spans, tables = spans or [(-1, 0, 0, 0, 0, 0)], tables or [[0]]
+    table = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, seen in zip(table, tables, strict=True):
+        row[: len(seen)] = seen
+    tiles = tiles_of(host.num_decodes, pieces, num_tokens - host.num_tokens)
+    return np.array(spans, np.int32), table, tiles
+
+
 class KVarNCudaLayerKV:
     """One layer on a GPU."""
 
@@ -56,6 +118,7 @@ class KVarNCudaLayerKV:
                 size.max_requests, heads, shape.key_dim, max_context, storage.held.device
             ),
         )
+        self._plain_pages = workspaces.get(PlainPages, PlainPages)
 
     def forward(
         self,
@@ -71,7 +134,8 @@ class KVarNCudaLayerKV:
             self._layers.flush(metadata)
         query, key, value = (by_token(widened(x, storage.dim)) for x in (query, key, value))
         where = metadata.positions, metadata.slot_mapping, metadata.token_rows, lengths, storage.held
-        turned_q, turned_k, turned_v = turn(query, key, value, *where)
+        num_decodes = None if metadata.host is None else metadata.host.num_decodes
+        turned_q, turned_k, turned_v = turn(query, key, value, *where, num_decodes)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         settings: dict[str, Any] = {
             "value_bits": storage.value_bits,
@@ -95,20 +159,29 @@ class KVarNCudaLayerKV:
         if metadata.prefill_tiles is not None:
             flush_prompts(turned_k, turned_v, *where, storage.pages, storage.value_bits)
             turned_out = torch.empty_like(turned_q)
-            kvarn_prefill(
-                turned_q,
-                turned_k,
-                turned_v,
-                storage.pages,
-                storage.held,
-                metadata.block_table,
-                metadata.prefill_tiles,
-                metadata.seq_lens,
-                metadata.query_start_loc,
-                metadata.request_rows,
-                turned_out=turned_out,
-                **settings,
-            )
-            turn_back(turned_out, lengths, output)
+            if metadata.host is not None:
+                # A step so large that it is no graph reads each page many times: it is decoded once.
+                spans, table, tiles = self._plain_pages.of(metadata.host, len(query), query.device)
+                pages = widen_kvarn(
+                    spans, turned_k, turned_v, storage.pages, storage.held, storage.value_bits
+                )
+                del settings["value_bits"]
+                prefill_attention(turned_q, *pages, table, tiles, out=turned_out, **settings)
+            else:
+                kvarn_prefill(
+                    turned_q,
+                    turned_k,
+                    turned_v,
+                    storage.pages,
+                    storage.held,
+                    metadata.block_table,
+                    metadata.prefill_tiles,
+                    metadata.seq_lens,
+                    metadata.query_start_loc,
+                    metadata.request_rows,
+                    turned_out=turned_out,
+                    **settings,
+                )
+            turn_back(turned_out, lengths, output, num_decodes)
             hold(turned_k, turned_v, *where)
         return output[..., :value_dim]

@@ -13,7 +13,15 @@ pytest.importorskip("triton")
 
 import triton
 from hopper_compiler import assembler_notes, disassembled
-from scalegate.kernels.low_bit_kv import flush, kvarn_decode, kvarn_prefill, token_decode, token_prefill
+from scalegate.kernels.low_bit_kv import (
+    flush,
+    kvarn_decode,
+    kvarn_prefill,
+    kvarn_widen,
+    token_decode,
+    token_prefill,
+    token_widen,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -27,10 +35,22 @@ HALF = (
     "tokens_ptr",
     "new_k_ptr",
     "new_v_ptr",
+    "turned_k_ptr",
+    "turned_v_ptr",
+    "keys_ptr",
+    "values_ptr",
 )
 FULL = ("partial_ptr", "lse_ptr", "head_scale_k_ptr", "head_scale_v_ptr")
-LONG = ("rows_ptr", "layers_ptr")
-INTEGERS = ("block_table_ptr", "lengths_ptr", "table_ptr", "tiles_ptr", "seq_lens_ptr", "starts_ptr")
+LONG = ("rows_ptr", "layers_ptr", "pages_ptr")
+INTEGERS = (
+    "block_table_ptr",
+    "lengths_ptr",
+    "table_ptr",
+    "tiles_ptr",
+    "seq_lens_ptr",
+    "starts_ptr",
+    "spans_ptr",
+)
 PAIRS = ("scales_k_ptr", "scales_v_ptr")
 NUMBERS = ("window", "table_stride", "max_splits", "num_requests")
 TYPES = {
@@ -38,7 +58,7 @@ TYPES = {
     **dict.fromkeys(FULL, "*fp32"),
     **dict.fromkeys(LONG, "*i64"),
     **dict.fromkeys((*INTEGERS, *PAIRS), "*i32"),
-    **dict.fromkeys(("words_k_ptr", "words_v_ptr"), "*i16"),
+    **dict.fromkeys(("words_ptr", "words_k_ptr", "words_v_ptr"), "*i16"),
     **dict.fromkeys(("scale_log2", "softcap"), "fp32"),
     **dict.fromkeys(NUMBERS, "i32"),
     "out_ptr": "*bf16",
@@ -93,7 +113,11 @@ def test_the_other_kernels_compile(tmp_path: Path):
     compiled(token_decode._attend_splits, nvfp4, 2, 3, **bytes_of_scales)
     compiled(token_prefill._attend_tiles, {**HEADS, **TOKENS, **PLAIN, **PREFILL, **INT4}, 4, 2)
     compiled(kvarn_prefill._attend_tiles, {**HEADS, **KVARN, **PLAIN, **PREFILL}, 4, 2)
+    compiled(kvarn_widen._widen, {**HEADS, **KVARN, "TOKENS": 32}, 4, 3)
+    for is_nvfp4, scales in ((True, "*u8"), (False, "*fp16")):
+        constants = {**HEADS, **TOKENS, "TOKENS": 32, "NVFP4": is_nvfp4}
+        compiled(token_widen._widen, constants, 4, 3, scales_ptr=scales, out_ptr="*fp16")
     writing = {**HEADS, **KVARN, "ITERATIONS": 8, "REQUESTS": flush.REQUESTS}
-    kernel = compiled(flush._flush_decoded, writing, 8, 3, flush.REGISTERS)
+    kernel = compiled(flush._flush_decoded, writing, 8, 3)
     # A loop that does not stay in the instruction cache is as slow as it is long.
     assert len(disassembled(kernel, tmp_path)) < 7500

@@ -67,8 +67,11 @@ class Layer:
             for length in LENGTHS
         ]
 
-    def step(self, counts: list[int], options: AttentionOptions) -> list[torch.Tensor]:
-        """Results by request of as many more tokens of each, [n, H, D]."""
+    def step(self, counts: list[int], options: AttentionOptions, in_graph: bool = True) -> list[torch.Tensor]:
+        """Results by request of as many more tokens of each, [n, H, D].
+
+        in_graph: the kernels are told nothing on the host, as inside a graph; if not, as in a large step
+        """
         decode, chunks, parts = [], [], []
         for sequence, count in zip(self.sequences, counts, strict=True):
             start = len(sequence.tokens)
@@ -88,9 +91,9 @@ class Layer:
             if chunks
             else self.buffers.decode_shape(tokens)
         )
-        self.buffers.stage(decode, chunks, shape)
+        host = self.buffers.stage(decode, chunks, shape)
         self.buffers.send(shape, len(batch))
-        metadata = self.buffers.input(shape, None).attention
+        metadata = self.buffers.input(shape, None if in_graph else host).attention
         out = self.layer.forward(
             *(torch.cat(side) for side in zip(*parts, strict=True)), metadata, options, None
         )
@@ -169,15 +172,16 @@ def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
     return float((found.float() - want).norm() / want.norm())
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("name, heads", CASES, ids=str)
 def test_prompts_in_two_chunks_and_decoding_are_those_of_the_reference(
-    name: str, heads: tuple[int, int, int]
+    name: str, heads: tuple[int, int, int], in_graph: bool
 ):
     layer, options = Layer(name, heads), AttentionOptions(heads[2] ** -0.5 / 3)
     first = [(length - 1) * 2 // 5 for length in LENGTHS]
-    layer.step(first, options)
+    layer.step(first, options, in_graph)
     rest = [length - 1 - done for length, done in zip(LENGTHS, first, strict=True)]
-    prompts = layer.step([count if count > 1 else 0 for count in rest], options)
+    prompts = layer.step([count if count > 1 else 0 for count in rest], options, in_graph)
     for row, out in enumerate(prompts):
         for back in range(1, min(CHECKED, len(out)) + 1, 13):
             want = layer.expected(row, LENGTHS[row] - 1 - back, options)

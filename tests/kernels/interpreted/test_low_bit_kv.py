@@ -22,7 +22,8 @@ from scalegate.serving_check.engine.step_input import StepBuffers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
-PAGE, DIM, WIDTH = 16, 64, 6
+# Half a page is one side of a product, of which matrix units take sixteen and the interpreter any number.
+PAGE, DIM, WIDTH = 32 if DEVICE.type == "cuda" else 16, 64, 6
 SHAPE = KVShape(1, DIM, DIM, torch.float32, 2)
 SCALES = KVScales(torch.tensor([1 / 32]), torch.tensor([1 / 64]))
 ROWS = 3
@@ -61,22 +62,28 @@ def kernels_of(name: str, shape: KVShape, size: PoolSize):
 class Steps:
     """Requests in lockstep on both: each step's metadata, tokens and results."""
 
-    def __init__(self, name: str, shape: KVShape = SHAPE):
+    def __init__(self, name: str, shape: KVShape = SHAPE, in_graph: bool = True):
+        """in_graph: kernels are told nothing on the host, as inside a graph; if not, as in a large step."""
+        self.in_graph = in_graph
         table = np.random.default_rng(0).permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32) + 1
         self.is_nvfp4 = name == "nvfp4"
         self.shape, size = shape, PoolSize(ROWS * WIDTH + 1, PAGE, ROWS, WIDTH)
         self.cpu = KV_FORMATS[name].allocate(shape, size, CPU, SCALES, Workspaces())
         self.gpu = kernels_of(name, shape, size)
-        self.sequences = [Sequence(str(row), [], 0, SamplingParams(), 0, 96, row=row) for row in (2, 0, 1)]
+        longest = WIDTH * PAGE
+        self.sequences = [
+            Sequence(str(row), [], 0, SamplingParams(), 0, longest, row=row) for row in (2, 0, 1)
+        ]
         self.buffers = [
-            StepBuffers(table, PAGE, 96, device, static=static)
+            StepBuffers(table, PAGE, longest, device, static=static)
             for device, static in ((CPU, False), (DEVICE, True))
         ]
         self.generator = torch.Generator().manual_seed(0)
         self.uneven = torch.rand(DIM, generator=self.generator) * 3 + 0.2
 
     def step(self, counts: list[int], options: AttentionOptions, sinks=None, padding: int = 0) -> float:
-        """Relative error of one step: how many tokens each request has, 1 to decode, 0 to sit it out."""
+        """Relative error of one step: sixteenths of a page each request has, 1 to decode, 0 to sit it out."""
+        counts = [count * PAGE // 16 if count > 1 else count for count in counts]
         decode, chunks = [], []
         for sequence, count in zip(self.sequences, counts, strict=True):
             start = len(sequence.tokens)
@@ -98,8 +105,8 @@ class Steps:
             host = buffers.stage(decode, chunks, shape)
             buffers.send(shape, requests)
             device = CPU if layer is self.cpu else DEVICE
-            # The kernels must need nothing from the host, as inside a graph.
-            metadata = buffers.input(shape, host if layer is self.cpu else None).attention
+            told = layer is self.cpu or (bool(chunks) and not self.in_graph)
+            metadata = buffers.input(shape, host if told else None).attention
             sides = (x.to(device) for x in (query, key, value))
             on = None if sinks is None else sinks.to(device)
             results.append(layer.forward(*sides, metadata, options, on).cpu())
@@ -142,9 +149,10 @@ def short_pages():
         yield
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("name", ["kvarn_k4v2", "kvarn_k4v4", "int4_per_token_head", "nvfp4"])
-def test_prompts_in_chunks_then_decoding_over_page_ends(name: str):
-    steps, options = Steps(name), AttentionOptions(DIM**-0.5)
+def test_prompts_in_chunks_then_decoding_over_page_ends(name: str, in_graph: bool):
+    steps, options = Steps(name, in_graph=in_graph), AttentionOptions(DIM**-0.5)
     for counts in ([20, 3, 0], [13, 0, 31], [1, 12, 1], [1, 1, 1], [1, 1, 1]):
         assert steps.step(counts, options) < 3e-3, counts
     assert steps.equal_codes() > 0.999
@@ -153,7 +161,7 @@ def test_prompts_in_chunks_then_decoding_over_page_ends(name: str):
 @pytest.mark.parametrize("name", ["kvarn_k4v2", "int4_per_token_head", "nvfp4"])
 def test_softcap_sinks_padding_and_heads_in_threes(name: str):
     options = AttentionOptions(DIM**-0.5, None if name == "kvarn_k4v2" else 11, softcap=3.0)
-    steps = Steps(name, replace(SHAPE, query_heads=3))
+    steps = Steps(name, replace(SHAPE, query_heads=3), in_graph=False)
     sinks = torch.tensor([1.0, -2.0, 3.0])
     for counts, padding in (([35, 1, 18], 2), ([1, 1, 0], 1)):
         assert steps.step(counts, options, sinks, padding) < 3e-3, counts
