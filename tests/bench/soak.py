@@ -99,6 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cancelled", type=float, default=0.05, help="share of requests whose client leaves")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--kv-cache-tokens", type=int, default=100_000)
+    parser.add_argument("--kv-cache-dtype", default="unquantized")
     parser.add_argument("--alone", type=int, help="greedy requests to send again alone; default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -113,7 +114,7 @@ def serve_command(options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(options.checkpoint)]
     command += ["--port", "0", "--served-model-name", "soak", "--jit-monitor", "warn"]
     command += ["--device", options.device, "--dtype", options.dtype]
-    command += ["--max-num-seqs", str(options.max_num_seqs)]
+    command += ["--max-num-seqs", str(options.max_num_seqs), "--kv-cache-dtype", options.kv_cache_dtype]
     command += ["--max-model-len", str(options.max_prompt + options.max_output)]
     return [*command, "--kv-cache-tokens", str(options.kv_cache_tokens)]
 

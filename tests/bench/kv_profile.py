@@ -1,0 +1,75 @@
+"""What a GPU does for prompts and their answers, by kernel, and how long they take without a profiler.
+
+    python -P tests/bench/kv_profile.py unquantized kvarn_k4v2_g128 --cells 16x512x1 1x32x256
+
+One process a format; random weights of Qwen3-4B. Printed are milliseconds, on the clock and of kernels.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Sets OpenMP's threads as it does for the commands, which has to come before torch.
+import scalegate.pipeline  # noqa: F401
+import torch
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import SamplingParams
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_decode import engine_of
+from random_qwen3 import random_prompts
+
+MODEL = "qwen3-4b"
+SHOWN = 12
+
+
+def milliseconds(engine: Engine, count: int, length: int, output: int) -> float:
+    """Until all prompts, of one length, are computed and answered."""
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for index, prompt in enumerate(random_prompts(count, length, MODEL)):
+        engine.add_request(str(index), prompt, params)
+    while engine.has_work:
+        engine.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1000
+
+
+def show(name: str, engine: Engine, cell: tuple[int, int, int]) -> None:
+    clock = min(milliseconds(engine, *cell) for _ in range(3))
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        milliseconds(engine, *cell)
+    kernels = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
+    total = sum(one.self_device_time_total for one in kernels) / 1000
+    print(f"{name}, {cell}: {clock:.1f} ms, kernels {total:.1f} ms")
+    for one in kernels[:SHOWN]:
+        print(f"  {one.self_device_time_total / 1000:8.2f} ms {one.count:>6} {one.key[:60]}")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("formats", nargs="+")
+    parser.add_argument(
+        "--cells", nargs="+", default=["16x512x1", "1x32x256"], help="requests x tokens in x out"
+    )
+    options = parser.parse_args()
+    if len(options.formats) == 1:
+        cells = [tuple(map(int, cell.split("x"))) for cell in options.cells]
+        sizes = [(count, length + output) for count, length, output in cells]
+        engine = engine_of(options.formats[0], MODEL, "cuda", sizes)
+        for cell in cells:
+            show(options.formats[0], engine, cell)
+        return
+    for name in options.formats:
+        subprocess.run([sys.executable, "-P", __file__, name, "--cells", *options.cells], check=True)
+
+
+if __name__ == "__main__":
+    main()
