@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..kernels.paged_attention import AttentionOptions
 from .attention_metadata import AttentionMetadata
 from .errors import UserError
+from .numerics import NUMERICS, Numerics
 
 T = TypeVar("T")
 LEAST_GPU_DIM = 16
@@ -77,6 +78,10 @@ class KeptTokenByToken:
 
     def page_size(self, device: torch.device) -> int:
         return CUDA_PAGE if device.type == "cuda" else CPU_PAGE
+
+    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+        """On a GPU codes are decoded by one kernel and read for a prompt by another."""
+        return ("tuned", "pin") if device.type == "cuda" else NUMERICS
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

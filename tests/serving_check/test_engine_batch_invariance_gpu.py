@@ -13,8 +13,10 @@ from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.layout import Problem
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from .test_engine_batch_invariance import (
+    SIZES,
     A,
     alone,
     company,
@@ -39,6 +41,21 @@ def test_no_company_changes_a_bit_unless_tuned():
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
     assert found["tuned"]["all of them together"], "nothing was proved"
+
+
+@pytest.mark.parametrize("kv_format", ["int4_per_token_head", "nvfp4"])
+def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
+    torch.manual_seed(11)
+    config = Qwen3Config(**SIZES | sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+    options = EngineOptions(
+        batch_invariance="pin", max_model_len=320, kv_cache_tokens=48000, kv_cache_dtype=kv_format
+    )
+    engine = Engine(model, options, frozenset())
+    engine.warm_up(progress=False)
+    found = drifted_in_company(engine, [A, *company(24, 3, 250)])
+    assert not any(found.values()), found
 
 
 def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tuned():
