@@ -50,12 +50,13 @@ class Tile:
 TILES = (
     Tile(16, 64, 128, 3, 4),
     Tile(32, 64, 128, 3, 4),
-    Tile(64, 64, 128, 3, 4),
-    Tile(128, 64, 64, 4, 4),
+    Tile(64, 64, 64, 4, 4),
+    Tile(128, 64, 64, 3, 4),
     Tile(128, 128, 64, 4, 8),
     Tile(256, 128, 64, 3, 8),
 )
-"""Ascending."""
+"""Ascending. Up to 128 rows three CTAs share an SM, as `SLOTS` counts them: with a stage
+more, the last of them run alone."""
 TILE_ROWS = (16, 32, 64, 128, 1024)
 """Rows of x up to which each tile but the last serves."""
 FLOAT32_TILE = Tile(16, 64, 32, 2, 4)

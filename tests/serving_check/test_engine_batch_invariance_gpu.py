@@ -78,7 +78,7 @@ def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tune
         engine.step = preempting
         again = recorded(engine)
         run(engine, requests)
-        assert engine.scheduler.preemptions > 3
+        assert engine.scheduler.preemptions > 1
         found[numerics] = drifted(expected, again)
     assert (found["pin"], found["per-token"]) == (0, 0), found
     assert found["tuned"], "nothing was proved"
