@@ -222,6 +222,7 @@ def test_a_server_behind_a_url_on_the_same_device_fails_in_other_layouts_than_th
     artifact: Path, tmp_path: Path
 ):
     copy = shutil.copytree(artifact, tmp_path / "copy")
+    layout(copy, force="cpu_int4", ms=(1,), progress=False)
     serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(copy), "--port", "0"]
     serve += ["--layout", SLOW_LAYOUT, "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
     with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
