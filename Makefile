@@ -30,7 +30,7 @@ docs: install
 	$(BIN)/mkdocs build --strict
 
 test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m "alone and not gpu"
 
 lint: install
