@@ -13,8 +13,8 @@ import torch
 from ..layouts.errors import UserError
 from ..layouts.progress import progress_bar
 from ..serving_check.artifact_figures import WeightFigures
-from ..serving_check.quality import Comparison as Predictions
 from ..serving_check.quality import compare as compare_predictions
+from ..serving_check.quality_figures import Comparison as Predictions
 from ..serving_check.settings import QUALITY_TOKENS
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.baseline import open_baseline

@@ -25,11 +25,12 @@ from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_ch
 from .publishing.card_engines import kv_cache_commands
 from .quantization.allocation import Budget
 from .quantization.base_metadata import read_base_metadata
+from .quantization.calibration_names import CALIBRATION
 from .quantization.calibration_text import read_calibration_text
 from .quantization.estimate import Estimate, estimate
 from .quantization.importance import importance_of
 from .quantization.job import QuantizeJob, prepare, weight_quantizer
-from .quantization.job_text import CALIBRATION, Reading, found_on, read_text
+from .quantization.job_text import Reading, found_on, read_text
 from .quantization.kv_scales import find_kv_scales
 from .quantization.mixed_recipe import SENSITIVITY, MixedRecipe, mixed_recipe
 from .quantization.progress import byte_bar

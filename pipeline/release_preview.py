@@ -36,7 +36,7 @@ from .release import (
     refuse_exploratory,
     sorted_out,
 )
-from .report.write import REPORT_NAMES
+from .report.names import REPORT_NAMES
 from .validation.time_estimate import least_serving_seconds
 
 

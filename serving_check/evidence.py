@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .artifact_figures import TextFigures, WeightFigures
 from .company import CompanyFigures
 from .measurement import MeasuredM
-from .quality import Comparison
+from .quality_figures import Comparison
 from .settings import DOCUMENTED
 
 PackedLayers = Mapping[str, int] | None

@@ -6,13 +6,15 @@ In process on two modules, exact over the whole vocabulary; what is good enough,
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .quality_figures import Comparison
 
 BFLOAT16_ROUNDING = 2.0**-8
 """Largest relative error of a number rounded to bfloat16."""
@@ -39,36 +41,6 @@ class Score:
     @property
     def perplexity(self) -> float:
         return math.exp(self.nats_per_token)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A model against its baseline on the same tokens; KL is of the model from the baseline, in nats."""
-
-    tokens: int
-    nats_per_token: float
-    baseline_nats_per_token: float
-    mean_kl: float
-    p99_kl: float
-    p999_kl: float
-    max_kl: float
-    top1_agreement: float
-    """Share of positions where both models put the same token first."""
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """95% confidence limits of the figures above and of `extra_nats_per_token`, by name; none for what is not
-    finite, nor from fewer than two runs of tokens."""
-
-    @property
-    def extra_nats_per_token(self) -> float:
-        return self.nats_per_token - self.baseline_nats_per_token
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.nats_per_token)
-
-    @property
-    def baseline_perplexity(self) -> float:
-        return math.exp(self.baseline_nats_per_token)
 
 
 def read_texts(path: Path) -> list[str]:

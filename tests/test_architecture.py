@@ -26,6 +26,7 @@ ROOMS = {
         "stage_clock",
         "correlation",
         "statistics",
+        "quality_figures",
         "quality",
         "settings",
         "task_scores",

@@ -27,11 +27,10 @@ from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.base_metadata import carried
-from ..quantization.calibration_text import SELF
-from ..quantization.job_text import CALIBRATION
+from ..quantization.calibration_names import CALIBRATION, SELF
 from ..recipe import load_recipe, shipped_recipes
+from ..report.names import BADGE_NAME
 from ..report.table import held_out_text, with_error
-from ..report.write import BADGE_NAME
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
 from .card_engines import engines

@@ -16,11 +16,10 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.load_model import load_tokenizer
+from ..checkpoints.tokenizer import load_tokenizer
+from .calibration_names import HUB, SELF
 
 SEQUENCES, SEQUENCE_TOKENS = 512, 512
-SELF, HUB = "self", "hub:"
-"""Where a text comes from, if not from a file: `self`, or `hub:DATASET`, `hub:DATASET:SPLIT:COLUMN`."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ from .wanted_of_text import Found, Wanted
 from .weight_tensors import WeightQuantizer
 
 DRAWN_NAME, FIT_NAME = "drawn.safetensors", "fit.json"
-CALIBRATION = "calibration"
-"""Under which the manifest tells how many sequences were read of each kind, and whether the text fits."""
 ALONE = (
     "the model does not fit into memory and writes nothing to be read beside the calibration text: a text of "
     "another kind than the model is used on can do harm"

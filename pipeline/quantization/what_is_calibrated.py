@@ -7,7 +7,7 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import WeightFormat
 from ..recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
 from .all_quantizers import QUANTIZERS
-from .calibration_text import SELF
+from .calibration_names import SELF
 from .linear_weights import EMBEDDING
 from .quantizer import CalibratingQuantizer, CorrectingQuantizer, SharingQuantizer, WeighingQuantizer
 from .tasks import WeightTask

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...serving_check.measurement import Block, Repeat
 from ...serving_check.verdict import Verdict
-from .plots import ARTIFACT_COLOUR, BASELINE_COLOUR, FLOOR_COLOUR, RIVAL_COLOUR
+from .names import ARTIFACT_COLOUR, BASELINE_COLOUR, FLOOR_COLOUR, RIVAL_COLOUR
 
 DIGITS = 5
 """Significant ones: more are not seen."""

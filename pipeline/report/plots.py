@@ -11,11 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ...serving_check.verdict import ServingFigures, Verdict
+from .names import ARTIFACT_COLOUR, BASELINE_COLOUR, FLOOR_COLOUR, RIVAL_COLOUR
 
-ARTIFACT_COLOUR = "#0b6e99"
-BASELINE_COLOUR = "#8a8a8a"
-RIVAL_COLOUR = "#c77700"
-FLOOR_COLOUR = "#b3261e"
 DOTS_PER_INCH = 130
 INCHES = (6.4, 4.0)
 

@@ -13,21 +13,12 @@ from ...serving_check.policy import first_lines
 from ...serving_check.verdict import Verdict
 from .badge import draw_badge
 from .curves import curves_of
+from .names import BADGE_NAME, PAGE_NAME, PLOT_TITLES
 from .plots import draw_plots
 from .table import baseline_dtype, held_out_text, side_by_side, with_error
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
 CURVES_SCRIPT = Path(__file__).parent / "curves.js"
-PAGE_NAME = "report.html"
-PLOT_TITLES = {
-    "throughput.png": "Output throughput against M",
-    "ratio.png": "Throughput ratio against M, with confidence intervals and the floor",
-    "tpot.png": "Time per output token against M",
-    "ttft.png": "Time to first token against M",
-}
-BADGE_NAME = "badge.svg"
-REPORT_NAMES = (*PLOT_TITLES, PAGE_NAME, BADGE_NAME)
-"""The files of a whole report."""
 
 
 def render_report(verdict: Verdict) -> dict[str, bytes]:

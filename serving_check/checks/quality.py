@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..quality import Comparison
+from ..quality_figures import Comparison
 from ..settings import Bounds
 from ..verdict import CheckResult, Status, finite
 

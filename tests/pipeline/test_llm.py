@@ -111,6 +111,13 @@ def test_importing_the_package_imports_nothing_heavy():
     assert result.stdout == "False False\n"
 
 
+def test_publishing_and_verifying_import_no_model_code():
+    program = "import sys, scalegate.pipeline.push, scalegate.pipeline.verify, scalegate.pipeline.inspect\n"
+    program += "print({'transformers', 'torchao', 'torch._inductor', 'matplotlib'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr
+
+
 def test_the_top_level_names_are_the_functions_themselves():
     from scalegate.pipeline.push import push
     from scalegate.pipeline.validate import validate

@@ -12,7 +12,7 @@ from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText, TextScore
 from scalegate.serving_check.measurement import Block, MeasuredM, Repeat
-from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.quality_figures import Comparison
 from scalegate.serving_check.record import judged_again
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import Subject, Verdict

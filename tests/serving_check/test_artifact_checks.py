@@ -15,7 +15,7 @@ from scalegate.serving_check.artifact_figures import (
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.text_files import check_text_files
 from scalegate.serving_check.checks.weights import check_weights
-from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.quality_figures import Comparison
 from scalegate.serving_check.settings import Bounds
 
 from .gate_samples import SOUND_WEIGHTS

@@ -19,7 +19,7 @@ from scalegate.serving_check.curve import curve_point
 from scalegate.serving_check.engines.prometheus_text import parse_metrics
 from scalegate.serving_check.evidence import Loaded
 from scalegate.serving_check.measurement import decoding_together
-from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.quality_figures import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import SequentialTest, decide
 from scalegate.serving_check.verdict import overall_status

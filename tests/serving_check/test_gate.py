@@ -11,7 +11,7 @@ from scalegate.serving_check.evidence import Evidence, Loaded
 from scalegate.serving_check.gate import canary_prompts
 from scalegate.serving_check.interleaving import Servers, measure, workload_spec
 from scalegate.serving_check.judge import judge
-from scalegate.serving_check.quality import Comparison
+from scalegate.serving_check.quality_figures import Comparison
 from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS

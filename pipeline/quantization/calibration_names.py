@@ -1,0 +1,9 @@
+"""The names under which commands, recipes and manifests speak of a calibration text.
+
+Apart from what reads such a text, which takes seconds to import: cards and previews need the names alone.
+"""
+
+CALIBRATION = "calibration"
+"""In a manifest's `quantization`: how many sequences were read of each kind, and whether the text fits."""
+SELF, HUB = "self", "hub:"
+"""Where a text comes from, if not from a file: `self`, or `hub:DATASET`, `hub:DATASET:SPLIT:COLUMN`."""

@@ -1,0 +1,38 @@
+"""How close a model predicts to its baseline, as figures: what verdicts hold, and what cards read.
+
+`quality.py` measures them; it needs torch, and reading a verdict does not.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model against its baseline on the same tokens; KL is of the model from the baseline, in nats."""
+
+    tokens: int
+    nats_per_token: float
+    baseline_nats_per_token: float
+    mean_kl: float
+    p99_kl: float
+    p999_kl: float
+    max_kl: float
+    top1_agreement: float
+    """Share of positions where both models put the same token first."""
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """95% confidence limits of the figures above and of `extra_nats_per_token`, by name; none for what is not
+    finite, nor from fewer than two runs of tokens."""
+
+    @property
+    def extra_nats_per_token(self) -> float:
+        return self.nats_per_token - self.baseline_nats_per_token
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats_per_token)
+
+    @property
+    def baseline_perplexity(self) -> float:
+        return math.exp(self.baseline_nats_per_token)
