@@ -12,6 +12,7 @@ import torch
 from ...layouts.errors import UserError
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engines.all_engines import engine_named
+from ...serving_check.engines.engine import MemoryGrant
 from ...serving_check.engines.placement import Placement
 from ..checkpoints.checkpoint import Checkpoint
 
@@ -24,6 +25,8 @@ KV_FACTOR = 1.2
 BESIDE = 6 << 30
 """Bytes for a CUDA context, activations, CUDA graphs and an allocator's slack."""
 GIB = 1 << 30
+KV_BESIDE = GIB
+"""Of those, for keys and values: blocks that an engine keeps for itself."""
 
 MemInfo = Callable[[int], tuple[int, int]]
 """Free and total bytes of a GPU."""
@@ -44,8 +47,8 @@ class Side:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    shares: Mapping[str, float | None]
-    """By side, of each of its GPUs' whole memory; None where the user has said it, or there is no GPU."""
+    grants: Mapping[str, MemoryGrant | None]
+    """By side; None where the user has said it, or there is no GPU."""
     together: bool
     """Whether all servers can be up at the same time; otherwise they take turns."""
 
@@ -55,7 +58,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """UserError where a server would not fit even by itself."""
     least, asked, taken = {}, {}, dict[int, float]()
-    shares: dict[str, float | None] = {}
+    grants: dict[str, MemoryGrant | None] = {}
     memory = {device: mem_info(device) for side in sides for device in side.devices}
     for side in sides:
         asked[side.name] = _asked(side, placement)
@@ -74,19 +77,28 @@ def plan_memory(
     together = all(taken[device] <= SHARE_OF_FREE * memory[device][0] for device in taken)
     for side in sides:
         if not side.devices or asked[side.name] is not None:
-            shares[side.name] = None
+            grants[side.name] = None
             continue
         free, total = min(memory[device] for device in side.devices)
-        shares[side.name] = (least[side.name] if together else SHARE_OF_FREE * free) / total
-    return MemoryPlan(shares, together)
+        if together:
+            kv_cache = int(kv_cache_bytes(side, placement)) + KV_BESIDE
+            grants[side.name] = MemoryGrant(least[side.name] / total, kv_cache)
+        else:
+            grants[side.name] = MemoryGrant(SHARE_OF_FREE * free / total)
+    return MemoryPlan(grants, together)
 
 
 def needed_bytes(side: Side, placement: Placement) -> float:
     """On each of its GPUs, for its weights, the keys and values of the load, and all else."""
     weights = sum(path.stat().st_size for path in side.checkpoint.folder.glob("*.safetensors"))
-    tokens = side.options.kv_cache_tokens or 0
-    stored = WEIGHTS_FACTOR * weights + KV_FACTOR * tokens * kv_bytes_per_token(side.checkpoint.config)
-    return stored / placement.gpus + BESIDE
+    return WEIGHTS_FACTOR * weights / placement.gpus + kv_cache_bytes(side, placement) + BESIDE
+
+
+def kv_cache_bytes(side: Side, placement: Placement) -> float:
+    """On each of its GPUs, for the keys and values of the load."""
+    tokens, config = side.options.kv_cache_tokens or 0, side.checkpoint.config
+    parts = placement.pipeline_parallel_size * min(placement.tensor_parallel_size, kv_heads(config))
+    return KV_FACTOR * tokens * kv_bytes_per_token(config) / parts
 
 
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
@@ -96,9 +108,16 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     if config.get("kv_lora_rank"):
         return layers * 2 * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
     heads = int(config.get("num_attention_heads") or 1)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
     head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
-    return layers * 2 * 2 * kv_heads * head_size
+    return layers * 2 * 2 * kv_heads(config) * head_size
+
+
+def kv_heads(config: Mapping[str, Any]) -> int:
+    """Into how many parts tensor parallelism cuts keys and values at most; a latent row stays whole."""
+    config = config.get("text_config") or config
+    if config.get("kv_lora_rank"):
+        return 1
+    return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
 
 
 def _asked(side: Side, placement: Placement) -> float | None:

@@ -15,7 +15,7 @@ import torch
 from ...layouts.errors import UserError
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ...serving_check.engines.all_engines import engine_named
-from ...serving_check.engines.engine import Server, ServerJob
+from ...serving_check.engines.engine import MemoryGrant, Server, ServerJob
 from ...serving_check.engines.placement import ANYWHERE, Placement
 from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.options import OptionValue, flag, from_given
@@ -23,7 +23,7 @@ from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
 from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
-from .gpu_memory import Side
+from .gpu_memory import MemoryPlan, Side
 
 PAGE = 128
 """A multiple of any page size: each request's last page is partly empty."""
@@ -137,17 +137,24 @@ def has_room(sides: Sequence[Side]) -> bool:
     return psutil.virtual_memory().available > needed
 
 
-def may_start_at_once(sides: Sequence[Side]) -> bool:
+def may_start_at_once(sides: Sequence[Side], plan: MemoryPlan) -> bool:
     """Whether servers on GPUs leave each other's start alone.
 
     vLLM and SGLang measure what is free on a GPU while they start, and fail or take too much where that
-    changes under them. Ours keeps the tokens that it is told to.
+    changes under them; vLLM does not where it is told the bytes of its KV cache. Ours keeps the tokens that
+    it is told to.
     """
-    measuring = [side for side in sides if not engine_named(side.engine).packs_with_layouts]
+    measuring = [side for side in sides if _measures(side, plan)]
     disturbed = any(
         set(one.devices) & set(other.devices) for one in measuring for other in sides if other is not one
     )
     return all(side.devices for side in sides) and not disturbed
+
+
+def _measures(side: Side, plan: MemoryPlan) -> bool:
+    engine, grant = engine_named(side.engine), plan.grants[side.name]
+    told = engine.takes_kv_cache_bytes and grant is not None and grant.kv_cache_bytes is not None
+    return not engine.packs_with_layouts and not told
 
 
 def server_of(
@@ -159,14 +166,14 @@ def server_of(
     progress: bool = True,
     placement: Placement = ANYWHERE,
     devices: tuple[int, ...] = (),
-    share: float | None = None,
+    memory: MemoryGrant | None = None,
 ) -> Server:
     """The server for `side` ("artifact", "baseline" or "rival"), serving `folder` unless `engine` is a URL.
 
     devices: its GPUs
-    share:   of their memory, for an engine that takes one
+    memory:  what it may take of them
     """
-    job = ServerJob(engine, side, folder, options, logs / f"{side}.log", share, progress, placement, devices)
+    job = ServerJob(engine, side, folder, options, logs / f"{side}.log", memory, progress, placement, devices)
     return engine_named(engine).server(job)
 
 

@@ -57,7 +57,7 @@ def serve_sides(
             run.progress,
             run.placement,
             side.devices,
-            plan.shares[side.name],
+            plan.grants[side.name],
         )
         for side in sides
     ]
@@ -66,7 +66,7 @@ def serve_sides(
     if not plan.together and not can_restart:
         raise UserError("the servers do not fit on the GPU together, and cannot be started in turns here")
     if plan.together:
-        at_once = roomy or may_start_at_once(sides)
+        at_once = roomy or may_start_at_once(sides, plan)
         with starting(servers, together=at_once) as endpoints:
             looked = look() if looked is None else looked
             with run.clock.stage("waiting for the servers"):

@@ -16,6 +16,16 @@ from .series import Series
 
 
 @dataclass(frozen=True)
+class MemoryGrant:
+    """What a server may take of each of its GPUs."""
+
+    share: float
+    """Of the whole memory."""
+    kv_cache_bytes: int | None = None
+    """Of it for keys and values; None leaves an engine to find out what is left for them."""
+
+
+@dataclass(frozen=True)
 class ServerJob:
     """One server that is wanted."""
 
@@ -27,9 +37,8 @@ class ServerJob:
     """The checkpoint."""
     options: EngineOptions
     log: Path
-    memory_share: float | None = None
-    """Of the device's memory, for an engine that takes a share rather than what its options ask for; None
-    leaves it to the engine."""
+    memory: MemoryGrant | None = None
+    """For an engine that takes a share rather than what its options ask for; None leaves it to the engine."""
     progress: bool = True
     placement: Placement = ANYWHERE
     devices: tuple[int, ...] = ()
@@ -95,6 +104,8 @@ class Engine:
     memory_option: str | None = None
     """The word of its command before a share of the GPU's memory; None where it takes what its options ask
     for."""
+    takes_kv_cache_bytes: bool = False
+    """Whether, told how much is for keys and values, it does not measure what is free while it starts."""
     prefixes: tuple[str, ...] = ()
     """Words that begin so mean this engine, too."""
 

@@ -17,7 +17,7 @@ KV_FORMATS = ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 COMMAND = ExternalCommand("vllm", "vLLM", {name: name for name in KV_FORMATS})
 INVARIANT, INVARIANT_VARIABLE = "pin", "VLLM_BATCH_INVARIANT"
 """What its batch-invariant mode promises, in our words, and the variable that turns it on."""
-SHARE = "--gpu-memory-utilization"
+SHARE, KV_CACHE = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
 VLLM_SERVER_SERIES = replace(VLLM_SERIES, compilations=COMPILATIONS)
 
 
@@ -25,8 +25,10 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
     """`vllm serve` with prefix caching off, which would flatter repeats."""
     options, placement = job.options, job.placement
     words = ["--no-enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
-    if job.memory_share is not None:
-        words += [SHARE, f"{job.memory_share:.4f}"]
+    if job.memory is not None:
+        words += [SHARE, f"{job.memory.share:.4f}"]
+        if job.memory.kv_cache_bytes is not None:
+            words += [KV_CACHE, str(job.memory.kv_cache_bytes)]
     if options.max_model_len is not None:
         words += ["--max-model-len", str(options.max_model_len)]
     if options.dtype != AUTO:
@@ -59,6 +61,7 @@ VLLM = Engine(
     )
     | PLACEMENT,
     memory_option=SHARE,
+    takes_kv_cache_bytes=True,
     card_command=lambda model, method: CardCommand("vLLM", "sh", f"vllm serve {model}"),
     kv_cache_words=COMMAND.kv_cache_words,
 )

@@ -49,6 +49,7 @@ MODELS = {
         "gate_up": (57344, 8192),
         "down": (8192, 28672),
     },
+    "qwen3-30b-a3b": {"qkv": (5120, 2048), "o": (2048, 4096)},
 }
 ROTATED_BYTES = 300e6
 BASELINE = "unquantized"

@@ -12,6 +12,7 @@ from scalegate.pipeline.validation.gpu_memory import (
     SHARE_OF_FREE,
     Side,
     kv_bytes_per_token,
+    kv_heads,
     needed_bytes,
     plan_memory,
 )
@@ -51,7 +52,11 @@ def test_both_get_what_they_need_where_both_fit(example_checkpoint: Path):
     plan = plan_memory(both, placement, gpu(130))
     need = needed_bytes(both[0], placement)
     assert plan.together and need > BESIDE
-    assert plan.shares["artifact"] == plan.shares["baseline"] == pytest.approx(need / (140 * GIB))
+    granted = plan.grants["artifact"]
+    assert granted is not None and granted == plan.grants["baseline"]
+    assert granted.share == pytest.approx(need / (140 * GIB))
+    kv_cache = (1 << 20) * kv_bytes_per_token(both[0].checkpoint.config)
+    assert granted.kv_cache_bytes is not None and kv_cache < granted.kv_cache_bytes < need - BESIDE + GIB
 
 
 def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(example_checkpoint: Path):
@@ -60,28 +65,40 @@ def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(examp
     need = needed_bytes(both[0], placement) / GIB
     plan = plan_memory(both, placement, gpu(1.5 * need))
     assert not plan.together
-    assert plan.shares["artifact"] == pytest.approx(SHARE_OF_FREE * 1.5 * need / 140)
+    granted = plan.grants["artifact"]
+    assert granted is not None and granted.share == pytest.approx(SHARE_OF_FREE * 1.5 * need / 140)
+    assert granted.kv_cache_bytes is None
     with pytest.raises(UserError, match="GiB free; end what else runs there"):
         plan_memory(both, placement, gpu(0.9 * need))
 
 
 def test_only_engines_that_measure_free_memory_wait_for_one_another(example_checkpoint: Path):
     one_gpu, two_gpus = Placement(), Placement(devices=(0, 1))
-    assert may_start_at_once(sides(example_checkpoint, one_gpu, "embedded"))
-    for engine in ("vllm", "sglang"):
-        assert not may_start_at_once(sides(example_checkpoint, one_gpu, engine))
-    assert may_start_at_once(sides(example_checkpoint, two_gpus, "vllm"))
-    assert not may_start_at_once(sides(example_checkpoint, one_gpu, "http://localhost:8000"))
+
+    def at_once(placement: Placement, engine: str) -> bool:
+        both = sides(example_checkpoint, placement, engine)
+        return may_start_at_once(both, plan_memory(both, placement, gpu(130)))
+
+    assert at_once(one_gpu, "embedded") and at_once(one_gpu, "vllm")
+    assert not at_once(one_gpu, "sglang") and at_once(two_gpus, "sglang")
+    own_share = Placement(engine_args="--gpu-memory-utilization 0.4")
+    assert not at_once(own_share, "vllm"), "vLLM measures then"
+    assert not at_once(one_gpu, "http://localhost:8000")
+
+
+def test_heads_are_cut_no_finer_than_they_are():
+    assert kv_heads(QWEN3_8B) == 8 and kv_heads({"num_attention_heads": 32}) == 32
+    assert kv_heads({"kv_lora_rank": 512, "num_attention_heads": 64}) == 1
 
 
 def test_a_share_in_the_users_words_is_his_and_counts(example_checkpoint: Path):
     for words in ("--gpu-memory-utilization 0.8", "--x --gpu-memory-utilization=0.8"):
         placement = Placement(engine_args=words)
         plan = plan_memory(sides(example_checkpoint, placement), placement, gpu(139))
-        assert plan.shares == {"artifact": None, "baseline": None} and not plan.together
+        assert plan.grants == {"artifact": None, "baseline": None} and not plan.together
     less = Placement(engine_args="--gpu-memory-utilization 0.8", baseline_engine_args="")
     plan = plan_memory(sides(example_checkpoint, less), less, gpu(139))
-    assert plan.together and plan.shares["baseline"] is not None
+    assert plan.together and plan.grants["baseline"] is not None
     wrong = Placement(engine_args="--gpu-memory-utilization much")
     with pytest.raises(UserError, match="'much'"):
         plan_memory(sides(example_checkpoint, wrong), wrong, gpu(139))

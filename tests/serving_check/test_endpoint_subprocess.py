@@ -16,7 +16,7 @@ import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint
-from scalegate.serving_check.engines.engine import ServerJob
+from scalegate.serving_check.engines.engine import MemoryGrant, ServerJob
 from scalegate.serving_check.engines.placement import Placement
 from scalegate.serving_check.engines.prometheus_text import by_label, parse_metrics, total
 from scalegate.serving_check.engines.sglang import SGLANG
@@ -174,7 +174,7 @@ def test_a_url_that_wants_a_key(tmp_path):
 
 def test_vllm_is_started_by_its_own_command_and_missed_by_name(tmp_path, monkeypatch):
     options = EngineOptions(max_num_seqs=16, dtype="bfloat16")
-    job = ServerJob("vllm", "artifact", tmp_path, options, tmp_path / "log.txt", memory_share=0.45)
+    job = ServerJob("vllm", "artifact", tmp_path, options, tmp_path / "log.txt", MemoryGrant(0.45, 1 << 30))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no 'vllm' command"):
         VLLM.server(job)
@@ -184,7 +184,8 @@ def test_vllm_is_started_by_its_own_command_and_missed_by_name(tmp_path, monkeyp
     server = VLLM.server(job)
     words = " ".join(server.command)
     assert words.startswith(f"vllm serve {tmp_path} ") and "--no-enable-prefix-caching" in words
-    assert "--max-num-seqs 16 --gpu-memory-utilization 0.4500 --dtype bfloat16" in words
+    assert "--max-num-seqs 16 --gpu-memory-utilization 0.4500 --kv-cache-memory-bytes 1073741824" in words
+    assert "--dtype bfloat16" in words
     assert server.base_url == "http://127.0.0.1:" + server.command[server.command.index("--port") + 1]
     assert server.series.compilations == COMPILATIONS and server.series.running == "vllm:num_requests_running"
 
