@@ -65,9 +65,11 @@ def rival_point(
     return RivalPoint(
         figures=serving_figures(measured.rival),
         ratio=finite(shown.ratio),
-        ratio_low=finite(shown.low),
-        ratio_high=finite(shown.high),
+        ratio_low=finite(shown.shown[0]),
+        ratio_high=finite(shown.shown[1]),
         status=None if decision is None else decision.status,
+        decision_low=finite(shown.low),
+        decision_high=finite(shown.high),
     )
 
 
@@ -105,11 +107,13 @@ def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:
         artifact=serving_figures(measured.artifact),
         baseline=serving_figures(measured.baseline),
         ratio=finite(decision.ratio),
-        ratio_low=finite(decision.low),
-        ratio_high=finite(decision.high),
+        ratio_low=finite(decision.shown[0]),
+        ratio_high=finite(decision.shown[1]),
         status=decision.status,
         log_ratios=tuple(measured.log_ratios(output_throughput)),
         correlation=decision.correlation,
+        decision_low=finite(decision.low),
+        decision_high=finite(decision.high),
     )
 
 

@@ -23,7 +23,7 @@ from .evidence import PackedLayers, RepeatedPrompts
 from .interleaving import Rival, Servers, measure, workload_spec
 from .measurement import MeasuredM
 from .repeats import Repeats, Runner, deadline_from, tpot_of
-from .settings import WorkloadSettings
+from .settings import Bounds, WorkloadSettings
 from .stage_clock import StageClock
 from .statistics import LOOKS
 from .turns import ARTIFACT, BASELINE, Turns
@@ -69,7 +69,7 @@ def serve_and_measure(
     artifact: Endpoint,
     baseline: Endpoint,
     workload: WorkloadSettings,
-    floor: float,
+    bounds: Bounds,
     text: Sequence[int],
     tokenizer: TokenText,
     run: Runner = run_workload,
@@ -107,10 +107,10 @@ def serve_and_measure(
         canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
     repeats = Repeats(run, artifact, baseline, tokenizer)
     servers = Servers(artifact, baseline, workload, text, repeats, rival)
-    measured, decisions = measure(servers, floor, progress, clock, restart)
+    measured, decisions = measure(servers, bounds, progress, clock, restart)
     failed = any(decision.status == "fail" for decision in decisions)
     with clock.stage("another look"):
-        together = None if failed else serve_together(servers, measured)
+        together = None if failed else serve_together(servers, measured, bounds)
         repeated = repeat_prompts(servers, measured)
     compiled = compilations(said, series), compilations(artifact.metrics(), series)
     packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
@@ -130,12 +130,12 @@ def serve_and_measure(
     )
 
 
-def serve_together(servers: Servers, measured: Sequence[MeasuredM]) -> MeasuredM | None:
+def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Bounds) -> MeasuredM | None:
     """Load on both servers at once, where the artifact has stalled but that could have been the machine.
 
     It ends when no stall of the artifact alone has come for a while, or enough of them.
     """
-    m = m_in_doubt(measured)
+    m = m_in_doubt(measured, bounds)
     if m is None or any(block.errors for one in measured for block in one.blocks):
         return None
     together = MeasuredM(m)
@@ -147,7 +147,7 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM]) -> MeasuredM
             # A failed request is for its own check, whichever repeat it was in.
             next(one for one in measured if one.m == m).blocks.append(together.blocks.pop())
             break
-        result = check_stalls(measured, together)
+        result = check_stalls(measured, bounds, together)
         if result.status == "fail":
             break
         if (found := int(result.figures["stalled_alone"] or 0)) > stalls:

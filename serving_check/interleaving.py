@@ -14,7 +14,7 @@ from .curve import decisions_of, rival_decisions_of, sequential_test
 from .engines import Endpoint
 from .measurement import Block, MeasuredM
 from .repeats import Repeats
-from .settings import WorkloadSettings
+from .settings import Bounds, WorkloadSettings
 from .stage_clock import StageClock, in_words
 from .statistics import (
     GROUP,
@@ -36,7 +36,7 @@ SEEDS_PER_RUN = 1_000_000
 
 def measure(
     servers: "Servers",
-    floor: float,
+    bounds: Bounds,
     progress: bool = True,
     clock: StageClock | None = None,
     restart: Callable[[], None] | None = None,
@@ -48,6 +48,7 @@ def measure(
     their first look, and at the first failed request, which decides by itself.
     """
     workload = servers.workload
+    floor = bounds.throughput_floor
     test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
     clock = clock or StageClock(progress)
@@ -62,8 +63,8 @@ def measure(
                 return measured, decisions_of(measured, test)
     clock.say(_estimate(measured, test))
     with clock.stage("blocks of repeats"):
-        decisions = _decide(servers, measured, test, progress, clock, can_restart=restart is not None)
-    if restart is not None and not surely_stalls(measured) and needs_new_servers(decisions, test):
+        decisions = _decide(servers, measured, test, bounds, progress, clock, can_restart=restart is not None)
+    if restart is not None and not surely_stalls(measured, bounds) and needs_new_servers(decisions, test):
         clock.say("each block is much like the one before: the servers are started anew for groups of them")
         with clock.stage("blocks on new servers"):
             decisions = _decide_in_groups(servers, measured, test, clock, restart)
@@ -74,6 +75,7 @@ def _decide(
     servers: "Servers",
     measured: list[MeasuredM],
     test: SequentialTest,
+    bounds: Bounds,
     progress: bool,
     clock: StageClock,
     can_restart: bool,
@@ -100,7 +102,7 @@ def _decide(
             settled = servers.settled_against_rival(measured)
             if all(each.final and one.m in settled for one, each in zip(measured, decisions, strict=True)):
                 break
-            if surely_stalls(measured) or (can_restart and needs_new_servers(decisions, test)):
+            if surely_stalls(measured, bounds) or (can_restart and needs_new_servers(decisions, test)):
                 break
     return decisions
 

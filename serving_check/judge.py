@@ -56,7 +56,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_plausible(curve, evidence.loaded, evidence.baseline_loaded, evidence.repeated, bounds),
         check_streamed(curve),
         check_latency(evidence.measured, bounds),
-        check_stalls(evidence.measured, evidence.together),
+        check_stalls(evidence.measured, bounds, evidence.together),
         check_kv_capacity(curve, workload, evidence.capacity, evidence.limit, bounds.min_reached),
         check_compilations(*evidence.compiled),
         *([] if evidence.company is None else [check_batch_invariance(evidence.company)]),

@@ -36,7 +36,11 @@ LAST_SHARE = 0.5
 BLOCKS_PER_TRIM = 8
 """One block is trimmed from each end for every so many."""
 WIDEST = 1.5
-"""The upper limit over the lower one, beyond which a ratio is not known well enough to be published."""
+"""The 95% interval's upper limit over its lower one, beyond which a ratio is not known well enough to be
+published. Limits that a decision is made with are wider, being corrected for looks and Ms: they guard against
+errors, and say less of how well the ratio is known."""
+SHOWN_ERROR = 0.025
+"""On either side of a 95% interval."""
 RESTART_FROM = 27
 """Blocks from which on servers may be started anew, where correlation is what keeps the decision."""
 STRONG = 0.5
@@ -62,7 +66,7 @@ class SequentialTest:
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
     widest: float = WIDEST
-    """The upper limit over the lower one beyond which nothing passes."""
+    """The 95% interval's upper limit over its lower one beyond which nothing passes."""
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -100,7 +104,9 @@ class Decision:
     final: bool
     """No further block would be looked at: decided, or out of blocks."""
     correlation: float = 0.0
-    """Between a block and the next, at most: what the limits were widened for."""
+    """Between a block and the next, at most: what all limits were widened for."""
+    shown: tuple[float, float] = (0.0, math.inf)
+    """The 95% interval, corrected for nothing else."""
 
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
@@ -161,7 +167,8 @@ def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
 
 def _look(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
     decision = _estimate(values, test, correlation)
-    if decision.low >= test.floor and decision.high <= decision.low * test.widest:
+    shown_low, shown_high = decision.shown
+    if decision.low >= test.floor and shown_high <= shown_low * test.widest:
         return replace(decision, status="pass", final=True)
     if decision.high < test.floor:
         return replace(decision, status="fail", final=True)
@@ -172,8 +179,12 @@ def _estimate(values: Sequence[float], test: SequentialTest, correlation: float)
     """Where `values` stand, undecided."""
     blocks = len(values)
     low, high = interval(values, test.pass_error(blocks), test.fail_error(blocks), correlation)
+    shown = interval(values, SHOWN_ERROR, SHOWN_ERROR, correlation)
     ratio = math.exp(_trimmed(values).centre) if values else math.nan
-    return Decision("inconclusive", ratio, math.exp(low), _exp(high), blocks, False, correlation)
+    limits = math.exp(low), _exp(high)
+    return Decision(
+        "inconclusive", ratio, *limits, blocks, False, correlation, (math.exp(shown[0]), _exp(shown[1]))
+    )
 
 
 def interval(

@@ -97,13 +97,17 @@ class RivalPoint:
     """Output throughput, artifact over rival: trimmed geometric mean over blocks."""
     ratio_low: float | None
     ratio_high: float | None
+    """Of its 95% interval."""
     status: Status | None
     """`pass` where the artifact is surely faster; null at an M that has no vote."""
+    decision_low: float | None = None
+    decision_high: float | None = None
+    """The limits the decision was made with."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Artifact beside baseline at one M, with the interval the decision was made with."""
+    """Artifact beside baseline at one M."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -113,14 +117,18 @@ class CurvePoint:
     ratio: float | None
     """Output throughput, artifact over baseline: trimmed geometric mean over blocks."""
     ratio_low: float | None
-    """Lower confidence limit, corrected for repeated looks and for correlation; null where there is none."""
+    """Lower limit of the 95% interval, as wide as correlation makes it; null where there is none."""
     ratio_high: float | None
-    """Upper confidence limit, corrected for those and for the number of Ms."""
+    """Its upper limit."""
     status: Status
     log_ratios: tuple[float, ...]
     """The log ratio of each block of two repeats, one of either side, in the order they ran."""
     correlation: float = 0.0
-    """Between a block and the next, at most: the limits are as wide as it makes them."""
+    """Between a block and the next, at most: all limits are as wide as it makes them."""
+    decision_low: float | None = None
+    """The lower limit that the decision was made with, corrected for repeated looks as well."""
+    decision_high: float | None = None
+    """The upper one, corrected for those and for the number of Ms."""
     rival: RivalPoint | None = None
     """Null where no rival was served."""
 

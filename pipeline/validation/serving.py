@@ -75,7 +75,7 @@ def serve_sides(
                 artifact,
                 baseline,
                 run.workload,
-                run.bounds.throughput_floor,
+                run.bounds,
                 text.token_ids,
                 text.token_text,
                 progress=run.progress,

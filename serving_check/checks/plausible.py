@@ -36,7 +36,7 @@ def check_plausible(
     statuses: list[Status] = ["pass"]
     for point in curve:
         if point.ratio is not None and point.ratio > fastest:
-            sure = (point.ratio_low or 0.0) > fastest
+            sure = (point.decision_low or 0.0) > fastest
             statuses.append("fail" if sure else "inconclusive")
             problems.append(
                 f"at M={point.m} it gives {point.ratio:.1f}× the baseline's tokens, and its weights have "

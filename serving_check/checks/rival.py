@@ -37,7 +37,7 @@ def check_rival(curve: Sequence[CurvePoint], from_m: float, max_blocks: int) -> 
             f"no M of {from_m:g} or more was measured to its end; measure some (--m), or set --rival-from-m"
         )
     else:
-        reason = f"every lower confidence limit from M={from_m:g} on is above the rival"
+        reason = f"every ratio from M={from_m:g} on is surely above 1"
     shown = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in points if rival.status is None)
     return CheckResult(
         name=NAME,

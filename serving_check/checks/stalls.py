@@ -12,11 +12,13 @@ from statistics import median
 
 from ..gaps import Gap
 from ..measurement import MeasuredM, Repeat
+from ..settings import Bounds
 from ..verdict import CheckResult, Status
 
 NAME = "stalls"
 LONGER = 3.0
-"""Times the longest gap of a typical repeat of the baseline at that M."""
+"""Times the longest gap of a typical repeat of the baseline at that M; while prompts are computed as many
+times as the bounds let the first token come later, if that is more."""
 LONGER_S = 0.1
 """Seconds beyond that gap: what a person sees as a pause."""
 ERROR = 0.02
@@ -38,7 +40,9 @@ class Stall:
     seconds: float
 
 
-def check_stalls(measured: Sequence[MeasuredM], together: MeasuredM | None = None) -> CheckResult:
+def check_stalls(
+    measured: Sequence[MeasuredM], bounds: Bounds, together: MeasuredM | None = None
+) -> CheckResult:
     """Fail where the artifact's repeats stall more often than a shared machine's chance gives.
 
     together: blocks whose repeats ran at the same time, if doubt made them necessary
@@ -47,12 +51,12 @@ def check_stalls(measured: Sequence[MeasuredM], together: MeasuredM | None = Non
     both = _measured_on_both(measured)
     if not both:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no repeat was finished")
-    stalls = [stall for one in both for stall in _stalls(one, one.artifact, measured)]
-    ours, theirs = len(stalls), sum(1 for one in both for _ in _stalls(one, one.baseline, measured))
+    stalls = [stall for one in both for stall in _stalls(one, one.artifact, measured, bounds)]
+    ours, theirs = len(stalls), sum(1 for one in both for _ in _stalls(one, one.baseline, measured, bounds))
     seconds = _seconds(repeat for one in both for repeat in one.artifact)
     baseline_seconds = _seconds(repeat for one in both for repeat in one.baseline)
     chance = chance_of_as_many(ours, theirs, seconds / max(seconds + baseline_seconds, 1e-9))
-    alone, theirs_alone = _stalls_alone(together)
+    alone, theirs_alone = _stalls_alone(together, bounds)
     chance_alone = chance_of_as_many(alone, theirs_alone, 0.5)
     status: Status = "pass"
     if chance <= ERROR or chance_alone <= ERROR_TOGETHER:
@@ -76,20 +80,20 @@ def check_stalls(measured: Sequence[MeasuredM], together: MeasuredM | None = Non
     )
 
 
-def surely_stalls(measured: Sequence[MeasuredM]) -> bool:
+def surely_stalls(measured: Sequence[MeasuredM], bounds: Bounds) -> bool:
     """Whether the stalls alone decide, so that no more repeats are needed."""
-    chance = check_stalls(measured).figures.get("chance")
+    chance = check_stalls(measured, bounds).figures.get("chance")
     return isinstance(chance, float) and chance <= CERTAIN
 
 
-def m_in_doubt(measured: Sequence[MeasuredM]) -> int | None:
+def m_in_doubt(measured: Sequence[MeasuredM], bounds: Bounds) -> int | None:
     """The M of the artifact's longest stall, where it stalled more often than the baseline and that is not
     enough to be sure; None where there is no doubt."""
     both = _measured_on_both(measured)
-    if check_stalls(both).status == "fail":
+    if check_stalls(both, bounds).status == "fail":
         return None
-    stalls = [stall for one in both for stall in _stalls(one, one.artifact, both)]
-    theirs = sum(1 for one in both for _ in _stalls(one, one.baseline, both))
+    stalls = [stall for one in both for stall in _stalls(one, one.artifact, both, bounds)]
+    theirs = sum(1 for one in both for _ in _stalls(one, one.baseline, both, bounds))
     return max(stalls, key=lambda stall: stall.seconds).m if len(stalls) > theirs else None
 
 
@@ -107,20 +111,22 @@ def chance_of_as_many(ours: int, theirs: int, share: float) -> float:
     )
 
 
-def _stalls(one: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM]) -> Iterator[Stall]:
+def _stalls(
+    one: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
+) -> Iterator[Stall]:
     """At most one of each of `repeats`, which are one side's of `one`: its longest."""
     origin = min(repeat.began for each in measured for repeat in (*each.artifact, *each.baseline))
-    least = _least_stalls(one)
+    least = _least_stalls(one, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):
             yield Stall(one.m, repeat.began - origin + gap.at, gap.seconds)
 
 
-def _stalls_alone(together: MeasuredM | None) -> tuple[int, int]:
+def _stalls_alone(together: MeasuredM | None, bounds: Bounds) -> tuple[int, int]:
     """In how many blocks, whose repeats ran at once, only the artifact stalled, and only the baseline."""
     alone = [0, 0]
     if together is not None and together.blocks:
-        least = _least_stalls(together)
+        least = _least_stalls(together, bounds)
         for block in together.blocks:
             stalled = [
                 any(_longest_stall(repeat, least) for repeat in repeats)
@@ -137,7 +143,7 @@ def _longest_stall(repeat: Repeat, least: tuple[float, float]) -> Gap | None:
     return max(found, key=lambda gap: gap.seconds, default=None)
 
 
-def _least_stalls(one: MeasuredM) -> tuple[float, float]:
+def _least_stalls(one: MeasuredM, bounds: Bounds) -> tuple[float, float]:
     """Seconds from which on a gap at this M is a stall: while prompts are computed, and while all decode."""
     filling, decoding = (
         median(gaps)
@@ -146,7 +152,8 @@ def _least_stalls(one: MeasuredM) -> tuple[float, float]:
             strict=True,
         )
     )
-    return max(filling * LONGER, filling + LONGER_S), max(decoding * LONGER, decoding + LONGER_S)
+    slower = max(LONGER, bounds.max_ttft_ratio)
+    return max(filling * slower, filling + LONGER_S), max(decoding * LONGER, decoding + LONGER_S)
 
 
 def _seconds(repeats: Iterator[Repeat]) -> float:

@@ -34,7 +34,7 @@ def check_throughput(
         measured=f"lowest {_ratio(worst)} at M={worst.m}" if worst else "nothing",
         bound=(
             f"at least {floor:.2f} of the baseline's output tok/s at every M, "
-            f"known to within {WIDEST:g}× from limit to limit"
+            f"known to within {WIDEST:g}× (95%)"
         ),
         reason=_reason(curve, floor, diagnoses, max_blocks, broken_off),
         figures=_figures(curve),
@@ -47,7 +47,7 @@ def _figures(curve: Sequence[CurvePoint]) -> dict[str, float | int | str | None]
 
 
 def _width(point: CurvePoint) -> float | None:
-    """The upper limit over the lower one."""
+    """The 95% interval's upper limit over its lower one."""
     return point.ratio_high / point.ratio_low if point.ratio_low and point.ratio_high else None
 
 
@@ -57,6 +57,12 @@ def _ratio(point: CurvePoint) -> str:
     low = "?" if point.ratio_low is None else f"{point.ratio_low:.3f}"
     high = "?" if point.ratio_high is None else f"{point.ratio_high:.3f}"
     return f"{point.ratio:.3f} [{low}, {high}]"
+
+
+def _limits(point: CurvePoint) -> str:
+    """Those the decision was made with."""
+    high = "any" if point.decision_high is None else f"{point.decision_high:.3f}"
+    return f"{point.decision_low or 0:.3f} to {high}"
 
 
 def _reason(
@@ -80,7 +86,10 @@ def _reason(
     if broken_off is not None:
         return f"not measured to its end: a request failed at M={broken_off}, and the measuring stopped there"
     if open_points:
-        ms = ", ".join(f"M={point.m} ({_ratio(point)}{_obstacle(point, floor)})" for point in open_points)
+        ms = ", ".join(
+            f"M={point.m} ({point.ratio or 0:.3f}, surely from {_limits(point)}{_obstacle(point, floor)})"
+            for point in open_points
+        )
         blocks = min(max_blocks, max(len(point.log_ratios) for point in open_points))
         return (
             f"could not be decided within {blocks} blocks of repeats: {ms}. Validate again on a quieter "
@@ -90,7 +99,7 @@ def _reason(
         return "no block of repeats was finished"
     widest = max(curve, key=lambda point: _width(point) or 0.0)
     return (
-        "every lower confidence limit is at or above the floor; the widest interval is "
+        "every ratio is surely at or above the floor; the widest 95% interval is "
         f"{_width(widest) or 1:.2f}× from limit to limit, at M={widest.m}"
     )
 
@@ -99,4 +108,4 @@ def _obstacle(point: CurvePoint, floor: float) -> str:
     """What kept it from being decided, where that is more than noise about the floor."""
     if point.correlation >= STRONG:
         return f", each block much like the one before, correlation up to {point.correlation:.2f}"
-    return ", too wide an interval" if (point.ratio_low or 0.0) >= floor else ""
+    return ", too wide an interval" if (point.decision_low or 0.0) >= floor else ""

@@ -30,7 +30,7 @@ from scalegate.layouts.files import write_json
 from scalegate.serving_check import interleaving
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.repeats import Repeats
-from scalegate.serving_check.settings import WorkloadSettings
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
 RESULT = Path(__file__).parent / "results" / "operating_characteristic.json"
@@ -143,7 +143,7 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
             servers = Servers(ratios, noise, scale, generator)
             repeats = Repeats(servers, ARTIFACT, BASELINE, None)
             sides = interleaving.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
-            measured, decisions = interleaving.measure(sides, FLOOR, progress=False)
+            measured, decisions = interleaving.measure(sides, Bounds(throughput_floor=FLOOR), progress=False)
             statuses = {decision.status for decision in decisions}
             verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
             blocks += sum(len(one.blocks) for one in measured)

@@ -176,35 +176,47 @@ def with_gap(seconds: float, every: int = 1, side: str = "artifact") -> Measured
 
 
 def test_pauses_are_counted_placed_in_time_and_compared_with_the_machines():
-    result = check_stalls([with_gap(0.4, every=2)])
+    result = check_stalls([with_gap(0.4, every=2)], BOUNDS)
     assert result.status == "fail", result
     assert "0.40 s at 0.2 s (M=8), 0.40 s at 2.2 s (M=8), 0.40 s at 4.2 s (M=8)" in result.reason
-    assert check_stalls([with_gap(0.05)]).status == "pass"
-    assert check_stalls([with_gap(0.4, side="baseline")]).status == "pass"
+    assert check_stalls([with_gap(0.05)], BOUNDS).status == "pass"
+    assert check_stalls([with_gap(0.4, side="baseline")], BOUNDS).status == "pass"
     both = with_gap(0.4)
     for block in both.blocks:
         block.baseline[0] = replace(block.baseline[0], gaps=block.artifact[0].gaps)
-    assert check_stalls([both]).status == "pass"
-    assert check_stalls([]).status == "inconclusive"
+    assert check_stalls([both], BOUNDS).status == "pass"
+    assert check_stalls([], BOUNDS).status == "inconclusive"
+
+
+def test_while_prompts_are_computed_a_gap_may_be_as_much_longer_as_the_bounds_let_first_tokens_be():
+    slow = measured_m(8, 1.0)
+    for block in slow.blocks:
+        for repeats, filling in ((block.artifact, 0.45), (block.baseline, 0.1)):
+            gaps = LongestGaps(Gap(0.0, filling), Gap(0.5, 0.01))
+            repeats[:] = [replace(repeat, gaps=gaps) for repeat in repeats]
+    assert check_stalls([slow], BOUNDS).status == "fail"
+    declared = replace(BOUNDS, max_ttft_ratio=6.0)
+    assert check_stalls([slow], declared).status == "pass"
+    assert check_stalls([with_gap(0.4, every=2)], declared).status == "fail", "none is computed then"
 
 
 def test_a_few_stalls_of_the_artifact_alone_are_in_doubt_until_both_are_served_at_once():
     few = with_gap(0.4, every=4)
-    assert check_stalls([few]).status == "inconclusive"
-    assert m_in_doubt([few]) == 8
-    assert m_in_doubt([few, MeasuredM(32)]) == 8, "measuring that ended early"
-    assert m_in_doubt([with_gap(0.05)]) is None
-    assert m_in_doubt([MeasuredM(1)]) is None
-    assert m_in_doubt([with_gap(0.4)]) is None, "that is enough already"
+    assert check_stalls([few], BOUNDS).status == "inconclusive"
+    assert m_in_doubt([few], BOUNDS) == 8
+    assert m_in_doubt([few, MeasuredM(32)], BOUNDS) == 8, "measuring that ended early"
+    assert m_in_doubt([with_gap(0.05)], BOUNDS) is None
+    assert m_in_doubt([MeasuredM(1)], BOUNDS) is None
+    assert m_in_doubt([with_gap(0.4)], BOUNDS) is None, "that is enough already"
 
-    result = check_stalls([few], with_gap(0.4, every=2))
+    result = check_stalls([few], BOUNDS, with_gap(0.4, every=2))
     assert result.status == "fail" and "it stalled 6 times while the baseline did not" in result.reason
-    assert check_stalls([few], with_gap(0.05)).status == "pass", "not once more"
-    assert check_stalls([few], with_gap(0.4, every=6)).status == "inconclusive", "twice is not enough"
+    assert check_stalls([few], BOUNDS, with_gap(0.05)).status == "pass", "not once more"
+    assert check_stalls([few], BOUNDS, with_gap(0.4, every=6)).status == "inconclusive", "twice is not enough"
     machines = with_gap(0.4, every=2)
     for block in machines.blocks:
         block.baseline[0] = replace(block.baseline[0], gaps=block.artifact[0].gaps)
-    assert check_stalls([few], machines).status == "pass", "what stops both is the machine"
+    assert check_stalls([few], BOUNDS, machines).status == "pass", "what stops both is the machine"
 
 
 def test_the_longest_gap_is_of_all_streams_together():

@@ -60,7 +60,7 @@ class Zoo:
                 artifact or self.artifact,
                 self.baseline,
                 workload,
-                BOUNDS.throughput_floor,
+                BOUNDS,
                 self.text.token_ids,
                 self.text.token_text,
                 progress=False,
