@@ -14,7 +14,8 @@ from ..serving_check.engine.options import EngineOptions
 from ..serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from ..serving_check.options import from_given, takes
 from ..serving_check.server.served_model import COMPLETION_MAX_TOKENS
-from .serve import build_engine, checkpoint_folder, describe
+from .serve import checkpoint_folder
+from .served_checkpoint import build_engine, describe
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]

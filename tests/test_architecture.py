@@ -76,6 +76,7 @@ ROOMS = {
         "inspect",
         "layout",
         "quantize",
+        "served_checkpoint",
         "serve",
         "llm",
         "validate",

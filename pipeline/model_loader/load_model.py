@@ -48,6 +48,7 @@ def load_model(
     numerics: Numerics = "tuned",
     revision: str | None = None,
     progress: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, a folder or a Hub id, for inference on `device`.
 
@@ -56,6 +57,7 @@ def load_model(
     layout: one layout for every quantized dense layer, or for all experts where it is one of theirs,
             whatever the plan says
     numerics: what a row's bits may depend on; only layouts that keep it are taken
+    tokenizer: the checkpoint's, where it has been loaded already
     """
     checkpoint = open_checkpoint(str(model), revision)
     device = torch.device(device)
@@ -75,7 +77,7 @@ def load_model(
     _refuse_unquantized(checkpoint, convention, stored, loader)
     return LoadedModel(
         model=skeleton,
-        tokenizer=load_tokenizer(checkpoint),
+        tokenizer=tokenizer or load_tokenizer(checkpoint),
         checkpoint=checkpoint,
         layouts=loader.layouts,
         generation_config=_generation_config(checkpoint, skeleton),

@@ -27,6 +27,7 @@ from ..engine.request import (
     StepOutput,
     TokenLogprobs,
 )
+from .model_description import ModelDescription
 
 STATS_INTERVAL = 0.05
 """Seconds between two snapshots sent while busy; the step that empties the engine always sends one."""
@@ -50,8 +51,10 @@ class SteppedEngine(Protocol):
     def warm_up(self, progress: bool | None = None) -> None: ...
 
 
-EngineFactory = Callable[[], SteppedEngine]
-"""Builds the engine inside the child; picklable, and a UserError it raises reaches the user."""
+Describe = Callable[[], ModelDescription]
+"""Tells what is served, before the model is loaded; picklable, and runs in the engine's process."""
+EngineFactory = Callable[[ModelDescription], SteppedEngine]
+"""Builds the engine there; picklable, and a UserError that either raises reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Add:
 @dataclass(frozen=True)
 class Abort:
     request_id: str
+
+
+@dataclass(frozen=True)
+class Described:
+    description: ModelDescription
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Stepped:
     stats: EngineStats | None
 
 
-def run_engine(connection: Connection, factory: EngineFactory) -> None:
+def run_engine(connection: Connection, describe: Describe, factory: EngineFactory) -> None:
     """The process's main function. Ends when the other end of the pipe is closed, whoever closed it."""
     # The terminal's Ctrl-C and a container's SIGTERM reach the whole group; the parent drains, then closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -121,7 +129,9 @@ def run_engine(connection: Connection, factory: EngineFactory) -> None:
     commands: queue.SimpleQueue[Add | Abort] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, commands), daemon=True).start()
     try:
-        engine = factory()
+        description = describe()
+        connection.send(Described(description))
+        engine = factory(description)
         engine.warm_up()
         gc.collect()
         gc.freeze()

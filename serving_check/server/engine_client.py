@@ -6,12 +6,26 @@ import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...layouts.errors import UserError
 from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
-from .engine_child import Abort, Add, Broken, EngineFactory, Failed, Ready, Refused, Stepped, run_engine
+from .engine_child import (
+    Abort,
+    Add,
+    Broken,
+    Describe,
+    Described,
+    EngineFactory,
+    Failed,
+    Ready,
+    Refused,
+    Stepped,
+    run_engine,
+)
 from .errors import ApiError, engine_unavailable, step_failed
 from .metrics import Metrics
+from .model_description import ModelDescription
 
 JOIN_SECONDS = 10.0
 
@@ -82,11 +96,11 @@ class _Sequence:
 class EngineClient:
     """One engine process. `start` blocks until it is ready; `listen` joins it to the running event loop."""
 
-    def __init__(self, factory: EngineFactory, metrics: Metrics):
+    def __init__(self, describe: Describe, factory: EngineFactory, metrics: Metrics):
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
         self._process = context.Process(
-            target=run_engine, args=(child_end, factory), name="scalegate-engine", daemon=True
+            target=run_engine, args=(child_end, describe, factory), name="scalegate-engine", daemon=True
         )
         self._process.start()
         child_end.close()
@@ -100,8 +114,17 @@ class EngineClient:
         """Called once, when it dies while it is listened to."""
         self.closing = False
 
+    def wait_until_described(self) -> ModelDescription:
+        """Block until it is known what is served; the model is loaded then. UserError where it cannot be."""
+        described: Described = self._first_words()
+        return described.description
+
     def wait_until_ready(self) -> Ready:
         """Block until the model is loaded and warm. UserError where it cannot be."""
+        ready: Ready = self._first_words()
+        return ready
+
+    def _first_words(self) -> Any:
         try:
             message = self._connection.recv()
         except EOFError:

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -17,11 +17,11 @@ from ...layouts.errors import UserError
 from ..engines.ready_line import ready_line
 from .app import create_app
 from .connection import Connection, allow_open_files
-from .engine_child import EngineFactory
+from .engine_child import Describe, EngineFactory
 from .engine_client import EngineClient
 from .limits import ServerLimits
 from .metrics import Metrics
-from .served_model import ModelDescription, ServedModel
+from .served_model import ServedModel
 from .text_workers import TextWorkers
 
 INTERRUPTED = 130
@@ -49,8 +49,8 @@ class ServerOptions:
 def run_server(
     options: ServerOptions,
     name: str,
+    describe: Describe,
     factory: EngineFactory,
-    describe: Callable[[], ModelDescription],
 ) -> None:
     """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended.
 
@@ -59,10 +59,10 @@ def run_server(
     with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
         metrics.model_name = name
-        engine = EngineClient(factory, metrics)
+        engine = EngineClient(describe, factory, metrics)
         workers = None
         try:
-            description = describe()  # while the engine's process loads the model
+            description = engine.wait_until_described()  # the engine's process goes on to load the model
             if description.tokenizer is not None:
                 workers = TextWorkers(description.tokenizer, options.limits.text_seconds)
                 if getattr(description.tokenizer, "chat_template", None):

@@ -156,7 +156,7 @@ def our_engine(checkpoint: Path, model: str, device: str, ns: list[int]) -> tupl
     import torch
     from int4_engine import decode_split
     from scalegate.layouts.linear import QuantizedLinear
-    from scalegate.pipeline.serve import build_engine
+    from scalegate.pipeline.served_checkpoint import build_engine
     from scalegate.serving_check.engine.options import EngineOptions
     from serving import greedy
 

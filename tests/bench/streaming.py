@@ -25,8 +25,8 @@ from scalegate.layouts.files import write_json
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.server.model_description import ModelDescription
 from scalegate.serving_check.server.run import ServerOptions, run_server
-from scalegate.serving_check.server.served_model import ModelDescription
 from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -71,11 +71,20 @@ def serve(options: argparse.Namespace) -> None:
         timed_engine, options.shape, options.device, cells, options.repeats, options.serve
     )
     description = ModelDescription(synthetic_tokenizer(SHAPES[options.shape]["vocab_size"]))
-    run_server(ServerOptions(port=0), "random", factory, lambda: description)
+    run_server(ServerOptions(port=0), "random", functools.partial(_same, description), factory)
+
+
+def _same(description: ModelDescription) -> ModelDescription:
+    return description
 
 
 def timed_engine(
-    shape: str, device: str, cells: list[tuple[int, int, int]], repeats: int, offline: Path
+    shape: str,
+    device: str,
+    cells: list[tuple[int, int, int]],
+    repeats: int,
+    offline: Path,
+    _: ModelDescription,
 ) -> Any:
     """The engine, once it has been timed offline."""
     import torch

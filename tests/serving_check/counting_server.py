@@ -13,8 +13,8 @@ from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.jit_monitor import JitMonitor
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, SamplingParams, StepOutput
 from scalegate.serving_check.server.limits import ServerLimits
+from scalegate.serving_check.server.model_description import ModelDescription
 from scalegate.serving_check.server.run import ServerOptions, run_server
-from scalegate.serving_check.server.served_model import ModelDescription
 
 REFUSED, FATAL, BREAKING = 666, 667, 668
 """Prompts of one such token: refused by the engine, the end of the engine, and the end of that request."""
@@ -26,7 +26,7 @@ class CountingEngine:
     capacity = EngineCapacity(max_num_seqs=1000, kv_cache_pages=1000, page_size=16)
     jit_monitor = JitMonitor("off")
 
-    def __init__(self, step_seconds: float):
+    def __init__(self, step_seconds: float, description: ModelDescription):
         self.step_seconds = step_seconds
         self.running: dict[str, tuple[int, int]] = {}
         self.steps = 0
@@ -99,6 +99,6 @@ if __name__ == "__main__":
     run_server(
         ServerOptions(port=given.port, api_key=given.key, limits=ServerLimits(unread_seconds=given.unread)),
         "counting",
+        functools.partial(ModelDescription, None),
         functools.partial(CountingEngine, given.step_seconds),
-        lambda: ModelDescription(tokenizer=None),
     )

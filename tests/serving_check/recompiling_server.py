@@ -8,6 +8,7 @@ powers of two only.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from scalegate.pipeline import serve as serving
@@ -22,8 +23,8 @@ def specialized_on_a_size(values: torch.Tensor) -> torch.Tensor:
     return values * 2
 
 
-def build_recompiling_engine(folder: Path, options: EngineOptions) -> Engine:
-    engine = serving.build_engine(folder, options)
+def build_recompiling_engine(folder: Path, options: EngineOptions, tokenizer: Any) -> Engine:
+    engine = serving.build_engine(folder, options, tokenizer)
     step = engine.step
 
     def compiling_step() -> list[StepOutput]:

@@ -9,6 +9,7 @@ import functools
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from scalegate.pipeline import serve as serving
 from scalegate.pipeline.cli.main import main
@@ -17,8 +18,10 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import StepOutput
 
 
-def build_slowed_engine(factor: float, from_m: int, folder: Path, options: EngineOptions) -> Engine:
-    engine = serving.build_engine(folder, options)
+def build_slowed_engine(
+    factor: float, from_m: int, folder: Path, options: EngineOptions, tokenizer: Any
+) -> Engine:
+    engine = serving.build_engine(folder, options, tokenizer)
     step = engine.step
 
     def slowed_step() -> list[StepOutput]:

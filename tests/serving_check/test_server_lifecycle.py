@@ -76,6 +76,14 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
         assert 'finished_reason="abort"' in client.get("/metrics").text
 
 
+def test_the_process_that_answers_has_no_torch_in_memory(server):
+    def has_torch(process: psutil.Process) -> bool:
+        return any("libtorch" in one.path for one in process.memory_maps())
+
+    api = listening_process(server.base_url)
+    assert has_torch(engine_process(api)) and not has_torch(api)
+
+
 def test_a_wrong_key_is_refused_and_health_needs_none(counting):
     with httpx.Client(base_url=counting.base_url) as client:
         body = {"prompt": [1]}

@@ -4,10 +4,11 @@ import httpx
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.server.errors import ApiError
+from scalegate.serving_check.server.model_description import SamplingDefaults
 from scalegate.serving_check.server.neutral_fields import NEUTRAL as NEUTRAL_FIELDS
 from scalegate.serving_check.server.neutral_fields import WITHOUT_EFFECT
 from scalegate.serving_check.server.schema import ChatCompletionRequest, CompletionRequest
-from scalegate.serving_check.server.served_model import SamplingDefaults, ServedModel
+from scalegate.serving_check.server.served_model import ServedModel
 from transformers import AutoTokenizer
 
 

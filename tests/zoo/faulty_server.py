@@ -40,8 +40,8 @@ class Switch:
         return self._name
 
 
-def build_faulty_engine(path: Path, folder: Path, options: EngineOptions) -> Engine:
-    engine = serving.build_engine(folder, options)
+def build_faulty_engine(path: Path, folder: Path, options: EngineOptions, tokenizer: Any) -> Engine:
+    engine = serving.build_engine(folder, options, tokenizer)
     switch = Switch(path)
     made = {name: fault(engine) for name, fault in of("engine").items()}
     step = engine.step

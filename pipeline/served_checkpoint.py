@@ -1,0 +1,97 @@
+"""What the engine's process of a server makes of a checkpoint: its description first, then the engine.
+
+torch and the models of transformers are imported inside functions: the process that answers clients names
+these functions, but never calls them, and needs neither library.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..layouts.errors import UserError
+from ..serving_check.engine.options import EngineOptions
+from ..serving_check.server.model_description import ModelDescription, SamplingDefaults
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+    from ..serving_check.engine.engine import Engine
+    from .checkpoints.checkpoint import Checkpoint
+
+
+def engine_of(
+    build: Callable[..., "Engine"], folder: Path, options: EngineOptions, description: ModelDescription
+) -> "Engine":
+    """`build`'s engine for what `describe` told of."""
+    return build(folder, options, description.tokenizer)
+
+
+def build_engine(
+    folder: Path, options: EngineOptions, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> "Engine":
+    """Load the model in `folder` and put the engine around it.
+
+    tokenizer: the checkpoint's, where it has been loaded already
+    """
+    from ..layouts.kv_format import KV_FORMATS, largest_of
+    from ..serving_check.engine.engine import Engine
+    from .checkpoints.checkpoint import open_checkpoint
+    from .conventions.kv_cache import kv_cache_of
+    from .device import resolve_device, resolve_dtype
+    from .model_loader.load_model import load_model
+
+    kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)
+    if largest_of(KV_FORMATS[kv_cache.kv_format]) is not None and not kv_cache.scales:
+        print("Note: no KV scales in the checkpoint; keys and values are stored unscaled.", file=sys.stderr)
+    loaded = load_model(
+        folder,
+        device=resolve_device(options.device),
+        dtype=resolve_dtype(options.dtype),
+        layout=options.layout,
+        numerics=options.numerics,
+        tokenizer=tokenizer,
+    )
+    ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
+    served = replace(options, kv_cache_dtype=kv_cache.kv_format)
+    return Engine(loaded.model, served, ends, kv_cache.scales, loaded.tokenizer)
+
+
+def describe(folder: Path, chat_template: Path | None = None) -> ModelDescription:
+    """What the API process has to know of the model: its tokenizer and its maker's sampling defaults.
+
+    chat_template: a file with one, in place of the tokenizer's own
+    """
+    from .checkpoints.checkpoint import open_checkpoint
+    from .checkpoints.tokenizer import load_tokenizer
+
+    checkpoint = open_checkpoint(str(folder))
+    tokenizer = load_tokenizer(checkpoint)
+    if chat_template is not None:
+        if tokenizer is None:
+            raise UserError(f"{folder} has no tokenizer, so a chat template is of no use")
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the chat template cannot be read from {chat_template} ({error})") from error
+    return ModelDescription(tokenizer, sampling_defaults(checkpoint))
+
+
+def eos_token_ids(
+    generation: "GenerationConfig", config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase | None"
+) -> frozenset[int]:
+    """Every token that ends a sequence: the generation config's, else the model's; and the tokenizer's."""
+    ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    listed = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        listed.append(tokenizer.eos_token_id)
+    return frozenset(listed)
+
+
+def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
+    """What the checkpoint's maker recommends, from `generation_config.json`."""
+    from ..layouts.outside_files import read_json_object
+
+    path = checkpoint.folder / "generation_config.json"
+    return SamplingDefaults.from_generation_config(read_json_object(path) if path.is_file() else {})
