@@ -25,7 +25,7 @@ from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_ch
 from .publishing.card_engines import kv_cache_commands
 from .quantization.allocation import Budget
 from .quantization.base_metadata import read_base_metadata
-from .quantization.calibration_names import CALIBRATION
+from .quantization.calibration_names import CALIBRATION, LEARNED
 from .quantization.calibration_text import read_calibration_text
 from .quantization.estimate import Estimate, estimate
 from .quantization.importance import importance_of
@@ -201,7 +201,9 @@ def _write_all_shards(
     write_shards(job, record, shards, known, ranks, progress)
     if read is None or job.text is None:
         return shards, {}
-    return shards, {CALIBRATION: {"source": job.text.name, **read.facts}}
+    learned = {layer: {"before": one[0], "after": one[1]} for layer, one in found.learned.items()}
+    facts = read.facts | ({LEARNED: learned} if learned else {})
+    return shards, {CALIBRATION: {"source": job.text.name, **facts}}
 
 
 def _finish(

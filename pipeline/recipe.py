@@ -37,6 +37,7 @@ MAX_RECIPE_BYTES = 1 << 16
 MAX_TEXT = 1000
 """Characters of a name or a description."""
 MAX_PATTERNS = 256
+MAX_STEPS = 100_000
 RULE_KEYS = ("modules", "ignore", "format")
 
 
@@ -65,6 +66,8 @@ class Recipe:
     method: str = DATA_FREE
     """How weights are rounded: each by itself, or with the layer's inputs on a text in view: `gptq`
     (`quantization/second_order.py`), `awq` (`quantization/equalization.py`), or both."""
+    learned_rounding: int = 0
+    """For how many steps each layer's rounding is learned after that (`quantization/learned_rounding.py`)."""
     calibration: str = ""
     """The text for what reads one: a file, `hub:DATASET`, or `self` for what the model itself writes, which a
     recipe that needs a text and names none gets."""
@@ -100,6 +103,7 @@ class Recipe:
             "description": self.description,
             **spec_to_json(self.spec),
             **({"method": self.method} if self.method != DATA_FREE else {}),
+            **({"learned_rounding": self.learned_rounding} if self.learned_rounding else {}),
             **({"calibration": self.calibration} if self.calibration else {}),
             "include": list(self.include),
             "ignore": list(self.ignore),
@@ -188,6 +192,7 @@ class _Reader:
             description=self._text(value, "description", lines),
             spec=spec,
             method=self._choice(value, "method", lines, METHODS),
+            learned_rounding=self._steps(value, "learned_rounding", lines),
             calibration=self._text(value, "calibration", lines),
             include=self._patterns(value, "include", lines),
             ignore=self._patterns(value, "ignore", lines),
@@ -336,6 +341,14 @@ class _Reader:
         if not isinstance(flag, bool):
             raise self._error(lines.get(key), f"`{key}` is true or false, not {flag!r}")
         return flag
+
+    def _steps(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> int:
+        steps = value.get(key, 0)
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= MAX_STEPS:
+            raise self._error(
+                lines.get(key), f"`{key}` is a number of steps up to {MAX_STEPS}, not {steps!r}"
+            )
+        return steps
 
     def _text(self, value: Mapping[str, Any], key: str, lines: dict[str, int]) -> str:
         text = value.get(key, "")

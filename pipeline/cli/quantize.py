@@ -71,7 +71,7 @@ def command(
 
     \b
     Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, int4-gptq, int4-awq,
-    int4-awq-gptq, nvfp4, nvfp4-gptq, nvfp4-w4a4, iq2-xxs, or your own.
+    int4-awq-gptq, int4-best, nvfp4, nvfp4-gptq, nvfp4-best, nvfp4-w4a4, iq2-xxs, or your own.
 
     \b
     Examples:

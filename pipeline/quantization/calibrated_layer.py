@@ -84,10 +84,14 @@ class CalibratedLayer:
     scarce: list[str] = field(default_factory=list)
     equalized: dict[str, Equalized] = field(default_factory=dict)
     """By the norm's tensor."""
+    learned: tuple[float, float] | None = None
+    """The layer's error before and after its rounding was learned, as `LearnedLayer` has them."""
 
     @property
     def progress(self) -> str:
         """The layer's loss before and after, for a progress bar."""
+        if self.learned is not None:
+            return f"layer error {self.learned[0]:.2e} → {self.learned[1]:.2e}"
         if not self.solved:
             return ""
         before = sum(one.before for one in self.solved.values()) / len(self.solved)
@@ -116,7 +120,13 @@ def write_layer(path: Path, layer: CalibratedLayer) -> None:
             "before": one.before,
             "after": one.after,
         }
-    facts = {"largest": layer.largest, "solved": solved, "scarce": layer.scarce, "equalized": equalized}
+    facts = {
+        "largest": layer.largest,
+        "solved": solved,
+        "scarce": layer.scarce,
+        "equalized": equalized,
+        "learned": layer.learned,
+    }
     with atomic_path(path) as partial:
         save_file(tensors, partial, {"facts": json.dumps(facts)})
 
@@ -141,6 +151,8 @@ def read_layer(path: Path) -> CalibratedLayer:
                 name: Equalized(file.get_tensor(f"{NORM}|{name}"), tuple(modules))
                 for name, modules in facts["equalized"].items()
             }
+            before_after = facts["learned"]
+            learned = None if before_after is None else (float(before_after[0]), float(before_after[1]))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
-    return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"], equalized)
+    return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"], equalized, learned)

@@ -18,11 +18,12 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
-from .calibrated_layer import CalibratedLayer, layer_path, read_layer, write_layer
+from .calibrated_layer import CalibratedLayer, Equalized, Solved, layer_path, read_layer, write_layer
 from .hidden_states import HiddenStates
 from .layer_inputs import LAST, LayerInputs
-from .layer_solver import LayerSolver
+from .layer_solver import LayerSolver, Problem
 from .layer_stream import LayerStream
+from .learned_rounding import learn_rounding
 from .linear_weights import LM_HEAD, LinearWeight
 from .shared_tensors import Shared
 from .wanted_of_text import Found, Wanted
@@ -64,7 +65,7 @@ def calibrate(
                     original_after = visit.original_after
                     if folder is not None:
                         write_layer(layer_path(folder, index), layer)
-                found.add(layer)
+                found.add(name, layer)
                 if name != LAST and len(done) < len(names):
                     if original is not None and original_after is None:
                         stream.place(name)
@@ -105,6 +106,7 @@ class _Visit:
         solver = LayerSolver(self.stream, self.name, self.places, self.wanted, self.quantizer, self.shared)
         equalized, scales = solver.equalize(inputs) if self.wanted.equalizes else ({}, {})
         solved = solver.solve(inputs.by_module, inputs.solving, scales)
+        learned = self._learn(solver, inputs, solved, equalized, scales)
         return CalibratedLayer(
             {m: one.largest for m, one in inputs.by_module.items() if m in self.wanted.largest},
             {
@@ -115,7 +117,39 @@ class _Visit:
             solved,
             inputs.scarce,
             equalized,
+            learned,
         )
+
+    def _learn(
+        self,
+        solver: LayerSolver,
+        inputs: LayerInputs,
+        solved: dict[str, Solved],
+        equalized: Mapping[str, Equalized],
+        scales: Mapping[str, Tensor],
+    ) -> tuple[float, float] | None:
+        """Learn the rounding of what is `solved`, in place; the layer's error before and after."""
+        if not (self.wanted.learning_steps and solved and self.original_after):
+            return None
+
+        def problem(module: str) -> Problem:
+            return solver.problem(module, inputs.by_module[module], scales.get(module))
+
+        learned = learn_rounding(
+            self.stream,
+            self.name,
+            self.places,
+            {module: one.quantized.weight for module, one in solved.items()},
+            equalized,
+            lambda module, weight: (solver.levels(module, weight), problem(module).target),
+            self.original_after,
+            self.wanted.learning_steps,
+        )
+        if learned is None:
+            return None
+        for module, weight in learned.weights.items():
+            solved[module] = problem(module).judged(weight, solved[module])
+        return learned.before, learned.after
 
 
 def _unreached(

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...layouts.formats.int4 import Int4
-from ...layouts.formats.weight_format import WeightFormat
+from ...layouts.formats.int4 import Int4, Int4Weight
+from ...layouts.formats.weight_format import Weight, WeightFormat
 from .int4_least_squares import quantize_int4
+from .int4_levels import Int4Levels
 from .int4_second_order import second_order_int4
 from .quantizer import QUANTIZERS, Quantized
 from .second_order import Curvature
@@ -38,6 +39,11 @@ class Int4Quantizer:
         curvature: Curvature,
     ) -> Quantized:
         return second_order_int4(values, _integer_zero(spec), scale_dtype, curvature)
+
+    def levels(self, weight: Weight) -> Int4Levels:
+        if not isinstance(weight, Int4Weight):
+            raise ValueError(self.refuses(weight.spec))
+        return Int4Levels(weight)
 
 
 def _integer_zero(spec: WeightFormat) -> Int4:

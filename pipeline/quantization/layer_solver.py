@@ -1,17 +1,19 @@
 """Rounding the weights of one decoder layer with their inputs in view, scaled before that where it helps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ...layouts.formats.weight_format import Weight
 from .all_quantizers import QUANTIZERS
 from .calibrated_layer import Equalized, Solved
 from .equalization import TOLERANCE, column_scales, energy, scaled_norm
 from .layer_inputs import Inputs, LayerInputs
 from .layer_stream import LayerStream, Slot
+from .levels import Levels
 from .quantizer import CorrectingQuantizer, Quantized
 from .second_order import Curvature, prepare
 from .shared_tensors import Shared
@@ -34,6 +36,8 @@ class LayerSolver:
     wanted: Wanted
     quantizer: WeightQuantizer
     shared: Shared
+    curvatures: dict[tuple[int, int, int, int], Curvature] = field(default_factory=dict)
+    """By what decides them: of weights with the same inputs they are made once."""
 
     def equalize(self, inputs: LayerInputs) -> tuple[dict[str, Equalized], dict[str, Tensor]]:
         """Norms with scales taken over, and those, fp32 [K], by the module that has them in its columns."""
@@ -102,34 +106,74 @@ class LayerSolver:
     ) -> dict[str, Solved]:
         """scales: fp32 [K] of the columns, by module, where a norm has taken them over"""
         solved: dict[str, Solved] = {}
-        curvatures: dict[tuple[int, int, int, int], Curvature] = {}
         for module in solving:
-            task, linear = self.wanted.solved[module], self.places.linears[module]
-            corrector = QUANTIZERS[task.spec.name]
-            if not isinstance(corrector, CorrectingQuantizer):
-                raise TypeError(f"{task.spec.name} cannot be solved on a text")
-            hessian = inputs[module].hessian
-            cross = inputs[module].cross if self.wanted.corrects else None
-            columns = scales.get(module)
-            key = (id(hessian), id(columns), corrector.columns_together(task.spec), linear.k)
-            if hessian is None:
-                hessian = torch.eye(linear.k, device=self.quantizer.device)
-            if key not in curvatures:
-                curvatures[key] = prepare(_divided(hessian, columns), key[2])
-            values = self._values(module)
-            unscaled, before = values, None
-            if columns is not None:
-                values = values.float() * columns
-                cross = None if cross is None else _divided(cross, columns)
-            target = _target(values.float(), cross, curvatures[key])
-            if columns is not None:
-                before = _share_of_output(self._rounded(module, unscaled), target / columns, hessian)
-            candidates = [self._plain(module, values)]
+            problem = self.problem(module, inputs[module], scales.get(module))
+            before = None
+            if problem.columns is not None:
+                rounded = self._rounded(module, self._values(module))
+                before = _share_of_output(rounded, problem.target / problem.columns, problem.hessian)
+            candidates = [self._plain(module, problem.values)]
             if self.wanted.corrects:
-                dtype, shared = self.quantizer.scale_dtype, self._shared(module)
-                candidates.append(corrector.correct(target, task.spec, dtype, shared, curvatures[key]))
-            solved[module] = Solved.of(values.float(), target, candidates, curvatures[key], before)
+                candidates.append(
+                    self._corrector(module).correct(
+                        problem.target,
+                        self.wanted.solved[module].spec,
+                        self.quantizer.scale_dtype,
+                        self._shared(module),
+                        problem.curvature,
+                    )
+                )
+            solved[module] = Solved.of(problem.values, problem.target, candidates, problem.curvature, before)
         return solved
+
+    def problem(self, module: str, inputs: Inputs, columns: Tensor | None) -> "Problem":
+        """columns: fp32 [K], the scales of the weight's columns, where a norm has taken them over"""
+        linear = self.places.linears[module]
+        together = self._corrector(module).columns_together(self.wanted.solved[module].spec)
+        hessian, cross = inputs.hessian, inputs.cross if self.wanted.corrects else None
+        key = (id(hessian), id(columns), together, linear.k)
+        if hessian is None:
+            hessian = torch.eye(linear.k, device=self.quantizer.device)
+        if key not in self.curvatures:
+            self.curvatures[key] = prepare(_divided(hessian, columns), together)
+        values = self._values(module).float()
+        if columns is not None:
+            values = values * columns
+            cross = None if cross is None else _divided(cross, columns)
+        curvature = self.curvatures[key]
+        return Problem(values, _target(values, cross, curvature), hessian, columns, curvature)
+
+    def levels(self, module: str, weight: Weight) -> Levels:
+        """Those of its `weight`, on the device."""
+        return self._corrector(module).levels(weight.to(self.quantizer.device))
+
+    def _corrector(self, module: str) -> CorrectingQuantizer:
+        name = self.wanted.solved[module].spec.name
+        corrector = QUANTIZERS[name]
+        if not isinstance(corrector, CorrectingQuantizer):
+            raise TypeError(f"{name} cannot be solved on a text")
+        return corrector
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one weight [N, K] is to be rounded for.
+
+    values:  fp32, with scales of its columns in it
+    target:  fp32, whose outputs are wanted on the inputs that it gets
+    hessian: fp32 [K, K], of inputs without those scales; columns: the scales, fp32 [K]
+    """
+
+    values: Tensor
+    target: Tensor
+    hessian: Tensor
+    columns: Tensor | None
+    curvature: Curvature
+
+    def judged(self, weight: Weight, earlier: Solved) -> Solved:
+        """`weight`, on the CPU, in the place of the one that was found `earlier`."""
+        here = Quantized(weight.to(self.values.device), 0.0, earlier.quantized.squared_norm)
+        return Solved.of(self.values, self.target, [here], self.curvature, earlier.before)
 
 
 def _share_of_output(values: Tensor, target: Tensor, hessian: Tensor) -> float:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...layouts.formats.nvfp4 import E2M1_MAX, GROUP_SIZE, NVFP4, NVFP4Input
-from ...layouts.formats.weight_format import WeightFormat
+from ...layouts.formats.nvfp4 import E2M1_MAX, GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
+from ...layouts.formats.weight_format import Weight, WeightFormat
 from .nvfp4_least_squares import quantize_nvfp4, shared_global_scale
+from .nvfp4_levels import NVFP4Levels
 from .nvfp4_second_order import second_order_nvfp4
 from .quantizer import QUANTIZERS, Quantized
 from .second_order import Curvature
@@ -46,6 +47,11 @@ class NVFP4Quantizer:
         if not isinstance(spec, NVFP4):
             raise ValueError(self.refuses(spec))
         return second_order_nvfp4(values, spec, shared["global_scale"], curvature)
+
+    def levels(self, weight: Weight) -> NVFP4Levels:
+        if not isinstance(weight, NVFP4Weight):
+            raise ValueError(self.refuses(weight.spec))
+        return NVFP4Levels(weight)
 
     def calibrates(self, spec: WeightFormat) -> bool:
         return isinstance(spec, NVFP4) and spec.activations

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.registry import Registry
+from .levels import Levels
 from .second_order import Curvature
 
 
@@ -83,6 +84,10 @@ class CorrectingQuantizer(Quantizer, Protocol):
         curvature: Curvature,
     ) -> Quantized:
         """As `quantize`, of all rows at once, with what is known of the inputs (`second_order.py`)."""
+        ...
+
+    def levels(self, weight: Weight) -> Levels:
+        """What its numbers may be instead (`learned_rounding.py`), on the device where `weight` lies."""
         ...
 
 

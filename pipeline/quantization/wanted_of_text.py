@@ -23,6 +23,8 @@ class Wanted:
     """Whether what rounding a column leaves is taken over by others (`second_order.py`)."""
     equalizes: bool = False
     """Whether norms take over scales of the columns (`equalization.py`)."""
+    learning_steps: int = 0
+    """For how long each layer's rounding is learned after that (`learned_rounding.py`)."""
 
     def solves(self, modules: Iterable[str]) -> bool:
         return any(module in self.solved for module in modules)
@@ -39,6 +41,7 @@ class Found:
     squares: float64 [K]; an expert that no token reaches has none
     scarce:  experts with fewer tokens than they have inputs: solved with all of their layer's in view
     equalized: norms whose weights have taken over scales, by tensor
+    learned:  by decoder layer, its error before and after its rounding was learned (`LearnedLayer`)
     """
 
     largest: dict[str, float] = field(default_factory=dict)
@@ -46,10 +49,13 @@ class Found:
     solved: dict[str, Solved] = field(default_factory=dict)
     scarce: list[str] = field(default_factory=list)
     equalized: dict[str, Equalized] = field(default_factory=dict)
+    learned: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, layer: CalibratedLayer) -> None:
+    def add(self, name: str, layer: CalibratedLayer) -> None:
         self.largest |= layer.largest
         self.squares |= layer.squares
         self.solved |= layer.solved
         self.scarce += layer.scarce
         self.equalized |= layer.equalized
+        if layer.learned is not None:
+            self.learned[name] = layer.learned

@@ -34,6 +34,11 @@ def budget_source(recipe: Recipe, given: str | None) -> str:
 def what_is_wanted(recipe: Recipe, tasks: Sequence[WeightTask]) -> Wanted:
     """What the quantizers of `tasks` want. UserError where the recipe's method is not one of a format's."""
     largest, squares, solved = set(), set(), {}
+    if recipe.learned_rounding and recipe.method == DATA_FREE:
+        raise UserError(
+            f"the recipe {recipe.name!r} has `learned_rounding`, which goes on from what a method found on a "
+            "text; give it `method: gptq`"
+        )
     for task in tasks:
         if task.linear is None or not task.is_quantized:
             continue
@@ -60,6 +65,7 @@ def what_is_wanted(recipe: Recipe, tasks: Sequence[WeightTask]) -> Wanted:
         solved,
         corrects=recipe.method in (GPTQ, AWQ_GPTQ),
         equalizes=recipe.method in (AWQ, AWQ_GPTQ),
+        learning_steps=recipe.learned_rounding,
     )
 
 

@@ -94,6 +94,7 @@ def test_the_model_s_outputs_are_nearer(
         RECIPE,
         Recipe("awq", spec=Int4(64), method=AWQ_GPTQ),
         Recipe("w4a4", spec=NVFP4(activations=True), method=GPTQ),
+        Recipe("learned", spec=Int4(64), method=GPTQ, learned_rounding=6),
         Recipe("iq2", spec=IQ2XXS()),
     ],
     ids=lambda recipe: recipe.name,

@@ -37,10 +37,11 @@ def message(call, *arguments: object) -> str:
 def test_the_shipped_recipes_are_what_their_names_say() -> None:
     specs = {name: load_recipe(name).spec for name in shipped_recipes()}
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
-    int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq")}
+    int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq", "best")}
     assert specs == int4 | {
         "nvfp4": NVFP4(),
         "nvfp4-gptq": NVFP4(),
+        "nvfp4-best": NVFP4(),
         "nvfp4-w4a4": NVFP4(activations=True),
         "iq2-xxs": IQ2XXS(),
     } | dict.fromkeys(KV_RECIPES, Unquantized())
@@ -51,6 +52,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
         | {
             "nvfp4": "unquantized",
             "nvfp4-gptq": "unquantized",
+            "nvfp4-best": "unquantized",
             "nvfp4-w4a4": "unquantized",
             "iq2-xxs": "unquantized",
         }

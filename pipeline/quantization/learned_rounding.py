@@ -1,0 +1,228 @@
+"""Rounding that is learned: which way the numbers of a decoder layer's weights go, so that its output suffers
+least.
+
+GPTQ judges each weight by its own outputs. Here all weights of a layer are judged together, by what the layer
+makes of a text, behind attention and activation functions (AdaRound: Nagel et al. 2020, arXiv 2004.10568;
+BRECQ: Li et al. 2021, arXiv 2102.05426). Each number has a position between levels, and gradients pass its
+rounding as if it were none (Bengio et al. 2013, arXiv 1308.3432), as in SignRound (Cheng et al. 2023, arXiv
+2309.05516), but under Adam; scales have a factor each. Positions begin where the unrounded weight lies, as
+near to it as rounding still gives the solution at hand. The best state is kept, as measured on sequences that
+nothing is learned from, so that the result is never worse there than what it began with.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...layouts.formats.weight_format import Weight
+from .calibrated_layer import Equalized
+from .hidden_states import HiddenStates
+from .layer_stream import LayerStream
+from .levels import Levels
+from .weight_places import Places, serve
+
+POSITION_RATE, FACTOR_RATE = 2e-3, 2e-4
+"""Of Adam at first, in levels and of a scale: they fall to nothing along a cosine."""
+BETAS, SMALLEST = (0.9, 0.99), 1e-20
+NEAREST = 0.49
+"""Of a level: how far from its own level a position begins at most."""
+HELD_ASIDE = 16
+"""One of so many parts of the text is not learned from."""
+LOOKS = 8
+"""How often the loss on those is taken."""
+SEED = 26
+
+
+@dataclass(frozen=True)
+class LearnedLayer:
+    """weights: by module; before, after: the layer's squared error on the sequences held aside, as a share of
+    its output's square"""
+
+    weights: dict[str, Weight]
+    before: float
+    after: float
+
+
+def learn_rounding(
+    stream: LayerStream,
+    name: str,
+    places: Places,
+    found: Mapping[str, Weight],
+    equalized: Mapping[str, Equalized],
+    levels_of: Callable[[str, Weight], tuple[Levels, Tensor]],
+    aim: HiddenStates,
+    steps: int,
+) -> LearnedLayer | None:
+    """Better weights for layer `name` than those `found` by module; None where the text is too short.
+
+    equalized: norms that go with them
+    levels_of: a weight's levels, on the stream's device, and the values fp32 [N, K] that it was rounded from
+    aim:       the states after the layer that its output is to be near: the unquantized model's
+    """
+    starts = list(stream.starts())
+    held = starts[::-HELD_ASIDE]
+    read = [start for start in starts if start not in held]
+    if not read:
+        return None
+    with serve(stream, found, places):
+        stream.place(name)
+    for tensor, norm in equalized.items():
+        stream.put(tensor, norm.weight)
+    parts = [
+        _Part(module, parameter, *levels_of(module, found[module]))
+        for module, parameter in _parameters(stream, name, places, found)
+    ]
+    layer = _Layer(stream, name, parts, aim)
+    with _repeatable():
+        before = best = layer.loss(held)
+        kept = [part.state() for part in parts]
+        optimizer = torch.optim.Adam(
+            [
+                {"params": [part.positions for part in parts], "rate": POSITION_RATE},
+                {"params": [part.factors for part in parts], "rate": FACTOR_RATE},
+            ],
+            betas=BETAS,
+            eps=SMALLEST,
+        )
+        for step, start in zip(range(1, steps + 1), _shuffled(read), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = group["rate"] * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
+            layer.differentiate(start)
+            optimizer.step()
+            for part in parts:
+                part.put()
+            if step == steps or step % max(1, steps // LOOKS) == 0:
+                loss = layer.loss(held)
+                if loss < best:
+                    best, kept = loss, [part.state() for part in parts]
+    stream.drop(name)
+    weights = {
+        part.module: part.levels.weight(*state).to("cpu") for part, state in zip(parts, kept, strict=True)
+    }
+    return LearnedLayer(weights, before, best)
+
+
+class _Part:
+    """A weight that is learned: where it lies in the model, and its numbers' positions."""
+
+    def __init__(self, module: str, place: "_Place", levels: Levels, values: Tensor):
+        self.module, self.place, self.levels = module, place, levels
+        chosen = levels.chosen
+        ideal = levels.positions(values)
+        self.positions = torch.minimum(torch.maximum(ideal, chosen - NEAREST), chosen + NEAREST)
+        self.factors = torch.ones(len(chosen), levels.groups, device=chosen.device)
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """The levels [N, K] that the positions are nearest to, and the factors [N, groups]; copies."""
+        return self.positions.round(), self.factors.clone()
+
+    def take_gradient(self) -> None:
+        """Of the weight, as that of the positions and the factors."""
+        gradient = self.place.gradient
+        self.positions.grad = gradient
+        values = self.levels.values(self.positions.round(), self.factors)
+        self.factors.grad = (gradient * values).unflatten(1, (self.levels.groups, -1)).sum(-1)
+
+    def put(self) -> None:
+        """Into the model; no number goes further than to the next level."""
+        chosen = self.levels.chosen
+        torch.minimum(self.positions, (chosen + 1).clamp(max=self.levels.top), out=self.positions)
+        torch.maximum(self.positions, (chosen - 1).clamp(min=0), out=self.positions)
+        self.place.put(self.levels.values(self.positions.round(), self.factors))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows of a parameter, or of one expert's slice of it."""
+
+    parameter: nn.Parameter
+    expert: int | None
+    rows: slice
+
+    def of(self, whole: Tensor) -> Tensor:
+        return (whole if self.expert is None else whole[self.expert])[self.rows]
+
+    @property
+    def gradient(self) -> Tensor:
+        if self.parameter.grad is None:
+            return torch.zeros_like(self.of(self.parameter.data), dtype=torch.float32)
+        return self.of(self.parameter.grad).float()
+
+    def put(self, values: Tensor) -> None:
+        self.of(self.parameter.data).copy_(values)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    stream: LayerStream
+    name: str
+    parts: Sequence[_Part]
+    aim: HiddenStates
+
+    def loss(self, starts: Sequence[int]) -> float:
+        return sum(float(self._loss(start)) for start in starts) / len(starts)
+
+    def differentiate(self, start: int) -> None:
+        """Give each part its gradient on the sequences from `start` on."""
+        parameters = {id(part.place.parameter): part.place.parameter for part in self.parts}.values()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            self._loss(start).backward()
+        for part in self.parts:
+            part.take_gradient()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+
+    def _loss(self, start: int) -> Tensor:
+        """Each token counts alike, as behind the next norm: a few have outputs far larger than the rest."""
+        aim = self.stream.hidden(start, self.aim).float()
+        error = (self.stream.run(self.name, start).float() - aim).square().sum(-1)
+        return (error / aim.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)).mean()
+
+
+def _parameters(
+    stream: LayerStream, name: str, places: Places, found: Mapping[str, Weight]
+) -> Iterator[tuple[str, _Place]]:
+    """The weights that lie in the layer's parameters as they were found, one below the other.
+
+    Others, such as transposed ones, stay as they were found.
+    """
+    for (target, expert), linears in places.by_slot.items():
+        if not target.startswith(f"{name}.") or any(one.module not in found for one in linears):
+            continue
+        parameter = stream.model.get_parameter(target)
+        first = 0
+        for linear in linears:
+            place = _Place(parameter, expert, slice(first, first + linear.n))
+            expected = found[linear.module].dequantize(stream.model.dtype).to(stream.device)
+            if torch.equal(place.of(parameter.data), expected):
+                yield linear.module, place
+            first += linear.n
+
+
+def _shuffled(starts: Sequence[int]) -> Iterator[int]:
+    """All of them in one order after another, without an end; the same for the same number of them."""
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        for index in torch.randperm(len(starts), generator=generator).tolist():
+            yield starts[index]
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Within it, a GPU adds up gradients in one order: a job taken up again learns the same."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*determinis")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,33 @@
+"""The levels between which a weight's numbers are rounded: what `learned_rounding.py` knows of a format."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ...layouts.formats.weight_format import Weight
+
+
+class Levels(Protocol):
+    """Of one weight [N, K]: each of its numbers is on one of the levels 0..`top` that its group has.
+
+    top:    the highest level
+    chosen: fp32 [N, K], whole numbers: the levels of the weight that this was made from
+    groups: of a row, each with a scale of its own
+    """
+
+    top: int
+    chosen: Tensor
+    groups: int
+
+    def positions(self, values: Tensor) -> Tensor:
+        """fp32 [N, K] from 0 to `top`: where values [N, K] lie among the levels, fractions in between."""
+        ...
+
+    def values(self, levels: Tensor, factors: Tensor) -> Tensor:
+        """fp32 [N, K]: what `levels` [N, K] stand for with scales `factors` [N, groups] times as large, as
+        they would be stored."""
+        ...
+
+    def weight(self, levels: Tensor, factors: Tensor) -> Weight:
+        """The weight whose `dequantize` gives those values."""
+        ...
