@@ -91,11 +91,9 @@ def attend_over(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `attend`, over what `gather` makes of a group's pages, keys and values [b * m, P, H_kv, D]."""
-    outputs = []
-    for group in groups:
-        outputs.append(attend_group(query[group.tokens], *gather(group), group, options, sinks))
     if len(groups) == 1:
-        return outputs[0]
+        return attend_group(query, *gather(groups[0]), groups[0], options, sinks)
+    outputs = [attend_group(query[group.tokens], *gather(group), group, options, sinks) for group in groups]
     output = query.new_empty(*query.shape[:2], outputs[0].shape[-1])
     for group, part in zip(groups, outputs, strict=True):
         output[group.tokens] = part

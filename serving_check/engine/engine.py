@@ -387,6 +387,7 @@ class Engine:
                 wanted = length <= sequence.max_len
                 if sequence.matcher is not None:
                     sequence.matcher.accept(token)
+                self._counters.generation_tokens += wanted
                 reason = sequence.finish_reason(length) if wanted else "length"
                 if reason is not None:
                     del self._sequences[sequence.request_id]
@@ -398,7 +399,6 @@ class Engine:
                     StepOutput(sequence.request_id, drawn_tokens, extra if wanted else (), reason, scores)
                 )
         self._in_flight = []
-        self._counters.generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
     def _leave(self, sequence: Sequence) -> None:

@@ -122,8 +122,12 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         self._grow_or_preempt()
-        decode = [sequence for sequence in self.running if not sequence.is_prefilling]
-        return Schedule(decode, self._fill_chunk(self.chunk_while_decoding if decode else self.prefill_chunk))
+        decode: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            (prefilling if sequence.is_prefilling else decode).append(sequence)
+        budget = self.chunk_while_decoding if decode else self.prefill_chunk
+        return Schedule(decode, self._fill_chunk(prefilling, budget))
 
     def remove(self, sequence: Sequence) -> None:
         """Finished or aborted: its row and pages are free at once."""
@@ -156,18 +160,16 @@ class Scheduler:
         self.preemptions += 1
         return len(self.running)
 
-    def _fill_chunk(self, budget: int) -> list[PrefillChunk]:
+    def _fill_chunk(self, prefilling: list[Sequence], budget: int) -> list[PrefillChunk]:
         """Tokens to decode again; then up to `budget` prompt tokens: of those running first, then of those
         that can be admitted."""
-        replaying = [sequence for sequence in self.running if self._is_replaying(sequence)]
+        replaying = [sequence for sequence in prefilling if self._is_replaying(sequence)]
         chunks = [PrefillChunk(sequence, sequence.num_computed, 1, is_replay=True) for sequence in replaying]
         scored = MOST_SCORED
-        for sequence in self.running:
+        for sequence in prefilling:
             if budget == 0:
                 return chunks
-            if self._is_replaying(sequence):
-                continue
-            if sequence.is_prefilling and (scored or not sequence.is_scored):
+            if not self._is_replaying(sequence) and (scored or not sequence.is_scored):
                 chunks.append(self._chunk(sequence, budget, scored))
                 budget -= chunks[-1].count
                 scored -= len(chunks[-1].scored)
