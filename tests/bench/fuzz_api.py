@@ -2,7 +2,8 @@
 
 schemathesis runs from an environment of its own (`pip install schemathesis`). One check is told that 400 may
 answer a request that fits the schema: whether a prompt fits the context, a token the vocabulary, or
-`min_tokens` `max_tokens` is more than a JSON schema can say.
+`min_tokens` `max_tokens` is more than a JSON schema can say. An answer has 10 s, whatever else the machine
+does, and a request may ask for 128 full contexts: they are short here, and 64 are computed at once.
 
     python -P tests/bench/fuzz_api.py examples/qwen3-pycode-5m --schemathesis ENV/bin/schemathesis
 """
@@ -38,7 +39,7 @@ def main() -> None:
         folder = Path(name)
         checkpoint = with_chat_template(options.checkpoint, folder / "checkpoint")
         serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(checkpoint), "--port", "0"]
-        serve += ["--served-model-name", "served", "--max-num-seqs", "16", "--max-model-len", "256"]
+        serve += ["--served-model-name", "served", "--max-num-seqs", "64", "--max-model-len", "128"]
         (folder / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
         with SubprocessEndpoint(serve, "served", log=folder / "server.txt") as endpoint:
             command = [options.schemathesis, "--config-file", str(folder / "schemathesis.toml"), "run"]
