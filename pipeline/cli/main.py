@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ...layouts.garbage import search_rarely
 from .exit_status import run
 
 COMMANDS = {
@@ -41,6 +42,7 @@ class Commands(click.Group):
         **extra: Any,
     ) -> Any:
         """As click's, but with exit statuses of our own: its status for Ctrl-C and crashes is the gate's."""
+        search_rarely()
         raising = functools.partial(super().main, args, prog_name, standalone_mode=False, **extra)
         return run(raising) if standalone_mode else raising()
 

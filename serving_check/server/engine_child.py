@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from ...layouts.errors import UserError
+from ...layouts.garbage import search_rarely
 from ..engine.jit_monitor import JitError, JitMonitor, Mode
 from ..engine.request import (
     EngineCapacity,
@@ -126,6 +127,7 @@ def run_engine(connection: Connection, describe: Describe, factory: EngineFactor
     # The terminal's Ctrl-C and a container's SIGTERM reach the whole group; the parent drains, then closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    search_rarely()
     commands: queue.SimpleQueue[Add | Abort] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, commands), daemon=True).start()
     try:

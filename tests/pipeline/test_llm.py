@@ -1,6 +1,7 @@
 """The front door: `from scalegate import LLM` in a few lines, and the rest at the top level, lazily."""
 
 import inspect
+import pickle
 import subprocess
 import sys
 from dataclasses import fields
@@ -111,11 +112,33 @@ def test_importing_the_package_imports_nothing_heavy():
     assert result.stdout == "False False\n"
 
 
-def test_publishing_and_verifying_import_no_model_code():
-    program = "import sys, scalegate.pipeline.push, scalegate.pipeline.verify, scalegate.pipeline.inspect\n"
-    program += "print({'transformers', 'torchao', 'torch._inductor', 'matplotlib'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [
+        ("pipeline.push pipeline.verify pipeline.inspect", "transformers torchao torch._inductor matplotlib"),
+        ("pipeline.cli.serve pipeline.serve", "torch transformers"),
+        ("pipeline.served_checkpoint serving_check.server.engine_child", "fastapi uvicorn pydantic torch"),
+    ],
+    ids=["publishing and verifying", "answering HTTP", "the engine's process, of HTTP"],
+)
+def test_what_is_not_needed_is_not_imported(imported, absent):
+    program = "".join(f"import scalegate.{name}\n" for name in imported.split())
+    program += f"import sys; print(set('{absent}'.split()) & set(sys.modules))"
+    assert answer_of(program) == "set()\n"
+
+
+def test_a_tokenizer_that_was_sent_to_another_process_needs_no_torch(llm: LLM, tmp_path: Path):
+    sent = tmp_path / "tokenizer"
+    sent.write_bytes(pickle.dumps(llm.tokenizer))
+    program = f"import pickle, sys; tokenizer = pickle.load(open({str(sent)!r}, 'rb'))\n"
+    program += f"print(tokenizer.encode({PROMPTS[0]!r}), 'torch' in sys.modules)"
+    assert answer_of(program) == f"{llm.tokenizer.encode(PROMPTS[0])} False\n"
+
+
+def answer_of(program: str) -> str:
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
-    assert result.stdout == "set()\n", result.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_the_top_level_names_are_the_functions_themselves():
