@@ -12,7 +12,7 @@ from ..kernels.low_bit_kv.token_store import TokenPages, rotate_heads, store_tok
 from ..kernels.low_bit_kv.token_widen import widen_tokens
 from ..kernels.low_bit_kv.turn import turn_back
 from ..kernels.paged_attention import AttentionOptions
-from ..kernels.prefill_attention import prefill_attention
+from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata
 from .kv_cuda import PrefillPages, refuse_page_size
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
@@ -79,7 +79,7 @@ class CodedCudaLayerKV:
             if metadata.host is not None:
                 # A step so large that it is no graph reads each page many times: codes are decoded once.
                 which, table = self._prefill_pages.of(metadata.host, query.device)
-                prefill_attention(
+                prompt_attention(
                     query,
                     widen_tokens(self.keys, which),
                     widen_tokens(self.values, which),
@@ -88,6 +88,7 @@ class CodedCudaLayerKV:
                     key_scale=self.keys.head_scale,
                     value_scale=self.values.head_scale,
                     out=prompts,
+                    one_form=metadata.numerics != "tuned",
                     **settings,
                 )
             else:

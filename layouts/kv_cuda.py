@@ -16,6 +16,7 @@ from ..kernels.append_kv import append_kv
 from ..kernels.decode_attention import DecodeWorkspace, compute_capability, decode_attention
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
+from ..kernels.prompt_attention import prompt_attention
 from ..kernels.widen_pages import widen_pages
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .errors import UserError
@@ -129,7 +130,7 @@ class CudaLayerKV:
                 if options[name].ndim == 3:  # of each token, not of each head
                     options[name] = options[name].index_select(0, pages)
         one_form = metadata.numerics != "tuned"
-        prefill_attention(
+        prompt_attention(
             query, key_pages, value_pages, block_table, tiles, out=output, one_form=one_form, **options
         )
 

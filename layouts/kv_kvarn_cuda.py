@@ -13,7 +13,8 @@ from ..kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from ..kernels.low_bit_kv.kvarn_widen import widen_kvarn
 from ..kernels.low_bit_kv.turn import hold, turn, turn_back
 from ..kernels.paged_attention import AttentionOptions
-from ..kernels.prefill_attention import prefill_attention, tiles_of
+from ..kernels.prefill_attention import tiles_of
+from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_cuda import to_device
 from .kv_kvarn_cpu import KVarNStorage
@@ -166,7 +167,10 @@ class KVarNCudaLayerKV:
                     spans, turned_k, turned_v, storage.pages, storage.held, storage.value_bits
                 )
                 del settings["value_bits"]
-                prefill_attention(turned_q, *pages, table, tiles, out=turned_out, **settings)
+                one_form = metadata.numerics != "tuned"
+                prompt_attention(
+                    turned_q, *pages, table, tiles, out=turned_out, one_form=one_form, **settings
+                )
             else:
                 kvarn_prefill(
                     turned_q,

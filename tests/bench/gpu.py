@@ -82,6 +82,7 @@ PARTS = [
     bench("streaming", 130, "streaming.py", "qwen3-8b", "--n", "128"),
     bench("kv-formats", 230, "kv_formats.py", "--formats", "unquantized", "fp8"),
     bench("attention", 120, "attention.py"),
+    bench("prefill", 150, "prefill.py"),
     bench("int4-engine", 150, "int4_engine.py"),
     bench("linear-8b", 60, "linear.py", "--model", "qwen3-8b", "--layouts", "swap_ab"),
     bench("linear-4b", 60, "linear.py", "--model", "qwen3-4b", "--layouts", "swap_ab"),

@@ -1,0 +1,465 @@
+"""Prefill attention on Hopper over paged 16-bit keys and values: TMA, wgmma, warp specialization; Gluon.
+
+What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
+
+    producer warp     TMA: blocks of keys and of values, a page at a time --> two rings in shared memory
+    two warpgroups    64 rows of queries each, all query heads of a few tokens. The products of block i's keys
+                      and of block i - 1's values are issued together; while the tensor cores compute them for
+                      one warpgroup, the other one takes its softmax (ping-pong: named barriers pass the turn)
+
+    q            [T, H, D]            bf16 or fp16; D 64, 128 or 256
+    key_pages    [P, H_kv, page, D]   bf16 or fp16, contiguous, as value_pages
+    *_scale      None, or fp32 [H_kv]
+    block_table, tiles, out           as in `prefill_attention.py`
+
+A token's bits depend on its own context alone, but are not those of `prefill_attention.py`, whose blocks are
+shorter. Not for decoding, nor for stored eight bits, which a large step widens first (`widen_pages.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..prefill_attention import LOG2_E, TILE
+from ..triton_imports import (
+    TensorDescriptor,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    triton,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .packed_operand import x_layout
+
+ROWS = gl.constexpr(64)
+"""Of queries, a group's heads counted, that a warpgroup takes."""
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+"""A thread's registers before the producer gives most of its own to the two warpgroups."""
+
+
+def block_of(dim: int) -> int:
+    """Keys at a time: as many as there are registers for beside the sums of `dim` values."""
+    return 64 if dim == 256 else 128
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the kernel is compiled for.
+
+    page   tokens in a page
+    half   keys and values are fp16, else bf16
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    half: bool
+    window: bool
+    softcap: bool
+
+    @property
+    def dtype(self) -> gl.dtype:
+        return gl.float16 if self.half else gl.bfloat16
+
+    @property
+    def group(self) -> int:
+        """A kv head's query heads, rounded up to a power of two."""
+        return triton.next_power_of_2(self.heads // self.kv_heads)
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile, that a program takes."""
+        return 2 * ROWS.value // self.group
+
+    @property
+    def block(self) -> int:
+        return block_of(self.dim)
+
+    @property
+    def box(self) -> int:
+        """Tokens that one TMA load takes."""
+        return min(self.page, self.block)
+
+
+@aggregate
+class Work:
+    """What a program computes.
+
+    first_token, count       in q
+    start, end               position of the first; where the context ends, 0 for padding
+    first_block, num_blocks  of the context
+    masked_from              the first block that not every row sees whole
+    """
+
+    kv_head: gl.tensor
+    first_token: gl.tensor
+    count: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+    first_block: gl.tensor
+    num_blocks: gl.tensor
+    masked_from: gl.tensor
+    window: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, kv_head, first_token, count, start, end, first_block, num_blocks, masked_from, window):
+        self.kv_head = kv_head
+        self.first_token = first_token
+        self.count = count
+        self.start = start
+        self.end = end
+        self.first_block = first_block
+        self.num_blocks = num_blocks
+        self.masked_from = masked_from
+        self.window = window
+
+
+@aggregate
+class Ring:
+    """Two slots of keys and two of values, [2, block, D], and the same as the boxes that TMA fills; mbarriers
+    that count their bytes, and warpgroups that are done with them."""
+
+    keys: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
+    key_boxes: gl.shared_memory_descriptor
+    value_boxes: gl.shared_memory_descriptor
+    keys_full: gl.shared_memory_descriptor
+    keys_empty: gl.shared_memory_descriptor
+    values_full: gl.shared_memory_descriptor
+    values_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty
+    ):
+        self.keys = keys
+        self.values = values
+        self.key_boxes = key_boxes
+        self.value_boxes = value_boxes
+        self.keys_full = keys_full
+        self.keys_empty = keys_empty
+        self.values_full = values_full
+        self.values_empty = values_empty
+
+
+@gluon.constexpr_function
+def turn_asm(instruction, which):
+    """Named barriers 8 and 9 lie behind those that Triton takes."""
+    return f"bar.{instruction} {8 + which}, 256; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def take_turn(WHICH: gl.constexpr):
+    """Wait until the other warpgroup has passed the turn to issue products."""
+    gl.inline_asm_elementwise(turn_asm("sync", WHICH), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(TO: gl.constexpr):
+    gl.inline_asm_elementwise(turn_asm("arrive", TO), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def copy_layout(dim):
+    """16 bytes a thread."""
+    across = min(dim // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_block(desc, boxes, full, turn, table, work, T: gl.constexpr):
+    """Start loading block number `turn` of keys or of values into its slot."""
+    slot = turn & 1
+    bar = full.index(slot)
+    mbarrier.expect(bar, 2 * T.block * T.dim)
+    for part in gl.static_range(T.block // T.box):
+        token = (work.first_block + turn) * T.block + part * T.box
+        # Behind the end of the context the last page again: those rows are hidden.
+        page = gl.load(table + gl.maximum(gl.minimum(token, work.end - 1), 0) // T.page)
+        row = (page * T.kv_heads + work.kv_head) * T.page + token % T.page
+        for half in gl.static_range(T.dim // 64):
+            box = (slot * (T.dim // 64) + half) * (T.block // T.box) + part
+            tma.async_copy_global_to_shared(desc, [row, half * 64], bar, boxes.index(box))
+
+
+@gluon.jit
+def producer_partition(key_desc, value_desc, ring, table, work, T: gl.constexpr):
+    """The one warp that issues the TMA loads; keys a block ahead of values."""
+    load_block(key_desc, ring.key_boxes, ring.keys_full, 0, table, work, T)
+    for turn in range(0, work.num_blocks):
+        following = turn + 1
+        if following < work.num_blocks:
+            mbarrier.wait(ring.keys_empty.index(following & 1), ((following >> 1) & 1) ^ 1)
+            load_block(key_desc, ring.key_boxes, ring.keys_full, following, table, work, T)
+        mbarrier.wait(ring.values_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        load_block(value_desc, ring.value_boxes, ring.values_full, turn, table, work, T)
+
+
+@gluon.jit
+def softmax_step(
+    products, largest, total, turn, position, factor, softcap, work, MASKED: gl.constexpr, T: gl.constexpr
+):
+    """Probabilities of a block; with it the largest score, times log2(e), and the sum; what scales the sum of
+    values before it."""
+    scores = products
+    if T.softcap:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
+        scores = softcap - 2.0 * softcap / (gl.exp2(products * (factor * 2.8853900817779268 / softcap)) + 1.0)
+        factor = 1.0
+    if MASKED:
+        columns: gl.constexpr = gl.SliceLayout(0, products.type.layout)
+        token = (work.first_block + turn) * T.block + gl.arange(0, T.block, columns)
+        visible = (token[None, :] <= position[:, None]) & (token < work.end)[None, :]
+        if T.window:
+            visible = visible & (token[None, :] > position[:, None] - work.window)
+        scores = gl.where(visible, scores, -float("inf"))
+    new_largest = gl.maximum(largest, gl.max(scores, axis=1) * factor)
+    pivot = new_largest
+    if MASKED:
+        # A row that has seen nothing yet.
+        pivot = gl.where(new_largest == -float("inf"), 0.0, new_largest)
+    rescale = gl.exp2(largest - pivot)
+    negative = gl.zeros_like(scores) - pivot[:, None]
+    probability = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + factor, negative))
+    total = gl.fma(total, rescale, gl.sum(probability, axis=1))
+    return probability, new_largest, total, rescale
+
+
+@gluon.jit
+def wgmma_operand(probability, T: gl.constexpr):
+    """Rounded to 16 bits. By the instruction for two: of two for one the compiler swaps the halves later."""
+    asm: gl.constexpr = f"cvt.rn.{'f16x2' if T.half else 'bf16x2'}.f32 $0, $2, $1;"
+    halves = gl.inline_asm_elementwise(asm, "=r,r,r", [probability], dtype=T.dtype, is_pure=True, pack=2)
+    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(T.dim), 2)
+    return gl.convert_layout(halves, layout, assert_trivial=True)
+
+
+@gluon.jit
+def consume_block(
+    query, ring, turn, probability, sums, largest, total, position, factor, softcap, work,
+    WHICH: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Block number `turn`'s keys and softmax, and the values of the block before."""
+    before = turn - 1
+    zeros = gl.full([ROWS, T.block], 0.0, gl.float32, accumulator_layout(T.block))
+    mbarrier.wait(ring.keys_full.index(turn & 1), (turn >> 1) & 1)
+    take_turn(WHICH)
+    key = ring.keys.index(turn & 1).permute((1, 0))
+    products = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
+    mbarrier.wait(ring.values_full.index(before & 1), (before >> 1) & 1)
+    sums = warpgroup_mma(probability, ring.values.index(before & 1), sums, is_async=True)
+    pass_turn(1 - WHICH)
+    products = warpgroup_mma_wait(1, deps=[products])
+    mbarrier.arrive(ring.keys_empty.index(turn & 1))
+    scores, largest, total, rescale = softmax_step(
+        products, largest, total, turn, position, factor, softcap, work, MASKED, T
+    )
+    sums, probability = warpgroup_mma_wait(0, deps=[sums, probability])
+    mbarrier.arrive(ring.values_empty.index(before & 1))
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    return wgmma_operand(scores, T), sums * rescale[:, None], largest, total
+
+
+@gluon.jit
+def hide_rows(values, first_hidden, T: gl.constexpr):
+    """Zero a block's values from a row on: what lies there may be no number, and zero times that is none."""
+    layout: gl.constexpr = copy_layout(T.dim)
+    step: gl.constexpr = 16
+    for part in gl.static_range(T.block // step):
+        if first_hidden < (part + 1) * step:
+            rows = values.slice(part * step, step, dim=0)
+            row = part * step + gl.arange(0, step, gl.SliceLayout(1, layout))
+            held = rows.load(layout)
+            rows.store(gl.where((row < first_hidden)[:, None], held, gl.zeros_like(held)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def places(first_token, work, WHICH: gl.constexpr, T: gl.constexpr):
+    """Where a warpgroup's rows lie in q and in out, and which of them there are."""
+    layout: gl.constexpr = copy_layout(T.dim)
+    row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, T.dim, gl.SliceLayout(0, layout))
+    token = row // T.group
+    group = row % T.group
+    head = work.kv_head * (T.heads // T.kv_heads) + group
+    at = ((first_token + token).to(gl.int64) * T.heads + head)[:, None] * T.dim + dim[None, :]
+    is_row = (token < work.count) & (group < T.heads // T.kv_heads)
+    return at, is_row[:, None]
+
+
+@gluon.jit
+def opaque(x):
+    """x, which the compiler cannot know to be the same."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def consumer_partition(
+    q, out, queries, ring, key_scale, value_scale, sinks, factor, softcap, work,
+    WHICH: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: rows 64 * WHICH and on of the program's."""
+    at, is_row = places(work.first_token, work, WHICH, T)
+    query = queries.index(WHICH)
+    query.store(gl.load(q + at, mask=is_row, other=0.0).to(T.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+
+    if key_scale is not None:
+        factor *= gl.load(key_scale + work.kv_head)
+    by_row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(T.block))
+    row = WHICH * ROWS + gl.arange(0, ROWS, by_row)
+    position = work.start + row // T.group
+    largest = gl.full([ROWS], -float("inf"), gl.float32, by_row)
+    total = gl.full([ROWS], 0.0, gl.float32, by_row)
+    if sinks is not None:
+        group: gl.constexpr = T.heads // T.kv_heads
+        head = work.kv_head * group + row % T.group
+        sink = gl.load(sinks + head, mask=row % T.group < group, other=0.0)
+        largest = sink.to(gl.float32) * 1.4426950408889634
+        total += 1.0
+
+    if WHICH == 1:
+        pass_turn(0)
+    mbarrier.wait(ring.keys_full.index(0), 0)
+    zeros = gl.full([ROWS, T.block], 0.0, gl.float32, accumulator_layout(T.block))
+    products = warpgroup_mma(query, ring.keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=[products])
+    mbarrier.arrive(ring.keys_empty.index(0))
+    scores, largest, total, _ = softmax_step(
+        products, largest, total, 0, position, factor, softcap, work, True, T
+    )
+    probability = wgmma_operand(scores, T)
+    sums = gl.full([ROWS, T.dim], 0.0, gl.float32, accumulator_layout(T.dim))
+    masked_from = gl.maximum(work.masked_from - work.first_block, 1)
+    if not T.window:
+        for turn in range(1, masked_from):
+            probability, sums, largest, total = consume_block(
+                query, ring, turn, probability, sums, largest, total, position, factor, softcap, work,
+                WHICH, False, T,
+            )  # fmt: skip
+    for turn in range(masked_from, work.num_blocks):
+        probability, sums, largest, total = consume_block(
+            query, ring, turn, probability, sums, largest, total, position, factor, softcap, work,
+            WHICH, True, T,
+        )  # fmt: skip
+
+    last = work.num_blocks - 1
+    mbarrier.wait(ring.values_full.index(last & 1), (last >> 1) & 1)
+    shown = work.end - (work.first_block + last) * T.block
+    if shown < T.block:
+        hide_rows(ring.values.index(last & 1), shown, T)
+    sums = warpgroup_mma(probability, ring.values.index(last & 1), sums, is_async=True)
+    sums, probability = warpgroup_mma_wait(0, deps=[sums, probability])
+    total = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    inverse = gl.where(total > 0, 1.0 / total, 0.0)
+    if value_scale is not None:
+        inverse *= gl.load(value_scale + work.kv_head)
+    # The queries' place serves to write whole rows.
+    staging = query._reinterpret(out.dtype.element_ty, [ROWS, T.dim], query.layout)
+    staging.store((sums * inverse[:, None]).to(out.dtype.element_ty))
+    gl.thread_barrier()
+    # Worked out again, since they would take registers all the while.
+    at, is_row = places(opaque(work.first_token), work, WHICH, T)
+    gl.store(out + at, staging.load(copy_layout(T.dim)), mask=is_row)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "window"])
+def hopper_prefill_kernel(
+    q, key_desc, value_desc, block_table, tiles, key_scale, value_scale, sinks, out,
+    scale_log2, softcap, window, table_stride, T: gl.constexpr,
+):  # fmt: skip
+    """Grid: (kv heads, parts of a tile, tiles)."""
+    tile = tiles + gl.program_id(2) * 4
+    offset = gl.program_id(1) * T.tokens
+    count = gl.minimum(gl.load(tile + 1) - offset, T.tokens)
+    if count <= 0:
+        return
+    start = gl.load(tile + 2)
+    end = start * 0
+    if start >= 0:
+        start += offset
+        end = start + count
+    first_block = end * 0
+    masked_from = gl.minimum(start + 1, end) // T.block
+    if T.window:
+        first_block = gl.maximum(start - window + 1, 0) // T.block
+        masked_from = first_block
+    num_blocks = gl.maximum((end + T.block - 1) // T.block - first_block, 1)
+    kv_head = gl.program_id(0)
+    work = Work(
+        kv_head, gl.load(tile) + offset, count, start, end, first_block, num_blocks, masked_from, window
+    )
+    table = block_table + gl.load(tile + 3).to(gl.int64) * table_stride
+
+    layout: gl.constexpr = key_desc.layout
+    slots: gl.constexpr = [2, T.block, T.dim]
+    boxes: gl.constexpr = [2 * (T.block // T.box) * (T.dim // 64), T.box, 64]
+    queries = gl.allocate_shared_memory(T.dtype, [2, ROWS, T.dim], layout)
+    keys = gl.allocate_shared_memory(T.dtype, slots, layout)
+    values = gl.allocate_shared_memory(T.dtype, slots, layout)
+    keys_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    values_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    values_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(keys_full.index(slot), count=1)
+        mbarrier.init(values_full.index(slot), count=1)
+        mbarrier.init(keys_empty.index(slot), count=2)
+        mbarrier.init(values_empty.index(slot), count=2)
+    ring = Ring(
+        keys, values, keys._reinterpret(T.dtype, boxes, layout), values._reinterpret(T.dtype, boxes, layout),
+        keys_full, keys_empty, values_full, values_empty,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (consumer_partition, (
+            q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, work, 0, T
+        )),
+        (consumer_partition, (
+            q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, work, 1, T
+        )),
+        (producer_partition, (key_desc, value_desc, ring, table, work, T)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def hopper_prefill(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    tiles: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    """Write the tiles' tokens of `out`; arguments as in the file's docstring and in `prefill_attention`."""
+    heads, dim = q.shape[1:]
+    kv_heads, page = key_pages.shape[1:3]
+    half = key_pages.dtype == torch.float16
+    form = Form(heads, kv_heads, dim, page, half, window > 0, softcap > 0)
+    descriptors = [
+        TensorDescriptor.from_tensor(pages.view(-1, dim), [form.box, 64], x_layout())
+        for pages in (key_pages, value_pages)
+    ]
+    hopper_prefill_kernel[(kv_heads, TILE // form.tokens, len(tiles))](
+        q, *descriptors, block_table, tiles, key_scale, value_scale, sinks, out,
+        scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), T=form, **OPTIONS,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Attention of prompts' chunks over paged keys and values: which of two kernels takes a step.
+
+`prefill_attention.py`, in Triton, takes every step on every GPU; `hopper/prefill.py` is faster in large steps
+on Hopper. Their bits differ, so where these may not depend on a step's size the first one takes all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .decode_attention import compute_capability
+from .hopper.prefill import hopper_prefill
+from .prefill_attention import LARGE, prefill_attention
+
+HEAD_DIMS = (128, 256)
+"""Of 64, short prompts are slower by the Hopper kernel."""
+SMALLEST_PAGE = 16
+MOST_GROUPED = 128
+"""Query heads of a kv head: the rows of one token."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the choice depends on.
+
+    tokens      in the step, padding and decoding requests counted
+    group       query heads of a kv head
+    head_dim    of queries, keys and values as they are stored
+    page        tokens in a page
+    dtypes      of queries, and of stored keys and values
+    scale_dims  0 without scales of keys and values, 1 for one a head, 3 for one a token and head
+    one_form    bits may not depend on `tokens`
+    """
+
+    tokens: int
+    group: int
+    head_dim: int
+    page: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    scale_dims: int
+    one_form: bool
+
+
+def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
+    """Whether the Hopper kernel takes the step on a GPU of that compute capability."""
+    queries, stored = step.dtypes
+    return (
+        capability[0] == 9
+        and not step.one_form
+        and step.tokens > LARGE
+        and step.head_dim in HEAD_DIMS
+        and step.group <= MOST_GROUPED
+        and step.page >= SMALLEST_PAGE
+        and queries.itemsize == 2
+        and stored in (queries, torch.float16)
+        and step.scale_dims <= 1
+    )
+
+
+def prompt_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    tiles: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor,
+    one_form: bool,
+) -> None:
+    """Write the tiles' tokens of `out`; arguments as in `prefill_attention`."""
+    step = Step(
+        tokens=len(q),
+        group=q.shape[1] // key_pages.shape[1],
+        head_dim=q.shape[2],
+        page=key_pages.shape[2],
+        dtypes=(q.dtype, key_pages.dtype),
+        scale_dims=0 if key_scale is None else key_scale.ndim,
+        one_form=one_form,
+    )
+    tensors = q, key_pages, value_pages, block_table, tiles
+    if hopper_takes(step, compute_capability(q.device)):
+        hopper_prefill(
+            *tensors,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            out=out,
+        )
+    else:
+        prefill_attention(
+            *tensors,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            out=out,
+            one_form=one_form,
+        )
