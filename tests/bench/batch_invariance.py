@@ -52,6 +52,7 @@ SHORTEST_CHUNK = 192
 INPUT_LEN, OUTPUT_LEN = 32, 512
 NS = (1, 8, 16, 32, 64, 128)
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+MOST_NAMED = 40
 ROWS = (1, 16, 32, 64, 128, 512, 2048)
 PINNED_ROWS = 128
 
@@ -99,6 +100,10 @@ def engine_of(options: argparse.Namespace, numerics: str, layers: int | None, **
 Request = tuple[str, list[int]]
 Key = tuple[str, int]
 """A request, and the number of tokens that its logits follow."""
+Step = dict[str, Any]
+"""The row of logits, how many decoded in that step, and its prompts' (start, count, is it a replay)."""
+Compared = tuple[str, int, Step, Tensor]
+"""A request, its tokens, the step that computed its logits, how many of them differ."""
 Company = Callable[[Engine, list[Request]], None]
 
 
@@ -138,15 +143,25 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             run(engine, [request])
         found[numerics] = {}
         for kind, company in kinds.items():
-            differ: list[Tensor] = []
-            watch(engine, partial(compare, expected, differ))
+            compared: list[Compared] = []
+            watch(engine, partial(compare, expected, compared))
             company(engine, requests)
+            counts = torch.stack([count for *_, count in compared]).tolist()
+            rows = [
+                {"request": name, "prompt": lengths[int(name)], "tokens": tokens, "logits": count, **step}
+                for (name, tokens, step, _), count in zip(compared, counts, strict=True)
+                if count
+            ]
             found[numerics][kind] = {
-                "rows": len(differ),
-                "logits": len(differ) * vocabulary,
-                "rows_that_differ": int(torch.stack(differ).sum()),
+                "rows": len(counts),
+                "logits": len(counts) * vocabulary,
+                "rows_that_differ": len(rows),
                 "preemptions": engine.scheduler.preemptions,
+                "which": rows[:MOST_NAMED] if numerics != "tuned" else [],
             }
+            print(numerics, kind, f"{len(rows)} of {len(counts)} rows differ", flush=True)
+            for row in found[numerics][kind]["which"]:
+                print("   ", row)
         del engine, expected
     print(f"{options.format}, {options.layers or 4} layers: rows of {vocabulary} logits that differ")
     print(f"{'':<34}" + "".join(f"{numerics:>18}" for numerics in found))
@@ -164,25 +179,28 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return {"format": options.format, "layers": options.layers or 4, "found": found}, drift
 
 
-def watch(engine: Engine, seen: Callable[[Key, Tensor], Any]) -> None:
+def watch(engine: Engine, seen: Callable[[Key, Tensor, Step], Any]) -> None:
     """`seen` gets the logits [V] of every token from now on."""
     run_step = type(engine.runner).run.__get__(engine.runner)
 
     def watched(batch: Schedule):
         result = run_step(batch)
         rows = result.logits.clone()
+        prefill = [(chunk.start, chunk.count, chunk.is_replay) for chunk in batch.prefill]
         for index, sequence in enumerate(result.sequences):
-            seen((sequence.request_id, len(sequence.tokens)), rows[index])
+            step = {"row": index, "decode": len(batch.decode), "prefill": prefill}
+            seen((sequence.request_id, len(sequence.tokens)), rows[index], step)
         return result
 
     engine.runner.run = watched  # type: ignore[method-assign]
 
 
-def compare(expected: dict[Key, Tensor], differ: list[Tensor], key: Key, row: Tensor) -> None:
+def compare(expected: dict[Key, Tensor], compared: list[Compared], key: Key, row: Tensor, step: Step) -> None:
     """A request's other names are turn/name."""
-    alone = expected.get((key[0].rpartition("/")[2], key[1]))
+    name = key[0].rpartition("/")[2]
+    alone = expected.get((name, key[1]))
     if alone is not None:
-        differ.append((row != alone).any())
+        compared.append((name, key[1], step, (row != alone).sum()))
 
 
 GREEDY = greedy(NEW_TOKENS)
