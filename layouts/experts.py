@@ -51,6 +51,7 @@ class PackedExperts(nn.Module):
         numerics: Numerics = "tuned",
     ):
         super().__init__()
+        self.numerics = numerics
         if not is_experts(experts):
             raise UserError(
                 f"experts of {type(experts).__name__} cannot be packed: it does not follow transformers' "
@@ -110,7 +111,7 @@ class PackedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H]."""
         experts: Any = self.experts
-        sorted_experts = torch.ops.scalegate.route_experts(top_k_index, self.num_experts)
+        sorted_experts = torch.ops.scalegate.route_experts(top_k_index, self.num_experts, self.numerics)
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         x = self._multiply(first, hidden_states, top_k_index, sorted_experts)
         x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
@@ -143,6 +144,7 @@ class PackedExperts(nn.Module):
             " ".join(packed.tensors),
             " ".join(packed.attributes),
             list(packed.attributes.values()),
+            self.numerics,
         )
 
 
@@ -198,13 +200,13 @@ def _unquantized(experts: nn.Module, name: str, numerics: Numerics) -> ExpertsPa
 
 
 @library.custom_op("scalegate::route_experts", mutates_args=())
-def _route_experts(expert: Tensor, count: int) -> Tensor:
+def _route_experts(expert: Tensor, count: int, numerics: str) -> Tensor:
     """The assignments of `expert`, int [T, top_k], sorted by expert: once for all products of a layer."""
-    return Routing.of(expert, count).buffer
+    return Routing.of(expert, count, cast(Numerics, numerics)).buffer
 
 
 @_route_experts.register_fake
-def _(expert: Tensor, count: int) -> Tensor:
+def _(expert: Tensor, count: int, numerics: str) -> Tensor:
     return expert.new_empty(Routing.buffer_size(expert, count), dtype=torch.int32)
 
 
@@ -220,6 +222,7 @@ def _packed_experts_matmul(
     names: str,
     attribute_names: str,
     attributes: list[int],
+    numerics: str,
 ) -> Tensor:
     """x [R, K] → [T * top_k, N]; as `packed_matmul`, whose conventions it keeps."""
     packed = PackedWeight(
@@ -230,7 +233,7 @@ def _packed_experts_matmul(
         dict(zip(names.split(), tensors, strict=True)),
         dict(zip(attribute_names.split(), attributes, strict=True)),
     )
-    routing = Routing(expert, shape[0], sorted_experts)
+    routing = Routing(expert, shape[0], sorted_experts, cast(Numerics, numerics))
     return cast(ExpertsLayout, LAYOUTS[layout]).grouped_matmul(x, packed, routing)
 
 
@@ -246,5 +249,6 @@ def _(
     names: str,
     attribute_names: str,
     attributes: list[int],
+    numerics: str,
 ) -> Tensor:
     return x.new_empty(expert.shape[0] * expert.shape[1], shape[1])

@@ -18,11 +18,17 @@ from .formats.unquantized import Unquantized
 from .formats.weight_format import Weight, weight_of
 from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
+from .numerics import NUMERICS
 from .routing import Routing
 from .swap_ab import refuses_groups
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
+
+
+def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -> Serves:
+    """Bits are kept by the rows of a block, which the routing decides (`kernels/experts/tile.py`)."""
+    return Serves(formats, "cuda", dtypes, experts=True, numerics=NUMERICS, capability=CAPABILITY)
 
 
 class GroupedUnquantized:
@@ -33,7 +39,7 @@ class GroupedUnquantized:
 
     def refuses(self, problem: Problem) -> str | None:
         dtypes = (*DTYPES, torch.float32)
-        return Serves((Unquantized,), "cuda", dtypes, experts=True, capability=CAPABILITY).refuses(problem)
+        return _serves((Unquantized,), dtypes).refuses(problem)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         return self.of(torch.stack([weight.dequantize(dtype) for weight in weights]))
@@ -54,7 +60,7 @@ class GroupedInt4:
     kernel = "int4_grouped_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = Serves((Int4,), "cuda", DTYPES, experts=True, capability=CAPABILITY).refuses(problem)
+        refusal = _serves((Int4,), DTYPES).refuses(problem)
         return refusal or refuses_groups(int4_of(problem).group_size)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
@@ -85,9 +91,7 @@ class GroupedNVFP4:
     kernel = "nvfp4_grouped_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = Serves((NVFP4,), "cuda", (torch.bfloat16,), experts=True, capability=CAPABILITY).refuses(
-            problem
-        )
+        refusal = _serves((NVFP4,), (torch.bfloat16,)).refuses(problem)
         return refusal or problem.spec.refuses(problem.n, problem.k)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
@@ -119,7 +123,7 @@ class GroupedDequantize:
         if isinstance(problem.spec, Unquantized):
             return "has nothing to dequantize"
         dtypes = (*DTYPES, torch.float32)
-        return Serves(None, "cuda", dtypes, experts=True, capability=CAPABILITY).refuses(problem)
+        return _serves(None, dtypes).refuses(problem)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         parts = [weight.tensors() for weight in weights]

@@ -11,22 +11,29 @@ import torch
 from torch import Tensor
 
 from ..kernels.experts.routing import ExpertRouting, buffer_size, route_into, routing_in
+from ..kernels.experts.tile import block_rows_of
+from .numerics import Numerics
 
 
 @dataclass(frozen=True)
 class Routing:
-    """expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU."""
+    """expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU.
+
+    numerics: what the products over it are to keep
+    """
 
     expert: Tensor
     count: int
     buffer: Tensor
+    numerics: Numerics = "tuned"
 
     @classmethod
-    def of(cls, expert: Tensor, count: int) -> "Routing":
+    def of(cls, expert: Tensor, count: int, numerics: Numerics = "tuned") -> "Routing":
         buffer = torch.empty(cls.buffer_size(expert, count), dtype=torch.int32, device=expert.device)
+        routing = cls(expert, count, buffer, numerics)
         if expert.device.type == "cuda":
-            route_into(buffer, expert, count)
-        return cls(expert, count, buffer)
+            route_into(buffer, expert, count, routing.block_rows)
+        return routing
 
     @staticmethod
     def buffer_size(expert: Tensor, count: int) -> int:
@@ -36,4 +43,11 @@ class Routing:
     @cached_property
     def blocks(self) -> ExpertRouting:
         """As the kernels take it."""
-        return routing_in(self.buffer, self.expert.shape[0] * self.expert.shape[1], self.count)
+        assignments = self.expert.shape[0] * self.expert.shape[1]
+        return routing_in(self.buffer, assignments, self.count, self.block_rows)
+
+    @property
+    def block_rows(self) -> int:
+        """Assignments of one expert that the kernels multiply together."""
+        assignments = self.expert.shape[0] * self.expert.shape[1]
+        return block_rows_of(assignments, self.count, self.numerics != "tuned")

@@ -102,9 +102,10 @@ class _Experts:
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
         layout = cast(ExpertsLayout, LAYOUTS[packed[0].layout])
-        routings = [Routing.of(expert[:m].contiguous(), len(self.weights)) for expert in self.expert]
-        x, count = self.x[:m], len(packed)
-        return lambda copy: layout.grouped_matmul(x, packed[copy % count], routings[copy % ROUTINGS])
+        count, numerics = len(self.weights), self.problem.numerics
+        routings = [Routing.of(expert[:m].contiguous(), count, numerics) for expert in self.expert]
+        x, copies = self.x[:m], len(packed)
+        return lambda copy: layout.grouped_matmul(x, packed[copy % copies], routings[copy % ROUTINGS])
 
     def expected(self, m: int) -> Tensor:
         return self.y[:m].flatten(0, 1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..decode_attention import compute_capability
 from ..triton_imports import tl, triton
-from .tile import BLOCK_ROWS, ROWS_PER_EXPERT, bucket_of
+from .tile import ROWS_PER_EXPERT, block_rows_of, bucket_of
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,16 @@ def buffer_size(count: int, experts: int) -> int:
     """Numbers int32 that the blocks of `count` assignments take at most, in any bucket.
 
     Linear in `count`, with no conditions: it holds for a number of tokens that a traced graph knows as a
-    symbol only. Blocks of 8 rows take 9 numbers each, at most 9 E + 9/8 A in all; of 16 rows, where A > 5 E,
-    17/5 A + 17/16 A; larger ones, where an expert gets more rows, hardly more.
+    symbol only. Blocks of 8 rows take 9 numbers each, at most 9 E + 9/8 A in all; of 16 rows 17 min(A, E) +
+    17/16 (A - E), which is most for A = E; larger ones, where an expert gets more rows, hardly more.
     """
-    return 7 * count + 9 * experts
+    return 8 * count + 9 * experts
 
 
 def routing_in(buffer: Tensor, count: int, experts: int, block_rows: int | None = None) -> ExpertRouting:
     """The blocks of `count` assignments where they lie in `buffer`, int32 [at least `buffer_size`]."""
     bucket = bucket_of(count, experts)
-    rows = BLOCK_ROWS[bucket] if block_rows is None else block_rows
+    rows = block_rows_of(count, experts) if block_rows is None else block_rows
     blocks = max_blocks(count, experts, rows)
     assignments = buffer[: blocks * rows].view(blocks, rows)
     return ExpertRouting(assignments, buffer[blocks * rows : blocks * (rows + 1)], count, experts, bucket)

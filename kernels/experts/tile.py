@@ -11,6 +11,11 @@ BLOCK_ROWS = (8, 8, 16, 32, 64, 128)
 """Assignments of one expert that are multiplied together, by bucket: the N of a matrix instruction."""
 
 
+INVARIANT_ROWS = 16
+"""The fewest of a block where bits are kept: eight take another matrix instruction, and packed weights two
+sums of K. From sixteen on K is summed in one order, whatever the tile."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """n: rows of a weight in a CTA; k: columns a step; stages: steps in flight; warps: of a CTA."""
@@ -28,3 +33,9 @@ class Tile:
 def bucket_of(assignments: int, experts: int) -> int:
     """The index into `ROWS_PER_EXPERT`, `BLOCK_ROWS` and every table of tiles."""
     return next(i for i, limit in enumerate(ROWS_PER_EXPERT) if assignments <= limit * experts)
+
+
+def block_rows_of(assignments: int, experts: int, keeps_bits: bool = False) -> int:
+    """Rows of a block. With keeps_bits, no row's bits depend on how many assignments there are."""
+    rows = BLOCK_ROWS[bucket_of(assignments, experts)]
+    return max(rows, INVARIANT_ROWS) if keeps_bits else rows

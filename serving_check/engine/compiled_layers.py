@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...layouts.errors import UserError
 from ...layouts.numerics import Numerics
-from . import pdl, top_k_pass
+from . import graph_passes, pdl
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 
 
@@ -108,7 +108,7 @@ class CompiledLayers:
                 options={
                     "guard_filter_fn": _no_guards,
                     **FUSION,
-                    **top_k_pass.options(),
+                    **graph_passes.options(self.numerics),
                     **pdl_options,
                     **self.tuning.options,
                 },

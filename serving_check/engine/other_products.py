@@ -1,7 +1,7 @@
-"""Products of a model that no layout computes: which batch-invariant serving refuses by name.
+"""Products of a model that nothing computes to the same bits: batch-invariant serving refuses them by name.
 
 A GPU's libraries choose an algorithm by the number of rows. Linear layers and experts are in layouts that
-keep bits; whatever else multiplies (a router's own product, a new architecture's) is found by running it.
+keep bits, and compiled layers give ours to routers; whatever else multiplies is found by running it.
 """
 
 from typing import Any
@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from ...layouts.experts import PackedExperts
 from ...layouts.linear import QuantizedLinear
+from . import own_product_pass
 from .attention import attention_layers
+from .compiled_layers import model_layers
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -42,6 +44,8 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.found: dict[str, None] = {}
+        compiled = set(model_layers(model))
+        self._compiled = {name for name, module in model.named_modules() if module in compiled}
         self._in_layouts = {
             name
             for name, module in model.named_modules()
@@ -53,10 +57,16 @@ class _Watch(TorchDispatchMode):
         if func.overloadpacket in PRODUCTS and not _is_exact(args):
             # The tracker begins every name with the model's class.
             parents = {name.partition(".")[2] for name in self.tracker.parents}
-            if not parents & self._in_layouts:
+            if not parents & self._in_layouts and not self._gets_ours(func, args, parents):
                 deepest = max(parents, key=len, default="")
                 self.found[f"{deepest or 'the model'} ({func.overloadpacket.__name__})"] = None
         return func(*args, **(kwargs or {}))
+
+    def _gets_ours(self, func: Any, args: tuple, parents: set[str]) -> bool:
+        """Whether it is in a compiled layer, whose pass puts our product in its place."""
+        place = own_product_pass.WEIGHT_AT.get(func.overloadpacket)
+        served = place is not None and own_product_pass.serves(func.overloadpacket, args[place])
+        return served and bool(parents & self._compiled)
 
 
 def _is_exact(args: tuple) -> bool:

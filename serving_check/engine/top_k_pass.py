@@ -4,8 +4,6 @@ Inductor leaves `topk` to torch, whose two launches and a sort take a seventh of
 request decodes. Not for anything but rows that the kernel serves; the rest stays as it is.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx, library
 
@@ -23,22 +21,6 @@ def _top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], k)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-
-
-def options() -> dict[str, Any]:
-    """The compiler's."""
-    # Imported here: a compiler takes seconds to load.
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class TopKPass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            replace_top_k(graph)
-
-        def uuid(self) -> Any:
-            """Code compiled with another form of this file is not taken from the cache."""
-            return get_hash_for_files((__file__,))
-
-    return {"post_grad_custom_pre_pass": TopKPass()}
 
 
 def replace_top_k(graph: fx.Graph) -> None:

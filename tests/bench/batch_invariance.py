@@ -138,7 +138,7 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             chunk_while_decoding=SHORTEST_CHUNK,
         )
         expected: dict[Key, Tensor] = {}
-        watch(engine, expected.setdefault)
+        watch(engine, lambda key, row, step, alone=expected: alone.setdefault(key, row))
         for request in requests:
             run(engine, [request])
         found[numerics] = {}

@@ -10,7 +10,8 @@ from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.layout import Experts, Problem
+from scalegate.layouts.routing import Routing
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -30,8 +31,9 @@ from .test_engine_batch_invariance import (
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def test_no_company_changes_a_bit_unless_tuned():
-    model = model_of("dense", torch.bfloat16).cuda()
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_no_company_changes_a_bit_unless_tuned(kind: str):
+    model = model_of(kind, torch.bfloat16).cuda()
     everyone, found = [A, *company(24, 3, 250)], {}
     for numerics in ("tuned", "pin", "per-token"):
         options = EngineOptions(batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000)
@@ -127,3 +129,33 @@ def test_every_layout_that_claims_it_keeps_a_rows_bits(spec):
         for m in (2, 7, 16, 17, 33, 64, 128, 200, 300, 600):
             assert torch.equal(LAYOUTS[name].matmul(x[:m], packed)[:64], expected[:m]), (name, m)
         assert torch.equal(LAYOUTS[name].matmul(x.roll(9, 0), packed)[9:73], expected), name
+
+
+@pytest.mark.parametrize("spec", [Unquantized(), Int4(128), NVFP4()], ids=lambda spec: spec.name)
+def test_every_layout_of_experts_that_claims_it_keeps_a_rows_bits(spec):
+    """However many rows its expert gets, and under `tuned` it does not."""
+    torch.manual_seed(5)
+    device, count, n, k = torch.device("cuda"), 16, 768, 2048
+    problem = Problem(spec, n, k, torch.bfloat16, device, Experts(count, 2), "pin")
+    serving = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
+    assert serving
+    weights = [spec.random(n, k, device) for _ in range(count)]
+    x = torch.randn(1200, k, device=device).bfloat16()
+    expert = torch.rand(1200, count, device=device).topk(2).indices
+
+    def multiplied(name: str, packed, rows: slice, numerics: str) -> torch.Tensor:
+        routing = Routing.of(expert[rows].contiguous(), count, numerics)
+        return LAYOUTS[name].grouped_matmul(x[rows].contiguous(), packed, routing)
+
+    for name in serving:
+        packed = LAYOUTS[name].pack_experts(weights, torch.bfloat16)
+        drift = dict.fromkeys(("tuned", "pin", "per-token"), 0)
+        for numerics in drift:
+            alone = torch.cat([multiplied(name, packed, slice(i, i + 1), numerics) for i in range(64)])
+            for size in (2, 7, 33, 64, 100, 300, 1200):
+                found = multiplied(name, packed, slice(0, size), numerics)[:128]
+                drift[numerics] += not torch.equal(found, alone[: len(found)])
+            turned = multiplied(name, packed, slice(9, 600), numerics)[:110]
+            drift[numerics] += not torch.equal(turned, alone[18:])
+        assert (drift["pin"], drift["per-token"]) == (0, 0), (name, drift)
+        assert drift["tuned"], f"{name}: nothing was proved"

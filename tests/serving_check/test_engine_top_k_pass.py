@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from scalegate.serving_check.engine.top_k_pass import options, replace_top_k
+from scalegate.serving_check.engine.graph_passes import options
+from scalegate.serving_check.engine.top_k_pass import replace_top_k
 from torch import fx
 
 
@@ -53,5 +54,5 @@ def test_any_other_top_k_stays(device: str, columns: int, settings: dict):
 
 
 def test_compiled_code_is_kept_for_the_pass_as_it_is():
-    (one,), (other,) = options().values(), options().values()
-    assert one.uuid() == other.uuid() and one.uuid()
+    (one,), (other,), (pinned,) = (options(numerics).values() for numerics in ("tuned", "tuned", "pin"))
+    assert one.uuid() == other.uuid() != pinned.uuid() and one.uuid()

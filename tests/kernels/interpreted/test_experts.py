@@ -14,6 +14,7 @@ from scalegate.kernels.experts.routing import (
     route_reference,
     routing_in,
 )
+from scalegate.kernels.experts.tile import INVARIANT_ROWS, block_rows_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, TOKENS, TOP_K = 5, 9, 2
@@ -73,6 +74,15 @@ def test_the_bound_on_blocks_is_reached_and_never_passed():
             assert int(((counts + 15) // 16).sum()) == max_blocks(count, experts, 16)
             random = torch.bincount(torch.randint(0, experts, (count,)), minlength=experts)
             assert int(((random + 15) // 16).sum()) <= max_blocks(count, experts, 16)
+
+
+def test_where_bits_are_kept_every_block_is_multiplied_in_the_same_order():
+    """Eight rows take another instruction, and packed weights two sums of K."""
+    for experts in (4, 128):
+        counts = [1, 2, *range(8, 4000, 97)]
+        tuned, kept = ([block_rows_of(count, experts, on) for count in counts] for on in (False, True))
+        assert min(tuned) == packed.TWO_CHAINS_TO < min(kept) == INVARIANT_ROWS
+        assert [rows for rows in tuned if rows >= INVARIANT_ROWS] == kept[-sum(r >= 16 for r in tuned) :]
 
 
 def relative(answer: torch.Tensor, expected: torch.Tensor) -> float:
@@ -213,8 +223,10 @@ def test_blocks_fit_a_buffer_whose_size_no_bucket_decides():
             *(1 << power for power in range(8, 18)),
             *range(experts, 60 * experts, 7),
         ]:
-            routing = routing_in(torch.empty(buffer_size(count, experts), dtype=torch.int32), count, experts)
-            assert routing.block_expert.shape == (routing.blocks,), (count, experts)
+            buffer = torch.empty(buffer_size(count, experts), dtype=torch.int32)
+            for keeps_bits in (False, True):
+                routing = routing_in(buffer, count, experts, block_rows_of(count, experts, keeps_bits))
+                assert routing.block_expert.shape == (routing.blocks,), (count, experts)
 
 
 def test_the_unquantized_product_is_exact_in_float32():

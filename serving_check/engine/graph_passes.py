@@ -1,0 +1,30 @@
+"""What our passes change in the graphs of compiled layers before Inductor plans its kernels.
+
+Inductor takes one pass there, which this file makes of all of them; each is a file of its own.
+"""
+
+from typing import Any
+
+from torch import fx
+
+from ...layouts.numerics import Numerics
+from . import own_product_pass, top_k_pass
+
+
+def options(numerics: Numerics) -> dict[str, Any]:
+    """The compiler's; numerics: what its code is to keep."""
+    # Imported here: a compiler takes seconds to load.
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Passes(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            top_k_pass.replace_top_k(graph)
+            if numerics != "tuned":
+                own_product_pass.replace_products(graph)
+
+        def uuid(self) -> Any:
+            """Code compiled with another form of these files is not taken from the cache."""
+            files = (__file__, top_k_pass.__file__, own_product_pass.__file__)
+            return get_hash_for_files(files, extra=numerics)
+
+    return {"post_grad_custom_pre_pass": Passes()}

@@ -1,0 +1,63 @@
+"""A pass over the graphs of compiled layers that keep bits: an architecture's own products get our kernel.
+
+Routers of experts multiply by a parameter of their own, which no layout packs, and a GPU's libraries choose
+an algorithm by the number of rows. Not for linear layers and experts, whose layouts keep bits themselves.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, fx, library
+
+from ...kernels.invariant_matmul import invariant_matmul, semaphores_of
+from ...layouts.invariant_linear import DTYPES
+
+aten = torch.ops.aten
+WEIGHT_AT = {aten.linear: 1, aten.mm: 1, aten.addmm: 2}
+"""The place of the weight among the arguments of the products that this pass knows."""
+
+
+def serves(product: object, weight: object) -> bool:
+    """Whether this pass takes the product: of rows with one weight [N, K], or transposed, on a GPU."""
+    return (
+        product in WEIGHT_AT
+        and isinstance(weight, Tensor)
+        and weight.ndim == 2
+        and weight.device.type == "cuda"
+        and weight.dtype in DTYPES
+    )
+
+
+def replace_products(graph: fx.Graph) -> None:
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            *bias, x, weight = node.args
+            value = weight.meta.get("val")
+            if not serves(target.overloadpacket, value) or value.shape[0] == 1:
+                continue  # of one column: nothing is summed
+            with graph.inserting_before(node):
+                product = graph.call_function(torch.ops.scalegate.own_product.default, (x, weight))
+                product.meta["val"] = node.meta["val"]
+                if bias:
+                    product = graph.call_function(aten.add.Tensor, (product, bias[0]))
+                    product.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+
+
+@library.custom_op("scalegate::own_product", mutates_args=())
+def _own_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] times weight [K, N], the transposed view of one whose rows are contiguous → [M, N]."""
+    rows = weight.t().contiguous()
+    return invariant_matmul(x.contiguous(), rows, _semaphores(len(rows), x.device))
+
+
+@_own_product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@functools.cache
+def _semaphores(n: int, device: torch.device) -> Tensor:
+    """Shared by all weights of n rows: a product waits for the one before it, which leaves them zero."""
+    return torch.zeros(semaphores_of(n), dtype=torch.int32, device=device)
