@@ -74,11 +74,13 @@ class CodedCudaLayerKV:
             out=output[:rows],
             **settings,
         )
+        # Where bits are kept large steps are computed as small ones are.
+        host = metadata.host if metadata.numerics == "tuned" else None
         if metadata.prefill_tiles is not None:
             prompts = torch.empty_like(query) if self.rotated else output
-            if metadata.host is not None:
+            if host is not None:
                 # A step so large that it is no graph reads each page many times: codes are decoded once.
-                which, table = self._prefill_pages.of(metadata.host, query.device)
+                which, table = self._prefill_pages.of(host, query.device)
                 prompt_attention(
                     query,
                     widen_tokens(self.keys, which),
@@ -94,6 +96,6 @@ class CodedCudaLayerKV:
             else:
                 token_prefill(query, *pages, metadata.prefill_tiles, out=prompts, **settings)
             if self.rotated:
-                num_decodes = None if metadata.host is None else metadata.host.num_decodes
+                num_decodes = None if host is None else host.num_decodes
                 turn_back(prompts, lengths, output, num_decodes)
         return output[..., :value_dim]

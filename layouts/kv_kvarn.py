@@ -13,6 +13,7 @@ from .errors import UserError
 from .kv_kvarn_cpu import KVarNCpuLayerKV, KVarNStorage
 from .kv_layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
 from .kv_token_by_token import TokenByToken
+from .numerics import NUMERICS, Numerics
 
 HELD_PAGES = 2
 """Of a request in 16 bits: the first one and the one being written."""
@@ -45,6 +46,10 @@ class KVarN:
 
     def page_size(self, device: torch.device) -> int:
         return self.group_size
+
+    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+        """On a GPU what was decoded and what a prompt brought is summed by two kernels, in two orders."""
+        return ("tuned", "pin") if device.type == "cuda" else NUMERICS
 
     def allocate(
         self,

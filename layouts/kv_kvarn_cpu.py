@@ -3,7 +3,8 @@
 Not for the arithmetic of a tile, which is in `kernels/low_bit_kv/kvarn.py`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -84,17 +85,20 @@ class KVarNCpuLayerKV:
         sinks: Tensor | None,
     ) -> Tensor:
         host, padded, value_dim, dtype = on_host(metadata), len(query), value.shape[2], query.dtype
+        one_by_one = metadata.numerics != "tuned"
+        # Where bits are kept all passes have one size, and so has this product.
+        rows = padded if one_by_one else host.num_tokens
         query, key, value = (
-            rotate_reference(widened(x[: host.num_tokens], self.storage.dim)) for x in (query, key, value)
+            rotate_reference(widened(x[:rows], self.storage.dim)) for x in (query, key, value)
         )
         query, new = query.to(dtype), torch.stack([key, value], 1).half()
-        output = torch.empty_like(query)
-        if host.num_decodes:
+        output = torch.zeros_like(query)
+        if host.num_decodes and not one_by_one:
             decoding = slice(host.num_decodes)
             self._append(new[decoding], host)
             groups = self._groups.of(metadata, query)
             output[decoding] = self._decode(query[decoding], groups, host, options, sinks)
-        for chunk in host.requests(host.num_decodes):
+        for chunk in _tokens(host) if one_by_one else host.requests(host.num_decodes):
             tokens = slice(chunk.first_token, chunk.first_token + chunk.count)
             output[tokens] = self._prefill(query[tokens], new[tokens], chunk, options, sinks)
         return with_padding(rotate_reference(output)[..., :value_dim].to(dtype), padded)
@@ -189,3 +193,15 @@ class KVarNCpuLayerKV:
         tokens[:offset] = held[:, :, :offset].movedim(2, 0)
         tokens[offset:total] = new
         return tokens.unflatten(0, (-1, group)).movedim(1, 3)
+
+
+def _tokens(host: HostMetadata) -> Iterator[RequestTokens]:
+    """Each token as a chunk of its own: torch's products then see shapes that follow from its context alone,
+    and every page is quantized by itself."""
+    for request in host.requests():
+        for index in range(request.count):
+            position = request.start + index
+            pages = request.pages[: position // host.page_size + 1]
+            yield replace(
+                request, first_token=request.first_token + index, start=position, count=1, pages=pages
+            )

@@ -135,7 +135,9 @@ class KVarNCudaLayerKV:
             self._layers.flush(metadata)
         query, key, value = (by_token(widened(x, storage.dim)) for x in (query, key, value))
         where = metadata.positions, metadata.slot_mapping, metadata.token_rows, lengths, storage.held
-        num_decodes = None if metadata.host is None else metadata.host.num_decodes
+        # Where bits are kept large steps are computed as small ones are.
+        host = metadata.host if metadata.numerics == "tuned" else None
+        num_decodes = None if host is None else host.num_decodes
         turned_q, turned_k, turned_v = turn(query, key, value, *where, num_decodes)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         settings: dict[str, Any] = {
@@ -160,9 +162,9 @@ class KVarNCudaLayerKV:
         if metadata.prefill_tiles is not None:
             flush_prompts(turned_k, turned_v, *where, storage.pages, storage.value_bits)
             turned_out = torch.empty_like(turned_q)
-            if metadata.host is not None:
+            if host is not None:
                 # A step so large that it is no graph reads each page many times: it is decoded once.
-                spans, table, tiles = self._plain_pages.of(metadata.host, len(query), query.device)
+                spans, table, tiles = self._plain_pages.of(host, len(query), query.device)
                 pages = widen_kvarn(
                     spans, turned_k, turned_v, storage.pages, storage.held, storage.value_bits
                 )

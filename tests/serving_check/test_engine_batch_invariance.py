@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from scalegate.layouts.errors import UserError
+from scalegate.layouts.kv_format import refuse_numerics
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.other_products import other_products
@@ -227,9 +228,24 @@ def test_seeded_requests_draw_the_same_tokens_and_logprobs_at_any_batch():
     assert found == {"tuned": False, "pin": True}
 
 
+@pytest.mark.parametrize("kv_format", ["int4_per_token_head", "kvarn_k4v2_g64"])
+def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
+    model, everyone = model_of("dense", torch.float32), [A, *company(5, 60, 150)]
+    found = {}
+    for numerics in ("tuned", "pin", "per-token"):
+        engine = engine_of(model, numerics, kv_cache_dtype=kv_format)
+        expected = alone(engine, everyone)
+        together = recorded(engine)
+        run(engine, everyone[3:], everyone[:3])
+        found[numerics] = drifted(expected, together)
+    assert (found["pin"], found["per-token"]) == (0, 0), found
+    assert found["tuned"], "nothing was proved"
+
+
 def test_a_kv_format_that_cannot_keep_bits_is_refused_by_name():
-    with pytest.raises(UserError, match=r"kvarn.* not batch-invariant as 'pin'.* unquantized, fp8"):
-        engine_of(model_of("dense", torch.float32), "pin", kv_cache_dtype="kvarn_k4v2_g128")
+    refuse_numerics("kvarn_k4v2_g128", "pin", torch.device("cuda"))
+    with pytest.raises(UserError, match=r"kvarn.* not batch-invariant as 'per-token'.* unquantized, fp8"):
+        refuse_numerics("kvarn_k4v2_g128", "per-token", torch.device("cuda"))
 
 
 def test_a_product_that_no_layout_computes_is_found_by_name():
