@@ -4,18 +4,22 @@ In bf16 two correct computations round differently, so that tokens part where tw
 parting is listed with the distance of the two tokens in the logits there: as `generate()` computed them (bf16
 has steps of 2^-4 between 8 and 16), and as the same weights in float32 do, there also relative to the logits.
 After the first parting a prompt says nothing more. What bf16 alone does is shown by `generate()` against
-itself, with all prompts in one padded batch.
+itself, with all prompts in one padded batch. Under --batch-invariance pin and per-token the engine's answers
+to all prompts together must be those to each alone, and no parting may be further from a tie than the
+furthest of `generate()` itself: else the exit status is 1.
 
     python -P tests/bench/greedy.py CHECKPOINT --device cuda
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 from scalegate.layouts.files import write_json
+from scalegate.layouts.numerics import NUMERICS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
@@ -31,6 +35,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch-invariance", default="tuned", choices=NUMERICS)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, help="where the results go as JSON")
@@ -47,10 +52,14 @@ def main() -> None:
     generated = [generate(model, [prompt], options.tokens) for prompt in prompts]
     generated = [(tokens[0], logits[0]) for tokens, logits in generated]
     batched, _ = generate(model, prompts, options.tokens)
-    engine = Engine(model, EngineOptions(max_model_len=1024, kv_cache_tokens=65536), frozenset())
+    settings = EngineOptions(
+        max_model_len=1024, kv_cache_tokens=65536, batch_invariance=options.batch_invariance
+    )
+    engine = Engine(model, settings, frozenset())
     engine.warm_up(progress=False)
     greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
     answers = [list(answer.token_ids) for answer in engine.generate(prompts, greedy)]
+    alone = [list(engine.generate([prompt], greedy)[0].token_ids) for prompt in prompts]
     exact = load(options, torch.float32)
     partings, batched_partings = (
         [
@@ -68,6 +77,8 @@ def main() -> None:
         "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
         "new_tokens": options.tokens,
         "near_tie": NEAR_TIE,
+        "batch_invariance": options.batch_invariance,
+        "other_than_alone": sum(one != other for one, other in zip(answers, alone, strict=True)),
         "partings": partings,
         "partings_of_generate_batched": batched_partings,
         "compilations": [str(event) for event in engine.stats().compilations],
@@ -75,6 +86,11 @@ def main() -> None:
     if options.out is not None:
         write_json(options.out, results)
     show(results)
+    furthest, of_generate = (
+        max((one["gap_float32"] for one in found), default=0.0) for found in (partings, batched_partings)
+    )
+    kept = results["other_than_alone"] == 0 and furthest <= of_generate
+    sys.exit(int(options.batch_invariance != "tuned" and not kept))
 
 
 def load(options: argparse.Namespace, dtype: torch.dtype) -> PreTrainedModel:
@@ -132,6 +148,7 @@ def show(results: dict) -> None:
         f"{results['checkpoint']} on {results['device']}: {results['prompts']} prompts, "
         f"{results['new_tokens']} tokens each"
     )
+    print(f"{results['batch_invariance']}: {results['other_than_alone']} answers other than alone")
     show_partings("the engine", results["partings"])
     show_partings("generate() in one batch", results["partings_of_generate_batched"])
     print(f"compiled after warm-up: {', '.join(results['compilations']) or 'nothing'}")

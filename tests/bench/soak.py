@@ -2,7 +2,8 @@
 
 Poisson arrivals over HTTP, a pool small enough to preempt. Afterwards the greedy requests are sent again,
 each alone, and must be answered alike. That is asked of float32: in bf16 products round otherwise at another
-batch size, and where two tokens are nearly tied the answer may differ.
+batch size, and where two tokens are nearly tied the answer may differ. Under --batch-invariance pin and
+per-token it is asked of bf16 as well, and of the seeded requests.
 
     python -P tests/bench/soak.py examples/qwen3-pycode-5m --device cuda
     python -P tests/bench/soak.py examples/qwen3-pycode-5m --requests 40 --rate 1000 --max-prompt 48 \
@@ -23,6 +24,7 @@ from typing import Any
 
 import aiohttp
 from scalegate.layouts.files import write_json
+from scalegate.layouts.numerics import NUMERICS
 from scalegate.serving_check.checks.compilations import compilations
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import total
@@ -100,7 +102,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--kv-cache-tokens", type=int, default=100_000)
     parser.add_argument("--kv-cache-dtype", default="unquantized")
-    parser.add_argument("--alone", type=int, help="greedy requests to send again alone; default all")
+    parser.add_argument("--batch-invariance", default="tuned", choices=NUMERICS)
+    parser.add_argument("--alone", type=int, help="requests to send again alone; default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -116,6 +119,7 @@ def serve_command(options: argparse.Namespace) -> list[str]:
     command += ["--device", options.device, "--dtype", options.dtype]
     command += ["--max-num-seqs", str(options.max_num_seqs), "--kv-cache-dtype", options.kv_cache_dtype]
     command += ["--max-model-len", str(options.max_prompt + options.max_output)]
+    command += ["--batch-invariance", options.batch_invariance]
     return [*command, "--kv-cache-tokens", str(options.kv_cache_tokens)]
 
 
@@ -159,8 +163,9 @@ async def soak(endpoint: Endpoint, plans: Sequence[Plan], options: argparse.Name
         seconds = time.perf_counter() - started
         after = await settled(endpoint)
         stayed = [(plan, answer) for plan, answer in zip(plans, answers, strict=True) if not answer.left]
-        greedy = [(plan, answer) for plan, answer in stayed if plan.temperature == 0.0]
-        again = greedy if options.alone is None else greedy[:: -(-len(greedy) // options.alone)]
+        seeded_too = options.batch_invariance != "tuned"
+        asked = [(plan, answer) for plan, answer in stayed if seeded_too or plan.temperature == 0.0]
+        again = asked if options.alone is None else asked[:: -(-len(asked) // options.alone)]
         alone = [await differs(session, endpoint, plan, answer) for plan, answer in again]
         at_end = await settled(endpoint)
     differing = [found for found in alone if found is not None]
