@@ -2,15 +2,17 @@
 
     python -P tests/bench/batch_invariance.py bits  --format int4 --out bits_int4.json
     python -P tests/bench/batch_invariance.py speed --format bf16 --out speed_bf16.json
+    python -P tests/bench/batch_invariance.py long  --layers 6 --out long.json
     python -P tests/bench/batch_invariance.py product --out product.json
     python -P tests/bench/batch_invariance.py vllm --folder /dev/shm --out vllm.json
 
 bits: 64 requests of 1 to 4,000 prompt tokens, each alone, then in company; all logits of every token are
 compared, bit for bit, under tuned, pin and per-token. tuned must differ in every kind of company. Some layers
 do: what differs in one differs in all. speed: output tokens a second of the three, all layers, in turns at no
-N: one engine after the other. product: our product of plain weights beside cuBLAS's at that M, and beside
-cuBLAS's of 128 rows whatever M is. vllm: speed, and then vLLM's, tuned and with VLLM_BATCH_INVARIANT=1, on a
-checkpoint made in --folder. Exit status 1 where bits differ that must not.
+N: one engine after the other. long: a decode step over long contexts. product: our product of plain weights
+beside cuBLAS's at that M, and beside cuBLAS's of 128 rows whatever M is. vllm: speed, and then vLLM's, tuned
+and with VLLM_BATCH_INVARIANT=1, on a checkpoint made in --folder. Exit status 1 where bits differ that must
+not.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,6 +54,7 @@ SHORTEST_CHUNK = 192
 """Of prompts while others decode: small, so that most steps of the mixes are mixed batches."""
 INPUT_LEN, OUTPUT_LEN = 32, 512
 NS = (1, 8, 16, 32, 64, 128)
+LENGTHS, LONG_NS, LONG_STEPS = (4096, 16384), (1, 8, 32), 48
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 MOST_NAMED = 40
 ROWS = (1, 16, 32, 64, 128, 512, 2048)
@@ -61,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["bits", "speed", "product", "vllm"])
+    parser.add_argument("part", choices=["bits", "speed", "long", "product", "vllm"])
     parser.add_argument("--format", choices=["bf16", "int4"], default="bf16")
     parser.add_argument("--layers", type=int, help="default 4 for bits, all for speed")
     parser.add_argument("--shuffles", type=int, default=15, help="batches of 128 for bits")
@@ -71,9 +75,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where vLLM's checkpoint is made, best in memory: 16 GB")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result, failed = {"bits": bits, "speed": speed, "product": product, "vllm": beside_vllm}[options.part](
-        options
-    )
+    parts = {"bits": bits, "speed": speed, "long": long_contexts, "product": product, "vllm": beside_vllm}
+    result, failed = parts[options.part](options)
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **result}
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -290,6 +293,57 @@ def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "output_len": options.output_len,
         "tok_s": rates,
     }, False
+
+
+# Long contexts
+
+
+def long_contexts(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Milliseconds of a decode step, by numerics, context and N."""
+    steps: dict[str, dict[str, float]] = {}
+    vocabulary = random_qwen3.SHAPES[MODEL]["vocab_size"]
+    for numerics in options.numerics:
+        engine = engine_of(
+            options,
+            numerics,
+            options.layers,
+            max_num_seqs=max(LONG_NS),
+            max_model_len=max(LENGTHS) + 4 * LONG_STEPS,
+            kv_cache_tokens=max(LONG_NS) * (max(LENGTHS) + 8 * LONG_STEPS),
+            decode_buckets=LONG_NS,
+            prefill_chunk=8192,
+        )
+        steps[numerics] = {}
+        for length in LENGTHS:
+            for n in LONG_NS:
+                steps[numerics][f"{length} x {n}"] = decode_step(engine, n, length, vocabulary)
+        print(numerics, {cell: round(ms, 3) for cell, ms in steps[numerics].items()}, flush=True)
+        del engine
+    for cell, ms in steps.get("tuned", {}).items():
+        costs = [f"{one[cell] / ms:>8.3f}" for name, one in steps.items() if name != "tuned"]
+        print(f"{cell:>12} {ms:>8.3f} ms" + "".join(costs))
+    return {"format": options.format, "layers": options.layers, "step_ms": steps}, False
+
+
+def decode_step(engine: Engine, n: int, length: int, vocabulary: int) -> float:
+    """Milliseconds, of n requests whose prompts have been read."""
+    numbers = random.Random(n)
+    for index in range(n):
+        prompt = [numbers.randrange(vocabulary) for _ in range(length)]
+        # All go on until the last one's prompt has been read.
+        engine.add_request(str(index), prompt, greedy(4 * LONG_STEPS))
+    while engine.scheduler.waiting or any(one.is_prefilling for one in engine.scheduler.running):
+        engine.step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(LONG_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    engine.abort_all()
+    while engine.has_work:
+        engine.step()
+    return 1e3 * seconds / LONG_STEPS
 
 
 # vLLM's
