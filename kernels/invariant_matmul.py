@@ -17,6 +17,7 @@ Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,7 @@ from .triton_imports import tl, triton
 
 SPLIT_UNIT = 256
 """Columns of K of which a split has a whole number: a multiple of every tile's."""
-SLOTS = 132 * 3
+SLOTS = 132 * 2
 """CTAs that a large GPU runs at a time. A constant: splits must not follow the device."""
 MAX_SPLITS = 8
 SPLIT_TILE = 64
@@ -55,30 +56,42 @@ TILES = (
     Tile(128, 128, 64, 4, 8),
     Tile(256, 128, 64, 3, 8),
 )
-"""Ascending. Up to 128 rows three CTAs share an SM, as `SLOTS` counts them: with a stage
-more, the last of them run alone."""
+"""Ascending. Up to 128 rows three CTAs share an SM, where a weight has more of them than `SLOTS`."""
+DEEP_TILES = (
+    Tile(16, 64, 128, 5, 4),
+    Tile(32, 64, 128, 4, 4),
+    Tile(64, 64, 64, 6, 4),
+    Tile(128, 64, 64, 4, 4),
+)
+"""The same with more steps in flight, where two CTAs share an SM and no more are needed."""
 TILE_ROWS = (16, 32, 64, 128, 1024)
 """Rows of x up to which each tile but the last serves."""
 FLOAT32_TILE = Tile(16, 64, 32, 2, 4)
 """Of fp32, which no matrix unit multiplies exactly: right, and not fast."""
 
 
-def tile_for(m: int, dtype: torch.dtype) -> Tile:
-    """The tile for m rows of x: it decides the speed, and no bit."""
+def tile_for(m: int, n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The tile for m rows of x and a weight [n, k]: it decides the speed, and no bit."""
     if dtype == torch.float32:
         return FLOAT32_TILE
-    return TILES[next((i for i, rows in enumerate(TILE_ROWS) if m <= rows), len(TILE_ROWS))]
+    index = next((i for i, rows in enumerate(TILE_ROWS) if m <= rows), len(TILE_ROWS))
+    few = triton.cdiv(n, SPLIT_TILE) * splits_of(n, k) <= SLOTS
+    return DEEP_TILES[index] if few and index < len(DEEP_TILES) else TILES[index]
 
 
+@lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
     """In how many splits K is summed: by the weight's shape alone, so that one row fills the GPU.
 
-    A split costs one and a half units to start, and two fifths to be added.
+    A split costs one and a half units to start, and three fifths to be added: little with one row, more with
+    128, whose partial sums are large.
     """
     tiles, units = triton.cdiv(n, SPLIT_TILE), triton.cdiv(k, SPLIT_UNIT)
+    if tiles >= SLOTS:
+        return 1
 
     def cost(splits: int) -> float:
-        adding = 0.4 * splits if splits > 1 else 0.0
+        adding = 0.6 * splits if splits > 1 else 0.0
         return triton.cdiv(tiles * splits, SLOTS) * (triton.cdiv(units, splits) + 1.5) + adding
 
     return min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
@@ -184,7 +197,7 @@ def invariant_matmul(x: Tensor, weight: Tensor, semaphores: Tensor, tile: Tile |
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return y
-    tile = tile or tile_for(m, x.dtype)
+    tile = tile or tile_for(m, n, k, x.dtype)
     splits = splits_of(n, k)
     sequential = splits > 1 and m > MAX_SPLIT_ROWS
     own = splits if not sequential else 1

@@ -400,7 +400,7 @@ def product(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         error = float((alone.float() - wanted).norm() / wanted.norm())
         for m in ROWS:
             by_tile = {}
-            for tile in tiles_to_try(m):
+            for tile in tiles_to_try(m, n, k):
                 y = ours.invariant_matmul(x[:m], weights[0], semaphores, tile)
                 drift += not torch.equal(y[:64], alone[:m])
                 calls = [partial(ours.invariant_matmul, x[:m], w, semaphores, tile) for w in weights]
@@ -408,7 +408,13 @@ def product(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             cublas = microseconds([partial(functional.linear, x[:m], w) for w in weights])
             pinned = microseconds([partial(functional.linear, x[: max(m, PINNED_ROWS)], w) for w in weights])
             best = min(by_tile, key=lambda tile: by_tile[tile])
-            cell = {"n": n, "k": k, "m": m, "us": by_tile[ours.tile_for(m, x.dtype)], "cublas_us": cublas}
+            cell = {
+                "n": n,
+                "k": k,
+                "m": m,
+                "us": by_tile[ours.tile_for(m, n, k, x.dtype)],
+                "cublas_us": cublas,
+            }
             cell |= {"pinned_us": pinned, "by_tile": {str(tile): us for tile, us in by_tile.items()}}
             cells.append({**cell, "error": error})
             print(
@@ -422,9 +428,9 @@ def product(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return {"cells": cells, "drift": drift}, drift > 0
 
 
-def tiles_to_try(m: int) -> list[ours.Tile]:
+def tiles_to_try(m: int, n: int, k: int) -> list[ours.Tile]:
     """The table's, and others of as many rows."""
-    tile = ours.tile_for(m, torch.bfloat16)
+    tile = ours.tile_for(m, n, k, torch.bfloat16)
     more = [(64, 128, 3, 4), (64, 64, 6, 4), (128, 64, 4, 8)]
     tried = [tile, *(ours.Tile(tile.bm, *one) for one in more)]
     fits = [one for one in tried if (one.bm + one.bn) * one.bk * 2 * one.stages <= 220 * 1024]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from scalegate.kernels.invariant_matmul import (
+    DEEP_TILES,
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
     SPLIT_TILE,
@@ -24,7 +25,9 @@ def test_splits_cover_k_once_in_whole_units(n: int, k: int):
     assert 1 <= splits <= MAX_SPLITS and len(columns) == splits
     assert [column for one in columns for column in one] == list(range(k))
     assert all(one.start % SPLIT_UNIT == 0 for one in columns)
-    assert all(SPLIT_UNIT % tile.bk == 0 for tile in TILES), "a tile's steps end where a split does"
+    assert all(SPLIT_UNIT % tile.bk == 0 for tile in TILES + DEEP_TILES), (
+        "a tile's steps end where a split does"
+    )
 
 
 def test_few_weights_are_split_until_one_row_fills_the_gpu():
@@ -33,9 +36,15 @@ def test_few_weights_are_split_until_one_row_fills_the_gpu():
 
 
 def test_the_tile_follows_the_rows_and_splits_do_not():
-    assert [tile_for(m, torch.bfloat16).bm for m in (1, 8, 9, 16, 17, 64, 65, 4096)] == [
-        16, 16, 16, 16, 32, 64, 128, 256,
-    ]  # fmt: skip
-    for m in range(1, MAX_SPLIT_ROWS + 1):
-        tile = tile_for(m, torch.bfloat16)
-        assert -(-m // tile.bm) * -(-4096 // tile.bn) <= semaphores_of(4096), m
+    for n, k in QWEN3_8B:
+        assert [tile_for(m, n, k, torch.bfloat16).bm for m in (1, 8, 9, 16, 17, 64, 65, 4096)] == [
+            16, 16, 16, 16, 32, 64, 128, 256,
+        ]  # fmt: skip
+        for m in range(1, MAX_SPLIT_ROWS + 1):
+            tile = tile_for(m, n, k, torch.bfloat16)
+            assert -(-m // tile.bm) * -(-n // tile.bn) <= semaphores_of(n), m
+
+
+def test_few_tiles_have_more_steps_in_flight():
+    assert tile_for(64, 4096, 4096, torch.bfloat16) in DEEP_TILES
+    assert tile_for(64, 24576, 4096, torch.bfloat16) in TILES

@@ -5,7 +5,13 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.invariant_matmul import SPLIT_UNIT, TILES, Tile, invariant_matmul_kernel
+from scalegate.kernels.invariant_matmul import (
+    DEEP_TILES,
+    SPLIT_UNIT,
+    TILES,
+    Tile,
+    invariant_matmul_kernel,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -13,7 +19,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
 FORMS = [
     (tile, form)
-    for tile in TILES
+    for tile in TILES + DEEP_TILES
     for form in ("whole", "split", "sequential")
     if form != "split" or tile.bm <= 128
 ]

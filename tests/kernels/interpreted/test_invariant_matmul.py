@@ -10,7 +10,7 @@ TILES = [Tile(8, 64, 128, 2, 4), Tile(64, 64, 64, 2, 4), Tile(32, 128, 64, 2, 8)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (130, 512), (70, 1096)])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (130, 768), (70, 1096)])
 @pytest.mark.parametrize("m", [1, 9, 260])
 def test_products_with_and_without_splits(m: int, n: int, k: int, tile: Tile):
     generator = torch.Generator().manual_seed(m)
