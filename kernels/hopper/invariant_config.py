@@ -76,15 +76,30 @@ def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
     return tile, split(tile)
 
 
+@lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """Splits of K, by the shape of the weight alone."""
-    split = tile_and_split(1, n, k)[1]
+    """Splits of K, by the shape of the weight alone: few where K is long, which suits 64 and 128 rows."""
+    tile = BUCKETS[8][0]
+    slots = NUM_SMS * (2 if k > LONG_K else tile.ctas_per_sm)
+    split = split_of(tile.num_tiles(1, n), triton.cdiv(k, SPLIT_UNIT), slots)
     return 1 if split.whole else split.splits
 
 
+@lru_cache(maxsize=4096)
 def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
     """A tile, and whether one CTA sums all splits of K, one after the other; elsewhere each has its own."""
-    if m <= 32 or (m <= 64 and k > LONG_K) or splits_of(n, k) == 1:
+    splits, units = splits_of(n, k), triton.cdiv(k, SPLIT_UNIT)
+    if m <= 32 or (m <= 128 and (k > LONG_K or splits == 1)):
+        tiles = BUCKETS[next(rows for rows in BUCKETS if m <= rows)]
+        if m > 64 and splits > 1:
+            tiles = (*tiles, TWO_PER_SM)
+
+        def cost(tile: Tile) -> float:
+            waves = triton.cdiv(tile.num_tiles(m, n) * splits, NUM_SMS * tile.ctas_per_sm)
+            return tile.unit_us * waves * (triton.cdiv(units, splits) + 1.5)
+
+        return min(tiles, key=cost), False
+    if splits == 1:
         return tile_and_split(m, n, k)[0], False
     small, few, many = SEQUENTIAL_TILES
     if m <= small.m:
