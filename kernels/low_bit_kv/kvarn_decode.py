@@ -60,7 +60,8 @@ def _attend_splits(
     group = tl.arange(0, GROUP)
     is_head = group < HEADS // KV_HEADS
     head = request * HEADS + kv_head * (HEADS // KV_HEADS) + group
-    q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, WIDTH)
+    channel = tl.arange(0, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, channel, WIDTH)
     in_block = tl.arange(0, PLAIN_BLOCK)
     own_page = (length - 1) // GROUP_SIZE
     split_tokens = _split_tokens(length, SPLIT, UNIT)
@@ -105,7 +106,15 @@ def _attend_splits(
         tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
         by = (1.0 / total)[None, :]
         store_columns(
-            partial_ptr, at.to(tl.int64) * DIM, is_head, acc0 * by, acc1 * by, acc2 * by, acc3 * by, WIDTH
+            partial_ptr,
+            at.to(tl.int64) * DIM,
+            is_head,
+            acc0 * by,
+            acc1 * by,
+            acc2 * by,
+            acc3 * by,
+            channel,
+            WIDTH,
         )
         split += tl.num_programs(0)
 

@@ -68,9 +68,10 @@ def _attend_tiles(
     head = kv_head * (HEADS // KV_HEADS) + group
     is_row = (token < count) & (group < HEADS // KV_HEADS)
     at_row = ((first + token).to(tl.int64) * HEADS + head) * DIM
+    channel = tl.arange(0, WIDTH)
     acc0 = tl.zeros([WIDTH, TOKENS * GROUP], tl.float32)
     if start < 0:
-        store_columns(out_ptr, at_row, is_row, acc0, acc0, acc0, acc0, WIDTH)
+        store_columns(out_ptr, at_row, is_row, acc0, acc0, acc0, acc0, channel, WIDTH)
         return
     acc1, acc2, acc3 = acc0, acc0, acc0
     start += offset
@@ -80,7 +81,7 @@ def _attend_tiles(
     chunk_start = tl.load(seq_lens_ptr + request) - (tl.load(starts_ptr + request + 1) - first_in_step)
     row = tl.load(rows_ptr + request)
     table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
-    q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, channel, WIDTH)
     largest = tl.full([TOKENS * GROUP], -float("inf"), tl.float32)
     total = tl.zeros([TOKENS * GROUP], tl.float32)
     if SINKS:
@@ -121,7 +122,7 @@ def _attend_tiles(
             VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, True, ASM,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
-    store_columns(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, WIDTH)
+    store_columns(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, channel, WIDTH)
 
 
 def kvarn_prefill(

@@ -5,7 +5,11 @@ x[d] = e2m1(code[d]) * scale[d // 16] * head_scale
 A group's largest value becomes 6 or 4, whichever leaves the smaller squared error (Cook et al., "Four Over
 Six", arXiv:2512.02010): E2M1 is coarsest where values are largest, and large keys decide what attention sees.
 
-words  int16 [..., D/4]              as in words.py: field j of word i is channel i + j * D/4
+words  int16 [..., D/4]     code j of word i is channel 16g + 4j + w, where i = 16s + 8h + 2c + l in mixed
+                            radix (h, l < 2, c < 4), g = 4s + c and w = 2h + l
+
+A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: all under one scale. Of
+a code, sign and magnitude lie so that one shift or two and a mask bring those of two words to fp16's places.
 """
 
 from dataclasses import dataclass
@@ -13,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .words import pack, unpack
-
 GROUP_SIZE = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 LARGEST_IN_GROUP = (6.0, 4.0)
+SIGN_SHIFTS, MAGNITUDE_SHIFTS = (0, 3, 1, 2), (0, 3, 6, 9)
+"""Of a word's four codes, to bit 15 and to bits 11 .. 9."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,36 @@ def quantize_reference(x: Tensor, head_scale: Tensor) -> NVFP4Tokens:
     other = other_error < error
     scales = torch.where(other, other_scales, scales).to(torch.float8_e4m3fn)
     codes = torch.where(other[..., None], other_codes, codes).flatten(-2)
-    return NVFP4Tokens(pack(codes.to(torch.uint8).unflatten(-1, (4, -1))), scales)
+    return NVFP4Tokens(pack(codes.to(torch.int32)), scales)
 
 
 def dequantize_reference(stored: NVFP4Tokens, head_scale: Tensor) -> Tensor:
     """fp32 [..., H, D]."""
-    codes = unpack(stored.words, 4).flatten(-2)
+    codes = unpack(stored.words)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << exponent >> 1)
     signed = halves.to(torch.int8) * (1 - 2 * (codes >> 3).to(torch.int8))
     groups = signed.unflatten(-1, (-1, GROUP_SIZE)) * (stored.scales.float() * 0.5)[..., None]
     return groups.flatten(-2).mul_(head_scale[:, None])
+
+
+def pack(codes: Tensor) -> Tensor:
+    """codes int32 [..., D], each a sign above three bits of magnitude → words int16 [..., D/4]."""
+    by_field = codes.unflatten(-1, (-1, 4, 4, 2, 2)).unbind(-3)
+    words = torch.zeros_like(by_field[0])
+    for code, sign, magnitude in zip(by_field, SIGN_SHIFTS, MAGNITUDE_SHIFTS, strict=True):
+        words |= ((code & 8) << 12 >> sign) | ((code & 7) << 9 >> magnitude)
+    return words.to(torch.int16).transpose(-3, -2).flatten(-4)
+
+
+def unpack(words: Tensor) -> Tensor:
+    """words int16 [..., D/4] → codes int32 [..., D]."""
+    words = words.to(torch.int32).unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2)
+    by_field = [
+        ((words << sign >> 12) & 8) | ((words << magnitude >> 9) & 7)
+        for sign, magnitude in zip(SIGN_SHIFTS, MAGNITUDE_SHIFTS, strict=True)
+    ]
+    return torch.stack(by_field, -3).flatten(-5)
 
 
 def _rounded(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:

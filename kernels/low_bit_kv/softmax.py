@@ -1,7 +1,7 @@
 """Attention over four slices of a head's channels: what kernels for codes have in common; Triton.
 
-A word holds codes of channels i, i + D/4, i + 2D/4 and i + 3D/4, so queries, keys, values and results are cut
-into four slices of D/4 channels. Keys, or values' channels, are rows of every product, and each query is a
+A word holds codes of four channels, so queries, keys, values and results are cut into four slices of D/4
+channels: of the first slice `channel` names them, int32 [D/4], and each further one begins STEP later. Keys, or values' channels, are rows of every product, and each query is a
 column: matrix units take eight columns at least and sixteen rows, and a group of query heads is small. Scores
 are in log2.
 """
@@ -11,7 +11,10 @@ from ..triton_imports import tl, triton
 
 @triton.jit
 def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
-    """Four tensors [N, D/4] of rows of D that begin at `at`, int64 [N]; zeros where `mask`, [N], is false."""
+    """Four tensors [N, D/4] of rows of D that begin at `at`, int64 [N]; zeros where `mask`, [N], is false.
+
+    Slices of neighbouring channels.
+    """
     where = ptr + at[:, None] + tl.arange(0, WIDTH)[None, :]
     keep = mask[:, None]
     return (
@@ -23,27 +26,27 @@ def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_columns(ptr, at, mask, WIDTH: tl.constexpr):
-    """The same rows as columns, [D/4, N]."""
-    where = ptr + at[None, :] + tl.arange(0, WIDTH)[:, None]
+def load_columns(ptr, at, mask, channel, STEP: tl.constexpr):
+    """Rows as columns, [D/4, N]."""
+    where = ptr + at[None, :] + channel[:, None]
     keep = mask[None, :]
     return (
         tl.load(where, mask=keep, other=0.0),
-        tl.load(where + WIDTH, mask=keep, other=0.0),
-        tl.load(where + 2 * WIDTH, mask=keep, other=0.0),
-        tl.load(where + 3 * WIDTH, mask=keep, other=0.0),
+        tl.load(where + STEP, mask=keep, other=0.0),
+        tl.load(where + 2 * STEP, mask=keep, other=0.0),
+        tl.load(where + 3 * STEP, mask=keep, other=0.0),
     )
 
 
 @triton.jit
-def store_columns(ptr, at, mask, x0, x1, x2, x3, WIDTH: tl.constexpr):
+def store_columns(ptr, at, mask, x0, x1, x2, x3, channel, STEP: tl.constexpr):
     """The reverse."""
-    where = ptr + at[None, :] + tl.arange(0, WIDTH)[:, None]
+    where = ptr + at[None, :] + channel[:, None]
     keep = mask[None, :]
     tl.store(where, x0.to(ptr.dtype.element_ty), mask=keep)
-    tl.store(where + WIDTH, x1.to(ptr.dtype.element_ty), mask=keep)
-    tl.store(where + 2 * WIDTH, x2.to(ptr.dtype.element_ty), mask=keep)
-    tl.store(where + 3 * WIDTH, x3.to(ptr.dtype.element_ty), mask=keep)
+    tl.store(where + STEP, x1.to(ptr.dtype.element_ty), mask=keep)
+    tl.store(where + 2 * STEP, x2.to(ptr.dtype.element_ty), mask=keep)
+    tl.store(where + 3 * STEP, x3.to(ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit

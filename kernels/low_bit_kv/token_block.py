@@ -7,10 +7,11 @@ With the arithmetic of `int4.py`, whose scales and zeros belong to tokens, so th
 
 NVFP4's scales change along a token, so that codes are multiplied by them first: E2M1 times E4M3 has six
 significant bits, which fp16 holds. E2M1's bits in fp16's places are 2^-14 of the value, and scales are taken
-times 16, which keeps every product out of fp16's inexact range.
+times 16, which keeps every product out of fp16's inexact range. A word's four codes share a scale.
 """
 
 from ..triton_imports import constexpr_function, tl, triton
+from .nvfp4 import MAGNITUDE_SHIFTS, SIGN_SHIFTS
 from .softmax import capped, dot4
 from .words import field_of, field_weight
 
@@ -24,21 +25,43 @@ E2M1 = tl.constexpr(2.0**10)
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
+    sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
+    if sign == magnitude:
+        return f"{{.reg .b32 t; shl.b32 t, $1, {sign}; and.b32 $0, t, 0x8E008E00;}}"
     return (
-        f"{{.reg .b32 s, t; shl.b32 t, $1, {12 - 4 * field}; and.b32 s, t, 0x80008000; shr.b32 t, t, 3; "
-        "and.b32 t, t, 0x0E000E00; or.b32 $0, s, t;}"
+        f"{{.reg .b32 s, t; shl.b32 s, $1, {sign}; and.b32 s, s, 0x80008000; "
+        f"shl.b32 t, $1, {magnitude}; and.b32 t, t, 0x0E000E00; or.b32 $0, s, t;}}"
     )
 
 
+@constexpr_function
+def _sign_shift(field: int) -> int:
+    return SIGN_SHIFTS[field]
+
+
+@constexpr_function
+def _magnitude_shift(field: int) -> int:
+    return MAGNITUDE_SHIFTS[field]
+
+
 @triton.jit
-def _e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
+def e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
     """fp16 of the shape of int16 `words`: field FIELD's value times 2^-14."""
     if ASM:
         asm: tl.constexpr = _e2m1_asm(FIELD)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    code = words.to(tl.int32) >> (4 * FIELD)
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    wide = words.to(tl.int32)
+    bits = ((wide << _sign_shift(FIELD)) & 0x8000) | ((wide << _magnitude_shift(FIELD)) & 0x0E00)
     return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def first_channels(DIM: tl.constexpr, NVFP4: tl.constexpr):
+    """int32 [D/4]: the channel of each word's first code; NVFP4's others are 4 apart, int4's D/4."""
+    word = tl.arange(0, DIM // 4)
+    if NVFP4:
+        word = (word // 16 * 4 + word % 8 // 2) * 16 + word % 16 // 8 * 2 + word % 2
+    return word
 
 
 @triton.jit
@@ -51,14 +74,15 @@ def _scales_of(scales_ptr, slot, keep):
 
 
 @triton.jit
-def _nvfp4_scales(scales_ptr, slot, keep, SLICE: tl.constexpr, DIM: tl.constexpr):
-    """Slice SLICE's scales of tokens [N], fp16 [N, D/4], times 16."""
-    GROUPS: tl.constexpr = DIM // 64
-    group = SLICE * GROUPS + tl.arange(0, GROUPS)
-    at = slot[:, None] * (DIM // 16) + group[None, :]
-    scale = tl.load(scales_ptr + at, mask=keep[:, None], other=0).to(tl.float8e4nv, bitcast=True)
-    scale = scale.to(tl.float16) * 16.0
-    wide = tl.broadcast_to(scale[:, :, None], [slot.shape[0], GROUPS, 16])
+def _nvfp4_scales(scales_ptr, slot, keep, DIM: tl.constexpr):
+    """Each word's scale of tokens [N], fp16 [N, D/4], times 16; four of them are loaded as one int32."""
+    STEPS: tl.constexpr = DIM // 64
+    at = slot[:, None] * STEPS + tl.arange(0, STEPS)[None, :]
+    four = tl.load(scales_ptr + at, mask=keep[:, None], other=0)
+    bits = (four[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF
+    # E4M3's bits in fp16's places are 2^-8 of the value.
+    scale = (bits << 7).to(tl.int16).to(tl.float16, bitcast=True) * 4096.0
+    wide = tl.broadcast_to(scale[:, :, None, :, None], [slot.shape[0], STEPS, 2, 4, 2])
     return tl.reshape(wide, [slot.shape[0], DIM // 4])
 
 
@@ -89,11 +113,10 @@ def attend_block(
     words_k = tl.load(words_k_ptr + at, mask=keep[:, None], other=0, eviction_policy="evict_first")
     words_v = tl.load(words_v_ptr + across, mask=keep[None, :], other=0, eviction_policy="evict_first")
     if NVFP4:
+        key_scales = _nvfp4_scales(scales_k_ptr, slot, keep, DIM)
         scores = dot4(
-            _e2m1(words_k, 0, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 0, DIM),
-            _e2m1(words_k, 1, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 1, DIM),
-            _e2m1(words_k, 2, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 2, DIM),
-            _e2m1(words_k, 3, ASM) * _nvfp4_scales(scales_k_ptr, slot, keep, 3, DIM),
+            e2m1(words_k, 0, ASM) * key_scales, e2m1(words_k, 1, ASM) * key_scales,
+            e2m1(words_k, 2, ASM) * key_scales, e2m1(words_k, 3, ASM) * key_scales,
             q0, q1, q2, q3,
         )  # fmt: skip
         scores *= scale_log2 * E2M1
@@ -115,10 +138,9 @@ def attend_block(
     total = total * rescale + tl.sum(probability, axis=0)
     if NVFP4:
         weight = probability.to(tl.float16)
-        v0 = _e2m1(words_v, 0, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 0, DIM).T
-        v1 = _e2m1(words_v, 1, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 1, DIM).T
-        v2 = _e2m1(words_v, 2, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 2, DIM).T
-        v3 = _e2m1(words_v, 3, ASM) * _nvfp4_scales(scales_v_ptr, slot, keep, 3, DIM).T
+        value_scales = _nvfp4_scales(scales_v_ptr, slot, keep, DIM).T
+        v0, v1 = e2m1(words_v, 0, ASM) * value_scales, e2m1(words_v, 1, ASM) * value_scales
+        v2, v3 = e2m1(words_v, 2, ASM) * value_scales, e2m1(words_v, 3, ASM) * value_scales
     else:
         value_scale, value_zero = _scales_of(scales_v_ptr, slot, keep)
         zeros = zeros * rescale + tl.sum(probability * value_zero[:, None], axis=0)

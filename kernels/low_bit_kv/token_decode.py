@@ -23,12 +23,12 @@ from ..decode_attention import (
 )
 from ..triton_imports import tl, triton
 from .softmax import load_columns, store_columns
-from .token_block import attend_block, finished, prepared
+from .token_block import attend_block, finished, first_channels, prepared
 from .token_store import TokenPages
 
-BLOCK = 64
+BLOCK, NVFP4_BLOCK = 64, 32
 REGISTERS = 128
-"""Of a thread of the one warp that is a program of int4 pages: sixteen share an SM."""
+"""Of a thread of the one warp that is a program: sixteen share an SM."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
@@ -44,6 +44,8 @@ def _attend_splits(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = DIM // 4
+    STEP: tl.constexpr = 4 if NVFP4 else WIDTH
+    channel = first_channels(DIM, NVFP4)
     request = tl.program_id(2)
     kv_head = tl.program_id(1)
     length = tl.load(lengths_ptr + request)
@@ -54,7 +56,7 @@ def _attend_splits(
     group = tl.arange(0, GROUP)
     is_head = group < HEADS // KV_HEADS
     head = request * HEADS + kv_head * (HEADS // KV_HEADS) + group
-    q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, channel, STEP)
     q0, q1, q2, q3, q_sum = prepared(q0, q1, q2, q3, NVFP4)
     head_scale = 1.0
     if NVFP4:
@@ -89,11 +91,11 @@ def _attend_splits(
         r2 = finished(acc2, zeros, total, head_scale, 2, NVFP4)
         r3 = finished(acc3, zeros, total, head_scale, 3, NVFP4)
         if _is_only_split(length, first_token, split_tokens, MERGED):
-            store_columns(out_ptr, head.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, WIDTH)
+            store_columns(out_ptr, head.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, channel, STEP)
         else:
             at = head * max_splits + split
             tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
-            store_columns(partial_ptr, at.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, WIDTH)
+            store_columns(partial_ptr, at.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, channel, STEP)
         split += tl.num_programs(0)
 
 
@@ -115,12 +117,9 @@ def token_decode(
     """Write `out`; arguments as in the file's docstring, options as in `decode_attention.py`."""
     batch, heads, dim = q.shape
     kv_heads, page = keys.words.shape[1:3]
-    wanted = PROGRAMS_WANTED if keys.is_nvfp4 else 2 * PROGRAMS_WANTED
-    splits = min(workspace.max_splits, max(1, triton.cdiv(wanted, batch * kv_heads)))
-    capability, block = compute_capability(q.device), min(BLOCK, 2 * page)
-    launch = {"num_warps": 1, "num_stages": 2, "maxnreg": REGISTERS if dim <= 128 else None}
-    if keys.is_nvfp4:
-        launch = {"num_warps": 2, "num_stages": 3}
+    splits = min(workspace.max_splits, max(1, triton.cdiv(2 * PROGRAMS_WANTED, batch * kv_heads)))
+    capability = compute_capability(q.device)
+    block = min(NVFP4_BLOCK if keys.is_nvfp4 else BLOCK, 2 * page)
     _attend_splits[(splits, kv_heads, batch)](
         q, keys.words, values.words, *scale_bytes(keys, values), keys.head_scale, values.head_scale,
         block_table, lengths, workspace.partial, workspace.lse, out,
@@ -128,12 +127,11 @@ def token_decode(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
         PAGE=page, SPLIT=workspace.split_tokens, BLOCK=block, NVFP4=keys.is_nvfp4, SOFTCAP=softcap > 0,
         WINDOW=window > 0, MERGED=rotated or sinks is not None, ASM=capability >= (8, 0),
-        PDL=capability >= (9, 0), **launch,
+        PDL=capability >= (9, 0), num_warps=1, num_stages=2, maxnreg=REGISTERS if dim <= 128 else None,
     )  # fmt: skip
     merge_splits(workspace, lengths, sinks, out, block=block, window=window, is_rotated=rotated)
 
 
 def scale_bytes(keys: TokenPages, values: TokenPages) -> tuple[Tensor, Tensor]:
-    """Both scales as kernels read them: int4's in pairs, E4M3 as bytes, since not every GPU has the type."""
-    dtype = torch.uint8 if keys.is_nvfp4 else torch.int32
-    return keys.scales.view(dtype), values.scales.view(dtype)
+    """Both scales as kernels read them, int4's in pairs, E4M3 in fours: the least that loads ahead take."""
+    return keys.scales.view(torch.int32), values.scales.view(torch.int32)

@@ -14,7 +14,7 @@ from ..decode_attention import LOG2_E, compute_capability
 from ..prefill_attention import TILE
 from ..triton_imports import tl, triton
 from .softmax import load_columns, store_columns
-from .token_block import attend_block, finished, prepared
+from .token_block import attend_block, finished, first_channels, prepared
 from .token_decode import scale_bytes
 from .token_store import TokenPages
 
@@ -32,6 +32,8 @@ def _attend_tiles(
 ):  # fmt: skip
     """TOKENS tokens of a tile with one kv head's group of query heads."""
     WIDTH: tl.constexpr = DIM // 4
+    STEP: tl.constexpr = 4 if NVFP4 else WIDTH
+    channel = first_channels(DIM, NVFP4)
     tile = tiles_ptr + tl.program_id(2) * 4
     offset = tl.program_id(1) * TOKENS
     kv_head = tl.program_id(0)
@@ -52,7 +54,7 @@ def _attend_tiles(
     is_row = (token < count) & (group < HEADS // KV_HEADS)
     at_row = ((first + token).to(tl.int64) * HEADS + head) * DIM
     position = start + token
-    q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, WIDTH)
+    q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, channel, STEP)
     q0, q1, q2, q3, q_sum = prepared(q0, q1, q2, q3, NVFP4)
     head_scale = 1.0
     if NVFP4:
@@ -85,7 +87,7 @@ def _attend_tiles(
     r1 = finished(acc1, zeros, total, head_scale, 1, NVFP4)
     r2 = finished(acc2, zeros, total, head_scale, 2, NVFP4)
     r3 = finished(acc3, zeros, total, head_scale, 3, NVFP4)
-    store_columns(out_ptr, at_row, is_row, r0, r1, r2, r3, WIDTH)
+    store_columns(out_ptr, at_row, is_row, r0, r1, r2, r3, channel, STEP)
 
 
 def token_prefill(

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ..decode_attention import compute_capability
 from ..hadamard import log2, rotate
-from ..triton_imports import tl, triton
+from ..triton_imports import constexpr_function, tl, triton
+from . import nvfp4
 
+SIGN_SHIFTS, MAGNITUDE_SHIFTS = tl.constexpr(nvfp4.SIGN_SHIFTS), tl.constexpr(nvfp4.MAGNITUDE_SHIFTS)
 LARGE = 1024
 """Tokens in a step: from here on a program takes several of them. The bits are the same."""
 
@@ -75,6 +77,12 @@ def _rounded(groups, largest, TO: tl.constexpr):
     return scale, code, tl.sum(off * off, axis=2)
 
 
+@constexpr_function
+def _nibbles(top: int, shifts: tuple[int, ...]) -> int:
+    """The places, below bit `top`, of what the shifts of a word's four codes bring to it; four bits each."""
+    return sum((top - shift) << 4 * field for field, shift in enumerate(shifts))
+
+
 @triton.jit
 def _store_nvfp4(
     x, slot, mask, words_ptr, scales_ptr, head_scale, ROWS: tl.constexpr, DIM: tl.constexpr
@@ -86,8 +94,15 @@ def _store_nvfp4(
     other = other_error < error
     scale = tl.where(other, other_scale, scale)
     code = tl.where(other[:, :, None], other_code, code)
-    code = tl.reshape(tl.where(groups < 0, code + 8, code), [ROWS, DIM])
-    _store_words(code, slot, mask, words_ptr, ROWS, DIM)
+    field = tl.arange(0, 4)
+    sign_place = _nibbles(15, SIGN_SHIFTS) >> (4 * field) & 15
+    magnitude_place = _nibbles(9, MAGNITUDE_SHIFTS) >> (4 * field) & 15
+    bits = tl.reshape(code.to(tl.int32), [ROWS, DIM // 16, 4, 4]) << magnitude_place[None, None, :, None]
+    bits += tl.reshape((groups < 0).to(tl.int32), bits.shape) << sign_place[None, None, :, None]
+    n = tl.arange(0, DIM // 4)
+    word = n // 16 * 16 + n % 4 // 2 * 8 + n % 16 // 4 * 2 + n % 2
+    words = tl.reshape(tl.sum(bits, axis=2), [ROWS, DIM // 4]).to(tl.int16)
+    tl.store(words_ptr + slot[:, None] * (DIM // 4) + word[None, :], words, mask=mask[:, None])
     where = slot[:, None] * (DIM // 16) + tl.arange(0, DIM // 16)[None, :]
     tl.store(scales_ptr + where, scale.to(tl.float8e4nv), mask=mask[:, None])
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..triton_imports import tl, triton
+from .token_block import e2m1, first_channels
 from .token_store import TokenPages
 
 TOKENS = 32
@@ -24,27 +25,26 @@ def _widen(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, NVFP4: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = DIM // 4
+    STEP: tl.constexpr = 4 if NVFP4 else WIDTH
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     word = tl.arange(0, WIDTH)
+    channel = first_channels(DIM, NVFP4)
     slot = (tl.load(pages_ptr + index) * KV_HEADS + head) * PAGE + token
     words = tl.load(words_ptr + slot[:, None] * WIDTH + word[None, :]).to(tl.int32)
-    out_ptr += ((index * KV_HEADS + head) * PAGE + token)[:, None] * DIM + word[None, :]
+    out_ptr += ((index * KV_HEADS + head) * PAGE + token)[:, None] * DIM + channel[None, :]
     for part in tl.static_range(4):
-        code = (words >> (part * 4)) & 15
         if NVFP4:
-            group = (part * WIDTH + word) // 16
-            scale = tl.load(scales_ptr + slot[:, None] * (DIM // 16) + group[None, :])
+            scale = tl.load(scales_ptr + slot[:, None] * (DIM // 16) + (channel // 16)[None, :])
             # E2M1's bits in fp16's places are 2^-14 of the value.
-            bits = ((code & 8) << 12) | ((code & 7) << 9)
-            value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+            value = e2m1(words, part, False).to(tl.float32) * 16384.0
             value *= scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             scale = tl.load(scales_ptr + slot * 2).to(tl.float32)
             zero = tl.load(scales_ptr + slot * 2 + 1).to(tl.float32)
-            value = code.to(tl.float32) * scale[:, None] + zero[:, None]
-        tl.store(out_ptr + part * WIDTH, value.to(tl.float16))
+            value = ((words >> (part * 4)) & 15).to(tl.float32) * scale[:, None] + zero[:, None]
+        tl.store(out_ptr + part * STEP, value.to(tl.float16))
 
 
 def widen_tokens(stored: TokenPages, pages: Tensor) -> Tensor:

@@ -24,6 +24,16 @@ def test_words_give_back_every_code(bits: int):
     assert int(words[0, 0]) & ((1 << bits) - 1) == int(codes[0, 0, 0])
 
 
+def test_words_of_nvfp4_give_back_every_code():
+    codes = torch.arange(16, dtype=torch.int32).repeat(2, 16)[:, torch.randperm(256)]
+    words = nvfp4.pack(codes)
+    assert words.shape == (2, 64) and torch.equal(nvfp4.unpack(words), codes)
+    # Word 26 is of s = 1, h = 1, c = 1, l = 0: the fifth group's third word.
+    alone = torch.zeros(1, 256, dtype=torch.int32)
+    alone[0, 16 * 5 + 2 :: 4][:4] = torch.tensor([15, 15, 15, 15])
+    assert nvfp4.pack(alone).nonzero().tolist() == [[0, 26]] and int(nvfp4.pack(alone)[0, 26]) == -1
+
+
 def test_the_rotation_keeps_products_and_undoes_itself():
     x, y = uneven(5, 64), uneven(5, 64)
     torch.testing.assert_close(rotate_reference(rotate_reference(x)), x, atol=1e-5, rtol=1e-5)

@@ -128,6 +128,9 @@ class Layer:
             return nvfp4.quantize_reference(x, torch.ones(x.shape[1], device="cuda")).words
         return int4.quantize_reference(rotate_reference(x)).words
 
+    def codes(self, words: torch.Tensor) -> torch.Tensor:
+        return nvfp4.unpack(words) if self.name == "nvfp4" else unpack(words, 4)
+
     def stored(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `length` tokens as pages give them back, fp32, rotated where the format rotates."""
         key, value = (x[:length].float() for x in self.data[row][1:])
@@ -206,7 +209,7 @@ def test_tokens_hold_the_codes_of_the_reference(name: str, heads: tuple[int, int
     for row, length in enumerate(LENGTHS):
         for side, x in zip(layer.sides, layer.data[row][1:], strict=True):
             found, _ = layer.in_pages(side, row, length)
-            codes = unpack(found, 4), unpack(layer.quantized(x.float()), 4)
+            codes = [layer.codes(words) for words in (found, layer.quantized(x.float()))]
             same, total = same + int((codes[0] == codes[1]).sum()), total + codes[0].numel()
     assert total > 10**6 and same / total >= EQUAL_CODES
 
