@@ -8,8 +8,8 @@ Six", arXiv:2512.02010): E2M1 is coarsest where values are largest, and large ke
 words  int16 [..., D/4]     code j of word i is channel 16g + 4j + w, where i = 16s + 8h + 2c + l in mixed
                             radix (h, l < 2, c < 4), g = 4s + c and w = 2h + l
 
-A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: all under one scale. Of
-a code, sign and magnitude lie so that one shift or two and a mask bring those of two words to fp16's places.
+A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: all under one scale.
+A code's sign and magnitude lie where few shifts and masks bring those of two words to fp16's places.
 """
 
 from dataclasses import dataclass

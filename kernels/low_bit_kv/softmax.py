@@ -1,9 +1,9 @@
 """Attention over four slices of a head's channels: what kernels for codes have in common; Triton.
 
 A word holds codes of four channels, so queries, keys, values and results are cut into four slices of D/4
-channels: of the first slice `channel` names them, int32 [D/4], and each further one begins STEP later. Keys, or values' channels, are rows of every product, and each query is a
-column: matrix units take eight columns at least and sixteen rows, and a group of query heads is small. Scores
-are in log2.
+channels: `channel`, int32 [D/4], names those of the first slice, and each further one begins STEP later.
+Keys, or values' channels, are rows of every product, and each query is a column: matrix units take eight
+columns at least and sixteen rows, and a group of query heads is small. Scores are in log2.
 """
 
 from ..triton_imports import tl, triton
