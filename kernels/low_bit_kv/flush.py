@@ -23,6 +23,8 @@ def _both_ends(largest_a, least_a, largest_b, least_b):
     return tl.maximum(largest_a, largest_b), tl.minimum(least_a, least_b)
 
 
+SETTLED = tl.constexpr(2.0**-19)
+"""Turns end where none of the side that goes first moves by more than this: those left would change no code."""
 LOW = tl.constexpr(2048.0)
 """Times this, what fp16 leaves of a number is an fp16 number again."""
 LARGEST_WEIGHT = tl.constexpr(250.0)
@@ -78,6 +80,19 @@ def _evened(inverse, variance):
 
 
 @triton.jit
+def _both_ends_and_largest(largest_a, least_a, move_a, largest_b, least_b, move_b):
+    return tl.maximum(largest_a, largest_b), tl.minimum(least_a, least_b), tl.maximum(move_a, move_b)
+
+
+@triton.jit
+def _spread_and_move(inverse_std, before, after):
+    """`_spread`, and by how much of itself the scale that moved most did."""
+    move = tl.abs(after / before - 1.0)
+    largest, least, move = tl.reduce((inverse_std, inverse_std, move), 0, _both_ends_and_largest)
+    return tl.minimum(largest, 1e8) / least, move
+
+
+@triton.jit
 def _spread(inverse_std):
     largest, least = tl.reduce((inverse_std, inverse_std), 0, _both_ends)
     return tl.minimum(largest, 1e8) / least
@@ -107,24 +122,34 @@ def _normalize(
     token_variance = _variance(x, squares, squares_low, of_channel, unit, DIM)
     channel_variance = _variance(x_t, squares_t, squares_low_t, of_token, unit, GROUP_SIZE)
     least = _spread(tl.rsqrt(token_variance)) + _spread(tl.rsqrt(channel_variance))
-    for _ in range(ITERATIONS):
+    turn = 0
+    move = 1.0
+    while (turn < ITERATIONS) & (move > SETTLED):
         if KEYS:
+            before = of_token
             of_token, _unused = _evened(of_token, token_variance)
             channel_variance = _variance(x_t, squares_t, squares_low_t, of_token * unit, 1.0, GROUP_SIZE)
             of_channel, channel_std = _evened(of_channel, channel_variance)
             token_variance = _variance(x, squares, squares_low, of_channel, unit, DIM)
-            token_std = tl.rsqrt(token_variance * of_token * of_token)
+            token_spread, move = _spread_and_move(
+                tl.rsqrt(token_variance * of_token * of_token), before, of_token
+            )
+            imbalance = token_spread + _spread(channel_std)
         else:
+            before = of_channel
             of_channel, _unused = _evened(of_channel, channel_variance)
             token_variance = _variance(x, squares, squares_low, of_channel * unit, 1.0, DIM)
             of_token, token_std = _evened(of_token, token_variance)
             channel_variance = _variance(x_t, squares_t, squares_low_t, of_token, unit, GROUP_SIZE)
-            channel_std = tl.rsqrt(channel_variance * of_channel * of_channel)
-        imbalance = _spread(token_std) + _spread(channel_std)
+            channel_spread, move = _spread_and_move(
+                tl.rsqrt(channel_variance * of_channel * of_channel), before, of_channel
+            )
+            imbalance = _spread(token_std) + channel_spread
         better = imbalance <= least
         best_token = tl.where(better, of_token, best_token)
         best_channel = tl.where(better, of_channel, best_channel)
         least = tl.minimum(least, imbalance)
+        turn += 1
     return best_token, best_channel
 
 
