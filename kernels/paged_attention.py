@@ -148,16 +148,21 @@ def softmax_by_hand(
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
-    scores = torch.matmul(query, key.transpose(2, 3)).float() * options.scale
+    products = torch.matmul(query, key.transpose(2, 3)).float()
+    return torch.matmul(probabilities(products, bias, options, sinks).to(value.dtype), value)
+
+
+def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions, sinks: Tensor | None) -> Tensor:
+    """Of queries' products with keys, fp32 [b, heads, n, keys]; those of sinks are left out."""
+    scores = products * options.scale
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores + bias
-    if sinks is not None:
-        # [H] lies as [kv heads, queries of the group] in a decode step and as [heads, 1] in a prefill chunk.
-        column = sinks.float().view(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-        return torch.matmul(scores.softmax(dim=-1)[..., :-1].to(value.dtype), value)
-    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    # [H] lies as [kv heads, queries of the group] in a decode step and as [heads, 1] in a prefill chunk.
+    column = sinks.float().view(1, scores.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def decode_groups(

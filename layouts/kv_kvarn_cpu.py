@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels import paged_attention
 from ..kernels.hadamard import rotate_reference
-from ..kernels.low_bit_kv import kvarn
+from ..kernels.low_bit_kv import kvarn, kvarn_products
 from ..kernels.low_bit_kv.kvarn import KVarNTile
 from ..kernels.paged_attention import AttentionOptions, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
@@ -123,26 +124,66 @@ class KVarNCpuLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        rows = torch.from_numpy(host.request_rows[: len(query)])
-        own_page = torch.from_numpy((host.seq_lens[: len(query)] - 1) // self.storage.group_size).long()
+        output = torch.empty_like(query)
+        rows, lengths = (torch.from_numpy(x[: len(query)]).long() for x in (host.request_rows, host.seq_lens))
+        for group in groups:
+            which = group.tokens
+            output[which] = self._decode_group(
+                query[which].float(), rows[which], lengths[which], group.pages, options, sinks
+            ).to(query.dtype)
+        return output
 
-        def gather(group: TokenGroup) -> tuple[Tensor, Tensor]:
-            requests, count = group.pages.shape
-            first, own = torch.arange(requests) * count, own_page[group.tokens]
-            held = self.storage.held[rows[group.tokens]].transpose(3, 4).to(query.dtype)
-            index = torch.arange(count)
-            # The first page and the own one are held as they are: no time is spent on their codes.
-            coded = ((index > 0) & (index < own[:, None])).view(-1).nonzero().squeeze(1)
-            read = self.storage.read(group.pages.view(-1)[coded].long(), query.dtype) if len(coded) else ()
-            sides = held.new_zeros(2, requests * count, *held.shape[3:])
-            for side, stored in zip(sides, read, strict=False):
-                side.index_copy_(0, coded, stored)
-            for side, as_is in zip(sides, held.unbind(2), strict=True):
-                side.index_copy_(0, first + own, as_is[:, 1])
-                side.index_copy_(0, first, as_is[:, 0])
-            return sides[0], sides[1]
+    def _decode_group(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        pages: Tensor,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """fp32 [b, H, D]; lengths int64 [b], pages int64 [b, m]."""
+        group, kv_heads = self.storage.group_size, self.storage.held.shape[3]
+        own, count = (lengths - 1) // group, pages.shape[1]
+        query = query.unflatten(1, (kv_heads, -1))
+        key, value = self._held(rows, min(count, 2), int(lengths.max()))
+        token = torch.arange(key.shape[2])
+        # What is held counts 0 .. G on the first page and G .. 2G on the own one.
+        hidden = (token >= (lengths - (own - 1).clamp(min=0) * group)[:, None])[:, None, None]
+        if count <= 2 and options.softcap is None and sinks is None:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=~hidden, scale=options.scale
+            ).flatten(1, 2)
+        scores = [query @ key.mT]
+        if count > 2:
+            tile = self._tiles(pages[:, 1 : count - 1])
+            coded = kvarn_products.key_scores(
+                query[:, None].expand(-1, count - 2, -1, -1, -1).flatten(0, 1), tile
+            )
+            scores.append(coded.unflatten(0, (len(query), -1)).movedim(1, 3).flatten(3))
+            later = (torch.arange(1, count - 1) >= own[:, None]).repeat_interleave(group, 1)
+            hidden = torch.cat([hidden, later[:, None, None]], -1)
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        probability = paged_attention.probabilities(torch.cat(scores, -1), bias, options, sinks)
+        output = probability[..., : len(token)] @ value
+        if count > 2:
+            by_page = probability[..., len(token) :].unflatten(-1, (-1, group)).movedim(3, 1).flatten(0, 1)
+            output += kvarn_products.value_sums(by_page, tile).unflatten(0, (len(query), -1)).sum(1)
+        return output.flatten(1, 2)
 
-        return paged_attention.attend_over(query, groups, gather, options, sinks)
+    def _held(self, rows: Tensor, pages: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values fp32 [b, H_kv, n, D] of the first page and, of two, the one being written."""
+        first = int(rows[0])
+        neighbours = torch.equal(rows, torch.arange(first, first + len(rows)))
+        held = self.storage.held[first : first + len(rows)] if neighbours else self.storage.held[rows]
+        held = held[:, :pages] if pages > 1 else held[:, :1, :, :, :longest]
+        sides = held.permute(2, 0, 3, 1, 4, 5).to(torch.float32, memory_format=torch.contiguous_format)
+        key, value = sides.flatten(3, 4).unbind()
+        return key, value
+
+    def _tiles(self, pages: Tensor) -> KVarNTile:
+        """int64 [b, c] pages as [b * c, H_kv] tiles."""
+        return KVarNTile(*(part[pages.flatten()] for part in vars(self.storage.pages).values()))
 
     def _prefill(
         self,

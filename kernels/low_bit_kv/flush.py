@@ -24,7 +24,7 @@ def _both_ends(largest_a, least_a, largest_b, least_b):
 
 
 SETTLED = tl.constexpr(2.0**-19)
-"""Turns end where none of the side that goes first moves by more than this: those left would change no code."""
+"""Turns end where nothing of the side that goes first moves by more: those left would change no code."""
 LOW = tl.constexpr(2048.0)
 """Times this, what fp16 leaves of a number is an fp16 number again."""
 LARGEST_WEIGHT = tl.constexpr(250.0)
