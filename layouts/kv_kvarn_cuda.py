@@ -24,8 +24,10 @@ from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
 class KVarNLayers:
     """All layers of a pool, whose full pages the first one of a step writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int, device: torch.device) -> None:
         self.storages: list[KVarNStorage] = []
+        self.written = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        """By row, the page that a prompt ended with and filled: it is written already."""
         self._addresses: Tensor | None = None
 
     def flush(self, metadata: AttentionMetadata) -> None:
@@ -41,6 +43,7 @@ class KVarNLayers:
             metadata.request_rows,
             metadata.block_table,
             one.held,
+            self.written,
             one.value_bits,
         )
 
@@ -109,7 +112,8 @@ class KVarNCudaLayerKV:
     def __init__(self, storage: KVarNStorage, shape: KVShape, size: PoolSize, workspaces: Workspaces):
         self.storage = storage
         self._layers = workspaces.get(
-            (KVarNLayers, shape.heads, shape.key_dim, storage.value_bits), KVarNLayers
+            (KVarNLayers, shape.heads, shape.key_dim, storage.value_bits),
+            lambda: KVarNLayers(len(storage.held), storage.held.device),
         )
         self._layers.storages.append(storage)
         heads, max_context = shape.query_heads, size.max_pages * size.page_size
@@ -189,5 +193,5 @@ class KVarNCudaLayerKV:
                     **settings,
                 )
             turn_back(turned_out, lengths, output, num_decodes)
-            hold(turned_k, turned_v, *where)
+            hold(turned_k, turned_v, *where, self._layers.written)
         return output[..., :value_dim]

@@ -23,8 +23,6 @@ def _both_ends(largest_a, least_a, largest_b, least_b):
     return tl.maximum(largest_a, largest_b), tl.minimum(least_a, least_b)
 
 
-SETTLED = tl.constexpr(2.0**-19)
-"""Turns end where nothing of the side that goes first moves by more: those left would change no code."""
 LOW = tl.constexpr(2048.0)
 """Times this, what fp16 leaves of a number is an fp16 number again."""
 LARGEST_WEIGHT = tl.constexpr(250.0)
@@ -80,19 +78,6 @@ def _evened(inverse, variance):
 
 
 @triton.jit
-def _both_ends_and_largest(largest_a, least_a, move_a, largest_b, least_b, move_b):
-    return tl.maximum(largest_a, largest_b), tl.minimum(least_a, least_b), tl.maximum(move_a, move_b)
-
-
-@triton.jit
-def _spread_and_move(inverse_std, before, after):
-    """`_spread`, and by how much of itself the scale that moved most did."""
-    move = tl.abs(after / before - 1.0)
-    largest, least, move = tl.reduce((inverse_std, inverse_std, move), 0, _both_ends_and_largest)
-    return tl.minimum(largest, 1e8) / least, move
-
-
-@triton.jit
 def _spread(inverse_std):
     largest, least = tl.reduce((inverse_std, inverse_std), 0, _both_ends)
     return tl.minimum(largest, 1e8) / least
@@ -122,34 +107,24 @@ def _normalize(
     token_variance = _variance(x, squares, squares_low, of_channel, unit, DIM)
     channel_variance = _variance(x_t, squares_t, squares_low_t, of_token, unit, GROUP_SIZE)
     least = _spread(tl.rsqrt(token_variance)) + _spread(tl.rsqrt(channel_variance))
-    turn = 0
-    move = 1.0
-    while (turn < ITERATIONS) & (move > SETTLED):
+    for _ in range(ITERATIONS):
         if KEYS:
-            before = of_token
             of_token, _unused = _evened(of_token, token_variance)
             channel_variance = _variance(x_t, squares_t, squares_low_t, of_token * unit, 1.0, GROUP_SIZE)
             of_channel, channel_std = _evened(of_channel, channel_variance)
             token_variance = _variance(x, squares, squares_low, of_channel, unit, DIM)
-            token_spread, move = _spread_and_move(
-                tl.rsqrt(token_variance * of_token * of_token), before, of_token
-            )
-            imbalance = token_spread + _spread(channel_std)
+            token_std = tl.rsqrt(token_variance * of_token * of_token)
         else:
-            before = of_channel
             of_channel, _unused = _evened(of_channel, channel_variance)
             token_variance = _variance(x, squares, squares_low, of_channel * unit, 1.0, DIM)
             of_token, token_std = _evened(of_token, token_variance)
             channel_variance = _variance(x_t, squares_t, squares_low_t, of_token, unit, GROUP_SIZE)
-            channel_spread, move = _spread_and_move(
-                tl.rsqrt(channel_variance * of_channel * of_channel), before, of_channel
-            )
-            imbalance = _spread(token_std) + channel_spread
+            channel_std = tl.rsqrt(channel_variance * of_channel * of_channel)
+        imbalance = _spread(token_std) + _spread(channel_std)
         better = imbalance <= least
         best_token = tl.where(better, of_token, best_token)
         best_channel = tl.where(better, of_channel, best_channel)
         least = tl.minimum(least, imbalance)
-        turn += 1
     return best_token, best_channel
 
 
@@ -226,7 +201,7 @@ def _write_tile(
 
 @triton.jit(do_not_specialize=["table_stride", "num_requests"])
 def _flush_decoded(
-    layers_ptr, lengths_ptr, rows_ptr, table_ptr, table_stride, num_requests,
+    layers_ptr, lengths_ptr, rows_ptr, written_ptr, table_ptr, table_stride, num_requests,
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
     ITERATIONS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +209,8 @@ def _flush_decoded(
     one_of = tl.program_id(2) * REQUESTS + tl.arange(0, REQUESTS)
     position = tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) - 1
     due = (position % GROUP_SIZE == 0) & (position >= 2 * GROUP_SIZE)
+    written = tl.load(written_ptr + tl.load(rows_ptr + one_of, mask=due, other=0), mask=due, other=-1)
+    due = due & (written != position // GROUP_SIZE - 1)
     # Neighbours on one side, since a multiprocessor's instruction cache does not hold the code of both.
     head = tl.program_id(0) % KV_HEADS
     side = tl.program_id(0) // KV_HEADS
@@ -311,12 +288,16 @@ def flush_decoded(
     request_rows: Tensor,
     block_table: Tensor,
     held: Tensor,
+    written: Tensor,
     value_bits: int,
 ) -> None:
-    """Write the pages that decoding requests have just left, in every layer; `held` is one layer's."""
+    """Write the pages that decoding requests have just left, in every layer; `held` is one layer's.
+
+    written: as in `turn.py`; a prompt has written the page that it ended with
+    """
     kv_heads, group_size, dim = held.shape[3:]
     _flush_decoded[(2 * kv_heads, len(layers), triton.cdiv(len(lengths), REQUESTS))](
-        layers, lengths, request_rows, block_table, block_table.stride(0), len(lengths),
+        layers, lengths, request_rows, written, block_table, block_table.stride(0), len(lengths),
         KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
         REQUESTS=REQUESTS, num_warps=_warps(group_size, dim),
     )  # fmt: skip

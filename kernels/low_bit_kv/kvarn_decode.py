@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..decode_attention import (
     LOG2_E,
-    PROGRAMS_WANTED,
     DecodeWorkspace,
     _split_tokens,
     compute_capability,
@@ -27,7 +26,7 @@ from ..decode_attention import (
 from ..triton_imports import tl, triton
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
-from .softmax import attend_plain, load_columns, load_slices, store_columns
+from .softmax import attend_plain, load_columns, load_slices, programs_of_splits, store_columns
 from .turn import held_at
 
 UNIT = 128
@@ -137,7 +136,7 @@ def kvarn_decode(
     """Write `out`; arguments as in the file's docstring, options as in `decode_attention.py`."""
     batch, heads, dim = turned_q.shape
     kv_heads, group_size = held.shape[3:5]
-    splits = min(workspace.max_splits, max(1, triton.cdiv(2 * PROGRAMS_WANTED, batch * kv_heads)))
+    splits = programs_of_splits(workspace.max_splits, batch * kv_heads)
     capability = compute_capability(turned_q.device)
     _attend_splits[(splits, kv_heads, batch)](
         turned_q, *vars(pages).values(), held, block_table, lengths, request_rows,

@@ -6,6 +6,7 @@ Keys, or values' channels, are rows of every product, and each query is a column
 columns at least and sixteen rows, and a group of query heads is small. Scores are in log2.
 """
 
+from ..decode_attention import PROGRAMS_WANTED
 from ..triton_imports import tl, triton
 
 
@@ -84,3 +85,12 @@ def attend_plain(
     acc2 = tl.dot(v2.T, probability, acc2 * rescale[None, :])
     acc3 = tl.dot(v3.T, probability, acc3 * rescale[None, :])
     return acc0, acc1, acc2, acc3, new_largest, total
+
+
+def programs_of_splits(max_splits: int, heads_of_contexts: int) -> int:
+    """Programs that share the splits of one head of a context: a power of two, so that all get as many.
+
+    With six of them for 64 splits, a GPU's last round of programs was a third full.
+    """
+    wanted = max(1, 2 * PROGRAMS_WANTED // heads_of_contexts)
+    return min(max_splits, 1 << wanted.bit_length() - 1)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..decode_attention import (
     LOG2_E,
-    PROGRAMS_WANTED,
     DecodeWorkspace,
     _is_only_split,
     _pages_of,
@@ -22,7 +21,7 @@ from ..decode_attention import (
     merge_splits,
 )
 from ..triton_imports import tl, triton
-from .softmax import load_columns, store_columns
+from .softmax import load_columns, programs_of_splits, store_columns
 from .token_block import attend_block, finished, first_channels, prepared
 from .token_store import TokenPages
 
@@ -117,7 +116,7 @@ def token_decode(
     """Write `out`; arguments as in the file's docstring, options as in `decode_attention.py`."""
     batch, heads, dim = q.shape
     kv_heads, page = keys.words.shape[1:3]
-    splits = min(workspace.max_splits, max(1, triton.cdiv(2 * PROGRAMS_WANTED, batch * kv_heads)))
+    splits = programs_of_splits(workspace.max_splits, batch * kv_heads)
     capability = compute_capability(q.device)
     block = min(NVFP4_BLOCK if keys.is_nvfp4 else BLOCK, 2 * page)
     _attend_splits[(splits, kv_heads, batch)](

@@ -6,6 +6,7 @@
     token_rows    int64 [T]                the row of `held` that the token's request has
     lengths       int32 [R]                contexts of decoding requests, whose tokens come first; else 0
     held          fp16 [rows, 2, 2, H_kv, G, D]   the first page and the one being written, keys and values
+    written       int32 [rows]             the page that the request's last chunk ended with and filled, or -1
 
 A decoding request's token is kept at once. Of a prompt's, the ones on the first page and on the page where
 the chunk ends are kept once the step has attended: until then that page may hold older tokens still needed.
@@ -74,7 +75,7 @@ def _turn(
 
 @triton.jit(do_not_specialize=["count", "num_requests"])
 def _hold(
-    turned_k_ptr, turned_v_ptr, positions_ptr, slots_ptr, rows_ptr, lengths_ptr, held_ptr,
+    turned_k_ptr, turned_v_ptr, positions_ptr, slots_ptr, rows_ptr, lengths_ptr, held_ptr, written_ptr,
     count, num_requests,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -86,10 +87,15 @@ def _hold(
     position = tl.load(positions_ptr + token, mask=inside, other=0)
     next_page = token + GROUP_SIZE - position % GROUP_SIZE
     goes_on = tl.load(rows_ptr + next_page, mask=inside & (next_page < count), other=-1) == row
-    keep = (tl.load(slots_ptr + token, mask=inside, other=-1) >= 0) & ~(goes_on & (position >= GROUP_SIZE))
-    keep = keep & ~is_decoding(token, lengths_ptr, num_requests)
+    of_prompt = tl.load(slots_ptr + token, mask=inside, other=-1) >= 0
+    of_prompt = of_prompt & ~is_decoding(token, lengths_ptr, num_requests)
+    keep = of_prompt & ~(goes_on & (position >= GROUP_SIZE))
     if tl.max(keep.to(tl.int32), axis=0) == 0:
         return
+    if head == 0:
+        is_last = tl.load(rows_ptr + token + 1, mask=inside & (token + 1 < count), other=-1) != row
+        page = tl.where(position % GROUP_SIZE == GROUP_SIZE - 1, position // GROUP_SIZE, -1)
+        tl.store(written_ptr + row, page.to(tl.int32), mask=of_prompt & is_last)
     dim = tl.arange(0, DIM)[None, :]
     source = ((token * KV_HEADS + head) * DIM)[:, None] + dim
     mask = keep[:, None] & (dim >= 0)
@@ -157,13 +163,14 @@ def hold(
     token_rows: Tensor,
     lengths: Tensor,
     held: Tensor,
+    written: Tensor,
 ) -> None:
     """Keep a step's prompt tokens, rotated fp16 [T, H_kv, D], once it has attended."""
     count, kv_heads, dim = key.shape
     # Few programs: most tokens of a long chunk are not kept, and a program that does nothing takes 2.6 ns.
     tokens = 32
     _hold[(triton.cdiv(count, tokens), kv_heads)](
-        key, value, positions, slots, token_rows, lengths, held, count, len(lengths),
+        key, value, positions, slots, token_rows, lengths, held, written, count, len(lengths),
         KV_HEADS=kv_heads, DIM=dim, GROUP_SIZE=held.shape[4], TOKENS=tokens, num_warps=4,
     )  # fmt: skip
 

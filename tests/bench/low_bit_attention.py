@@ -100,11 +100,16 @@ def flush_times(name: str, batch: int) -> dict:
     blocks = torch.arange(4 * batch, device="cuda", dtype=torch.int32).view(batch, 4)
     rows = torch.arange(batch, device="cuda")
     held = layers[0].storage.held
+    written = torch.full((batch + 1,), -1, dtype=torch.int32, device="cuda")
     times = {}
     for due in (0, 1, batch):
         lengths = torch.full((batch,), 2 * group + 2, dtype=torch.int32, device="cuda")
         lengths[:due] -= 1
-        run = [lambda lengths=lengths: flush_decoded(table, lengths, rows, blocks, held, form.value_bits)]
+        run = [
+            lambda lengths=lengths: flush_decoded(
+                table, lengths, rows, blocks, held, written, form.value_bits
+            )
+        ]
         times[str(due)] = graph_microseconds(run * 4)
     return {"kv_format": name, "batch": batch, "layers": LAYERS, "microseconds_by_due": times}
 

@@ -50,6 +50,7 @@ INTEGERS = (
     "seq_lens_ptr",
     "starts_ptr",
     "spans_ptr",
+    "written_ptr",
 )
 PAIRS = ("scales_k_ptr", "scales_v_ptr")
 NUMBERS = ("window", "table_stride", "max_splits", "num_requests")
