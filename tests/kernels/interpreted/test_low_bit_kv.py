@@ -66,7 +66,7 @@ class Steps:
         """in_graph: kernels are told nothing on the host, as inside a graph; if not, as in a large step."""
         self.in_graph = in_graph
         table = np.random.default_rng(0).permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32) + 1
-        self.is_nvfp4 = name == "nvfp4"
+        self.is_nvfp4, self.table = name == "nvfp4", table
         self.shape, size = shape, PoolSize(ROWS * WIDTH + 1, PAGE, ROWS, WIDTH)
         self.cpu = KV_FORMATS[name].allocate(shape, size, CPU, SCALES, Workspaces())
         self.gpu = kernels_of(name, shape, size)
@@ -156,6 +156,21 @@ def test_prompts_in_chunks_then_decoding_over_page_ends(name: str, in_graph: boo
     for counts in ([20, 3, 0], [13, 0, 31], [1, 12, 1], [1, 1, 1], [1, 1, 1]):
         assert steps.step(counts, options) < 3e-3, counts
     assert steps.equal_codes() > 0.999
+
+
+def test_a_page_that_a_prompt_ended_with_is_not_written_again():
+    steps, options = Steps("kvarn_k4v2"), AttentionOptions(DIM**-0.5)
+    steps.step([32, 31, 0], options)
+    for _ in range(PAGE // 16):
+        steps.step([0, 1, 0], options)
+    by_prompt, by_decoding = (
+        steps.gpu.storage.pages.key_words[int(steps.table[sequence.row, 1])]
+        for sequence in steps.sequences[:2]
+    )
+    by_prompt.fill_(-1)
+    assert not by_decoding.any()
+    steps.step([1, 1, 0], options)
+    assert bool((by_prompt == -1).all()) and by_decoding.any()
 
 
 @pytest.mark.parametrize("name", ["kvarn_k4v2", "int4_per_token_head", "nvfp4"])
