@@ -37,20 +37,25 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
     return x * (1.0 / DIM) ** 0.5
 
 
-@triton.jit(do_not_specialize=["num_rows", "token_stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate_rows(
     x_ptr, matrix_ptr, out_ptr, num_rows, token_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """TILES times ROWS rows, of which some are in flight while those before are multiplied.
+
+    Of a stride, a model's own, it must be known that 16 divides it: or else each channel is a load of its own.
+    """
     dim = tl.arange(0, DIM)
-    keep = (row < num_rows)[:, None] & (dim >= 0)[None, :]
-    source = row // HEADS * token_stride + row % HEADS * DIM
-    x = tl.load(x_ptr + source[:, None] + dim[None, :], mask=keep, other=0.0)
     matrix = tl.load(matrix_ptr + dim[:, None] * DIM + dim[None, :])
-    rotated = tl.dot(x, matrix) * (1.0 / DIM) ** 0.5
-    out = out_ptr + row[:, None] * DIM + dim[None, :]
-    tl.store(out, rotated.to(out_ptr.dtype.element_ty), mask=keep)
+    for tile in tl.range(TILES, num_stages=3):
+        row = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        keep = (row < num_rows)[:, None]
+        source = row // HEADS * token_stride + row % HEADS * DIM
+        x = tl.load(x_ptr + source[:, None] + dim[None, :], mask=keep, other=0.0)
+        rotated = tl.dot(x, matrix) * (1.0 / DIM) ** 0.5
+        out = out_ptr + row[:, None] * DIM + dim[None, :]
+        tl.store(out, rotated.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 def rotates_by_products(x: Tensor) -> bool:
@@ -64,10 +69,10 @@ def rotate_rows(x: Tensor, out: Tensor) -> None:
     On the matrix units: of many tokens a butterfly takes three times as long.
     """
     tokens, heads, dim = x.shape
-    rows = 128
-    _rotate_rows[(triton.cdiv(tokens * heads, rows),)](
+    rows, tiles = 64, 8
+    _rotate_rows[(triton.cdiv(tokens * heads, rows * tiles),)](
         x, _matrix(dim, x.device, x.dtype), out, tokens * heads, x.stride(0),
-        HEADS=heads, DIM=dim, ROWS=rows, num_warps=8,
+        HEADS=heads, DIM=dim, ROWS=rows, TILES=tiles, num_warps=4,
     )  # fmt: skip
 
 
