@@ -44,7 +44,7 @@ def _rotate_rows(
 ):  # fmt: skip
     """TILES times ROWS rows, of which some are in flight while those before are multiplied.
 
-    Of a stride, a model's own, it must be known that 16 divides it: or else each channel is a load of its own.
+    The stride is a model's own: known to be divided by 16, it lets a load take eight channels.
     """
     dim = tl.arange(0, DIM)
     matrix = tl.load(matrix_ptr + dim[:, None] * DIM + dim[None, :])
