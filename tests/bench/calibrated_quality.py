@@ -8,7 +8,8 @@ reads 128 of them, as llm-compressor's own examples do. Each tool runs in an env
 what it wrote is read back by our readers, norms included. Weights are evaluated in float32 on windows of
 `--context` tokens. A slice of the text is scored at a time, by all subjects that are there, and
 recorded: a run that was stopped goes on, and figures are over the slices that all have read.
-`--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq, NAME`, calibrated on a
+`--against SUBJECT` gives each subject's distance from that one, with the standard error of the paired
+differences of slices. `--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq, NAME`, calibrated on a
 text of another kind.
 """
 
@@ -43,11 +44,14 @@ OURS: dict[str, dict[str, Any]] = {
     "int4-gptq": {"recipe": "int4-gptq", "calibration": "text"},
     "int4-awq": {"recipe": "int4-awq", "calibration": "text"},
     "int4-awq-gptq": {"recipe": "int4-awq-gptq", "calibration": "text"},
+    "int4-best": {"recipe": "int4-best", "calibration": "text"},
+    "int4-best, self": {"recipe": "int4-best", "calibration": "self"},
     "int4-gptq, self": {"recipe": "int4-gptq", "calibration": "self"},
     "int4-gptq, 4.5 bits": {"recipe": "int4-gptq", "calibration": "text", "target_bits": 4.5},
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4-gptq": {"recipe": "nvfp4-gptq", "calibration": "text"},
     "nvfp4-gptq, self": {"recipe": "nvfp4-gptq", "calibration": "self"},
+    "nvfp4-best": {"recipe": "nvfp4-best", "calibration": "text"},
 }
 OTHER = "int4-gptq"
 """The recipe that is calibrated on texts of other kinds."""
@@ -163,12 +167,25 @@ def report(
 ) -> None:  # fmt: skip
     """Write down what all subjects have read so far."""
 
-    def figures(name: str) -> Tensor:
-        parts = [
-            torch.load(work / "scores" / f"{name}-{options.context}-{i * SLICE_WINDOWS}.pt")
+    def parts(name: str) -> list[Tensor]:
+        return [
+            torch.load(work / "scores" / f"{name}-{options.context}-{i * SLICE_WINDOWS}.pt").double()
             for i in range(slices)
         ]
-        return torch.cat(parts).double()
+
+    def figures(name: str) -> Tensor:
+        return torch.cat(parts(name))
+
+    def distance(name: str) -> dict[str, float]:
+        """From the subject that all are held against: nats and KL, slice by slice."""
+        pairs = zip(parts(name), parts(options.against), strict=True)
+        apart = torch.stack([(one - other).mean(0)[:2] for one, other in pairs])
+        error = apart.std(0) / len(apart) ** 0.5
+        return {
+            f"{kind}{what}": float(values[index])
+            for what, values in (("", apart.mean(0)), ("_standard_error", error))
+            for index, kind in enumerate(("nats_apart", "kl_apart"))
+        }
 
     used = {THEIRS[name][0] for name in names if name in THEIRS}
     plain = figures("unquantized")
@@ -180,12 +197,14 @@ def report(
             "mean_kl": float(found[:, 1].mean()),
             "p99_kl": float(found[:, 1].quantile(0.99)),
             "top1_agreement": float(found[:, 2].mean()),
+            **(distance(name) if options.against in names and slices > 1 else {}),
             **json.loads((work / f"{name}.json").read_text()),
         }
     results[checkpoint.name] = {
         "tokens": len(plain),
         "windows": f"{min(slices * SLICE_WINDOWS, windows)} of {windows}",
         "nats_per_token": float(plain[:, 0].mean()),
+        **({"against": options.against} if options.against in names else {}),
         "subjects": cells,
     }
     write_json(
@@ -222,6 +241,7 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, help="folder of their environments; default in WORK")
     parser.add_argument("--subjects", nargs="*", help="only these")
     parser.add_argument("--others", nargs="*", default=[], metavar="NAME=TEXT", help="texts of other kinds")
+    parser.add_argument("--against", help="the subject that all are held against, pair by pair")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
