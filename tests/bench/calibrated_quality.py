@@ -9,8 +9,8 @@ what it wrote is read back by our readers, norms included. Weights are evaluated
 `--context` tokens. A slice of the text is scored at a time, by all subjects that are there, and
 recorded: a run that was stopped goes on, and figures are over the slices that all have read.
 `--against SUBJECT` gives each subject's distance from that one, with the standard error of the paired
-differences of slices. `--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq, NAME`, calibrated on a
-text of another kind.
+differences of slices. `--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq,
+NAME`, calibrated on a text of another kind.
 """
 
 import argparse
