@@ -4,6 +4,7 @@ import pytest
 import torch
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import int4, kvarn, nvfp4
+from scalegate.kernels.low_bit_kv.softmax import programs_of_splits
 from scalegate.kernels.low_bit_kv.words import pack, unpack
 
 
@@ -32,6 +33,12 @@ def test_words_of_nvfp4_give_back_every_code():
     alone = torch.zeros(1, 256, dtype=torch.int32)
     alone[0, 16 * 5 + 2 :: 4][:4] = torch.tensor([15, 15, 15, 15])
     assert nvfp4.pack(alone).nonzero().tolist() == [[0, 26]] and int(nvfp4.pack(alone)[0, 26]) == -1
+
+
+@pytest.mark.parametrize("contexts, programs", [(64, 64), (256, 16), (768, 4), (1000, 4), (10**6, 1)])
+def test_programs_share_splits_evenly(contexts: int, programs: int):
+    assert programs_of_splits(64, contexts) == programs and 64 % programs == 0
+    assert programs_of_splits(2, contexts) == min(programs, 2)
 
 
 def test_the_rotation_keeps_products_and_undoes_itself():
