@@ -81,6 +81,11 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._headers_due = None
 
     def _headers_are_late(self) -> None:
+        """Unless they lie here unread: after a server has stood still, its timers may run before it looks at
+        its sockets, which it does before the next timers."""
+        self._headers_due = self.loop.call_later(0, self._close_for_headers)
+
+    def _close_for_headers(self) -> None:
         self._headers_due = None
         if not self._header_bytes:
             self.transport.close()

@@ -1,5 +1,6 @@
 """What one client may cost a real server: sizes, slowness, connections, templates; others notice nothing."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -11,14 +12,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import uvicorn
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.ready_line import find_base_url
+from scalegate.serving_check.server.connection import Connection
 from scalegate.serving_check.server.limits import ServerLimits
+from uvicorn.server import ServerState
 
 pytestmark = pytest.mark.long
 
@@ -202,6 +207,32 @@ def test_idle_and_slow_connections_are_closed(limited):
             answer = answer_to(connection)
             assert answer.startswith(expected) and bool(answer) == bool(expected), (name, answer)
     assert time.monotonic() - started < 15
+
+
+def test_a_server_that_stood_still_does_not_blame_its_clients():
+    """After SIGSTOP and SIGCONT epoll says nothing for once, and the timers run, with the request unread."""
+
+    async def here(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"here"})
+
+    async def answer_after_the_timer(request: bytes) -> bytes:
+        config = uvicorn.Config(here, ws="none", lifespan="off")
+        config.load()
+        state: dict[str, Any] = {"server_state": ServerState(), "app_state": {}}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            _, connection = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(ServerLimits(), config=config, **state), ours
+            )
+            theirs.sendall(request)
+            connection._headers_are_late()
+            return await asyncio.to_thread(answer_to, theirs)
+
+    request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert asyncio.run(answer_after_the_timer(request)).startswith(b"HTTP/1.1 200 ")
+    assert asyncio.run(answer_after_the_timer(b"")) == b""
+    assert asyncio.run(answer_after_the_timer(request[:20])).startswith(b"HTTP/1.1 408 ")
 
 
 def test_headers_sent_byte_by_byte_do_not_hold_a_connection(limited):
