@@ -94,7 +94,7 @@ class CpuLayerKV:
         sinks: Tensor | None,
     ) -> Tensor:
         stored, slots = self.stored, metadata.slot_mapping
-        count, padded = on_host(metadata).num_tokens, len(query)
+        count, padded = on_host(metadata).num_tokens, query.shape[0]
         if count < padded:
             query, key, value, slots = query[:count], key[:count], value[:count], slots[:count]
         paged_attention.append(stored.key_pages, key, slots, stored.key_scale)
@@ -109,7 +109,7 @@ class CpuLayerKV:
             stored.key_scale,
             stored.value_scale,
         )
-        return with_padding(output, padded)
+        return with_padding(output, padded) if count < padded else output
 
 
 def with_padding(output: Tensor, padded: int) -> Tensor:
