@@ -118,9 +118,9 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         for row in pool.map(row_of, *zip(*chosen, strict=True), [options.runs] * len(chosen)):
             rows.append(row)
+            rows.sort(key=lambda row: ROWS.index((row["noise"], row["scale"])))
+            write_json(options.out, {"floor": FLOOR, "rows": rows})
             print(sentence(row), flush=True)
-    rows.sort(key=lambda row: ROWS.index((row["noise"], row["scale"])))
-    write_json(options.out, {"floor": FLOOR, "rows": rows})
     missed = [miss for row in rows for miss in missed_bars(row)]
     if missed:
         sys.exit("\n".join(missed))
