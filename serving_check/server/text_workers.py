@@ -36,18 +36,16 @@ class TextWorkers:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._closing = False
-        self._workers: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: set[_Worker] = set()
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="text")
         for _ in range(WORKERS):
             self._workers.put(self._new())
 
     def start(self) -> None:
-        """Start one process before the first job comes, which would wait for it. Jobs go to it while it is
-        free, and start another when it is not."""
-        worker = self._workers.get()
-        worker.start()
-        self._workers.put(worker)
+        """Start the processes before the first job comes, which would wait for them."""
+        for worker in list(self._all):
+            worker.start()
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """`function(tokenizer, *arguments)`, both picklable. ApiError where that takes too long."""
