@@ -5,6 +5,7 @@ on Hopper. Their bits differ, so where these may not depend on a step's size the
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,26 +86,16 @@ def prompt_attention(
         one_form=one_form,
     )
     tensors = q, key_pages, value_pages, block_table, tiles
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "out": out,
+    }
     if hopper_takes(step, compute_capability(q.device)):
-        hopper_prefill(
-            *tensors,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            out=out,
-        )
+        hopper_prefill(*tensors, **options)
     else:
-        prefill_attention(
-            *tensors,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            out=out,
-            one_form=one_form,
-        )
+        prefill_attention(*tensors, **options, one_form=one_form)

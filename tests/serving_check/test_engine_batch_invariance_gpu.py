@@ -44,9 +44,7 @@ def test_no_company_changes_a_bit_unless_tuned():
     assert found["tuned"]["all of them together"], "nothing was proved"
 
 
-@pytest.mark.parametrize(
-    "kv_format", ["int4_per_token_head", "nvfp4", "int8_per_token_head", "kvarn_k4v2_g64"]
-)
+@pytest.mark.parametrize("kv_format", ["int4_per_token_head", "nvfp4", "int8_per_token_head"])
 def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
     """Also where its prompt is read in a step so large that `tuned` decodes its pages first."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
