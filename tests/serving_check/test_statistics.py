@@ -159,6 +159,15 @@ def test_a_ratio_that_is_hardly_known_does_not_pass_however_high_it_is():
     assert (decision.status, decision.final) == ("inconclusive", True)
 
 
+def test_a_ratios_width_is_that_of_its_95_percent_interval_not_of_the_decisions_limits():
+    values = [math.log(2.0) + noise for noise in (0.06, -0.1, 0.12, -0.08, 0.1, -0.12)]
+    decision = decide(values, SequentialTest(floor=FLOOR, number_of_ms=6))
+    assert decision.high > WIDEST * decision.low, "looks and Ms widen these"
+    assert decision.shown[1] < WIDEST * decision.shown[0]
+    assert decision.low < decision.shown[0] < 2.0 < decision.shown[1] < decision.high
+    assert decision.status == "pass" and decision.blocks == 6
+
+
 def test_nothing_is_claimed_of_no_blocks_and_of_one():
     test = SequentialTest(floor=FLOOR, number_of_ms=MS)
     assert decide([], test).status == "inconclusive"
