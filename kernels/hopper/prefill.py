@@ -12,10 +12,14 @@ What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al
     *_scale      None, or fp32 [H_kv]
     block_table, tiles, out           as in `prefill_attention.py`
 
+Persistent: an item is a kv head and as much of a tile as two warpgroups take; each SM's program has one in
+every round of them, the longest first, and loads an item's first blocks while it ends the one before.
+
 A token's bits depend on its own context alone, but are not those of `prefill_attention.py`, whose blocks are
 shorter. Not for decoding, nor for stored eight bits, which a large step widens first (`widen_pages.py`).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -74,8 +78,13 @@ class Form:
 
     @property
     def tokens(self) -> int:
-        """Of a tile, that a program takes."""
+        """Of a tile, that an item has."""
         return 2 * ROWS.value // self.group
+
+    @property
+    def parts(self) -> int:
+        """Items of a tile and kv head."""
+        return TILE // self.tokens
 
     @property
     def block(self) -> int:
@@ -88,12 +97,13 @@ class Form:
 
 
 @aggregate
-class Work:
-    """What a program computes.
+class Item:
+    """What a program computes at a time.
 
     first_token, count       in q
     start, end               position of the first; where the context ends, 0 for padding
-    first_block, num_blocks  of the context
+    request                  row of the block table
+    first_block, num_blocks  of the context; none where there are no tokens
     masked_from              the first block that not every row sees whole
     """
 
@@ -102,22 +112,74 @@ class Work:
     count: gl.tensor
     start: gl.tensor
     end: gl.tensor
+    request: gl.tensor
     first_block: gl.tensor
     num_blocks: gl.tensor
     masked_from: gl.tensor
-    window: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, kv_head, first_token, count, start, end, first_block, num_blocks, masked_from, window):
+    def __init__(
+        self, kv_head, first_token, count, start, end, request, first_block, num_blocks, masked_from
+    ):
         self.kv_head = kv_head
         self.first_token = first_token
         self.count = count
         self.start = start
         self.end = end
+        self.request = request
         self.first_block = first_block
         self.num_blocks = num_blocks
         self.masked_from = masked_from
+
+
+@aggregate
+class Items:
+    """All that there are, and those of this program."""
+
+    tiles: gl.tensor
+    count: gl.tensor
+    window: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, count, window):
+        self.tiles = tiles
+        self.count = count
         self.window = window
+
+    @gluon.jit
+    def rounds(self):
+        return (self.count + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+    @gluon.jit
+    def number(self, round):
+        """In one round from the first program to the last, in the next one back."""
+        programs = gl.num_programs(0)
+        program = gl.program_id(0)
+        return round * programs + gl.where(round % 2 == 0, program, programs - 1 - program)
+
+    @gluon.jit
+    def item(self, number, T: gl.constexpr):
+        """Heads of keys first, then parts of a tile, then tiles."""
+        part = number // T.kv_heads
+        tile = self.tiles + part // T.parts * 4
+        offset = part % T.parts * T.tokens
+        count = gl.minimum(gl.load(tile + 1) - offset, T.tokens)
+        start = gl.load(tile + 2)
+        end = start * 0
+        if start >= 0:
+            start += offset
+            end = start + count
+        first_block = end * 0
+        masked_from = gl.minimum(start + 1, end) // T.block
+        if T.window:
+            first_block = gl.maximum(start - self.window + 1, 0) // T.block
+            masked_from = first_block
+        # Padding has a block as well, all of it hidden.
+        num_blocks = gl.maximum((end + T.block - 1) // T.block - first_block, 1)
+        return Item(
+            number % T.kv_heads, gl.load(tile) + offset, count, start, end, gl.load(tile + 3),
+            first_block, gl.where(count > 0, num_blocks, 0), masked_from,
+        )  # fmt: skip
 
 
 @aggregate
@@ -178,38 +240,49 @@ def copy_layout(dim):
 
 
 @gluon.jit
-def load_block(desc, boxes, full, turn, table, work, T: gl.constexpr):
-    """Start loading block number `turn` of keys or of values into its slot."""
+def load_block(desc, boxes, full, turn, block, table, item, T: gl.constexpr):
+    """Start loading block number `block` of an item's keys or values into the slot of `turn`."""
     slot = turn & 1
     bar = full.index(slot)
     mbarrier.expect(bar, 2 * T.block * T.dim)
     for part in gl.static_range(T.block // T.box):
-        token = (work.first_block + turn) * T.block + part * T.box
+        token = (item.first_block + block) * T.block + part * T.box
         # Behind the end of the context the last page again: those rows are hidden.
-        page = gl.load(table + gl.maximum(gl.minimum(token, work.end - 1), 0) // T.page)
-        row = (page * T.kv_heads + work.kv_head) * T.page + token % T.page
+        page = gl.load(table + gl.maximum(gl.minimum(token, item.end - 1), 0) // T.page)
+        row = (page * T.kv_heads + item.kv_head) * T.page + token % T.page
         for half in gl.static_range(T.dim // 64):
             box = (slot * (T.dim // 64) + half) * (T.block // T.box) + part
             tma.async_copy_global_to_shared(desc, [row, half * 64], bar, boxes.index(box))
 
 
 @gluon.jit
-def producer_partition(key_desc, value_desc, ring, table, work, T: gl.constexpr):
+def producer_partition(key_desc, value_desc, ring, block_table, table_stride, items, T: gl.constexpr):
     """The one warp that issues the TMA loads; keys a block ahead of values."""
-    load_block(key_desc, ring.key_boxes, ring.keys_full, 0, table, work, T)
-    for turn in range(0, work.num_blocks):
-        following = turn + 1
-        if following < work.num_blocks:
-            mbarrier.wait(ring.keys_empty.index(following & 1), ((following >> 1) & 1) ^ 1)
-            load_block(key_desc, ring.key_boxes, ring.keys_full, following, table, work, T)
-        mbarrier.wait(ring.values_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        load_block(value_desc, ring.value_boxes, ring.values_full, turn, table, work, T)
+    turns = items.count * 0
+    for round in range(0, items.rounds()):
+        number = items.number(round)
+        if number < items.count:
+            item = items.item(number, T)
+            table = block_table + item.request.to(gl.int64) * table_stride
+            for block in range(0, item.num_blocks + 1):
+                turn = turns + block
+                if block < item.num_blocks:
+                    mbarrier.wait(ring.keys_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+                    load_block(key_desc, ring.key_boxes, ring.keys_full, turn, block, table, item, T)
+                if block > 0:
+                    before = turn - 1
+                    mbarrier.wait(ring.values_empty.index(before & 1), ((before >> 1) & 1) ^ 1)
+                    load_block(
+                        value_desc, ring.value_boxes, ring.values_full, before, block - 1, table, item, T
+                    )
+            turns += item.num_blocks
 
 
 @gluon.jit
 def softmax_step(
-    products, largest, total, turn, position, factor, softcap, work, MASKED: gl.constexpr, T: gl.constexpr
-):
+    products, largest, total, block, position, factor, softcap, item, window,
+    MASKED: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
     """Probabilities of a block; with it the largest score, times log2(e), and the sum; what scales the sum of
     values before it."""
     scores = products
@@ -219,10 +292,10 @@ def softmax_step(
         factor = 1.0
     if MASKED:
         columns: gl.constexpr = gl.SliceLayout(0, products.type.layout)
-        token = (work.first_block + turn) * T.block + gl.arange(0, T.block, columns)
-        visible = (token[None, :] <= position[:, None]) & (token < work.end)[None, :]
+        token = (item.first_block + block) * T.block + gl.arange(0, T.block, columns)
+        visible = (token[None, :] <= position[:, None]) & (token < item.end)[None, :]
         if T.window:
-            visible = visible & (token[None, :] > position[:, None] - work.window)
+            visible = visible & (token[None, :] > position[:, None] - window)
         scores = gl.where(visible, scores, -float("inf"))
     new_largest = gl.maximum(largest, gl.max(scores, axis=1) * factor)
     pivot = new_largest
@@ -247,10 +320,10 @@ def wgmma_operand(probability, T: gl.constexpr):
 
 @gluon.jit
 def consume_block(
-    query, ring, turn, probability, sums, largest, total, position, factor, softcap, work,
+    query, ring, turn, block, probability, sums, largest, total, position, factor, softcap, item, window,
     WHICH: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Block number `turn`'s keys and softmax, and the values of the block before."""
+    """Block number `block`'s keys and softmax, and the values of the block before."""
     before = turn - 1
     zeros = gl.full([ROWS, T.block], 0.0, gl.float32, accumulator_layout(T.block))
     mbarrier.wait(ring.keys_full.index(turn & 1), (turn >> 1) & 1)
@@ -263,7 +336,7 @@ def consume_block(
     products = warpgroup_mma_wait(1, deps=[products])
     mbarrier.arrive(ring.keys_empty.index(turn & 1))
     scores, largest, total, rescale = softmax_step(
-        products, largest, total, turn, position, factor, softcap, work, MASKED, T
+        products, largest, total, block, position, factor, softcap, item, window, MASKED, T
     )
     sums, probability = warpgroup_mma_wait(0, deps=[sums, probability])
     mbarrier.arrive(ring.values_empty.index(before & 1))
@@ -287,16 +360,16 @@ def hide_rows(values, first_hidden, T: gl.constexpr):
 
 
 @gluon.jit
-def places(first_token, work, WHICH: gl.constexpr, T: gl.constexpr):
+def places(first_token, item, WHICH: gl.constexpr, T: gl.constexpr):
     """Where a warpgroup's rows lie in q and in out, and which of them there are."""
     layout: gl.constexpr = copy_layout(T.dim)
     row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dim = gl.arange(0, T.dim, gl.SliceLayout(0, layout))
     token = row // T.group
     group = row % T.group
-    head = work.kv_head * (T.heads // T.kv_heads) + group
+    head = item.kv_head * (T.heads // T.kv_heads) + group
     at = ((first_token + token).to(gl.int64) * T.heads + head)[:, None] * T.dim + dim[None, :]
-    is_row = (token < work.count) & (group < T.heads // T.kv_heads)
+    is_row = (token < item.count) & (group < T.heads // T.kv_heads)
     return at, is_row[:, None]
 
 
@@ -307,104 +380,114 @@ def opaque(x):
 
 
 @gluon.jit
+def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
+    """A warpgroup's rows of this program's item of a round; of some item where it has none."""
+    item = items.item(gl.minimum(items.number(round), items.count - 1), T)
+    at, is_row = places(item.first_token, item, WHICH, T)
+    return gl.load(q + at, mask=is_row, other=0.0)
+
+
+@gluon.jit
 def consumer_partition(
-    q, out, queries, ring, key_scale, value_scale, sinks, factor, softcap, work,
+    q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items,
     WHICH: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: rows 64 * WHICH and on of the program's."""
-    at, is_row = places(work.first_token, work, WHICH, T)
+    """A warpgroup: rows 64 * WHICH and on of each item."""
+    if WHICH == 1:
+        pass_turn(0)
+    turns = items.count * 0
     query = queries.index(WHICH)
-    query.store(gl.load(q + at, mask=is_row, other=0.0).to(T.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
+    following = load_queries(q, items, 0, WHICH, T)
+    for round in range(0, items.rounds()):
+        number = items.number(round)
+        if number < items.count:
+            item = items.item(number, T)
+            query.store(following.to(T.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            if item.num_blocks > 0:
+                attend_item(
+                    out, query, ring, key_scale, value_scale, sinks, scale_log2, softcap, turns, item,
+                    items.window, WHICH, T,
+                )  # fmt: skip
+            turns += item.num_blocks
+            following = load_queries(q, items, round + 1, WHICH, T)
 
+
+@gluon.jit
+def attend_item(
+    out, query, ring, key_scale, value_scale, sinks, factor, softcap, turns, item, window,
+    WHICH: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """An item's blocks, the first of which is number `turns` of the rings'."""
     if key_scale is not None:
-        factor *= gl.load(key_scale + work.kv_head)
+        factor *= gl.load(key_scale + item.kv_head)
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(T.block))
     row = WHICH * ROWS + gl.arange(0, ROWS, by_row)
-    position = work.start + row // T.group
+    position = item.start + row // T.group
     largest = gl.full([ROWS], -float("inf"), gl.float32, by_row)
     total = gl.full([ROWS], 0.0, gl.float32, by_row)
     if sinks is not None:
         group: gl.constexpr = T.heads // T.kv_heads
-        head = work.kv_head * group + row % T.group
+        head = item.kv_head * group + row % T.group
         sink = gl.load(sinks + head, mask=row % T.group < group, other=0.0)
         largest = sink.to(gl.float32) * 1.4426950408889634
         total += 1.0
 
-    if WHICH == 1:
-        pass_turn(0)
-    mbarrier.wait(ring.keys_full.index(0), 0)
     zeros = gl.full([ROWS, T.block], 0.0, gl.float32, accumulator_layout(T.block))
-    products = warpgroup_mma(query, ring.keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(ring.keys_full.index(turns & 1), (turns >> 1) & 1)
+    key = ring.keys.index(turns & 1).permute((1, 0))
+    products = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
     products = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(ring.keys_empty.index(0))
+    mbarrier.arrive(ring.keys_empty.index(turns & 1))
     scores, largest, total, _ = softmax_step(
-        products, largest, total, 0, position, factor, softcap, work, True, T
+        products, largest, total, 0, position, factor, softcap, item, window, True, T
     )
     probability = wgmma_operand(scores, T)
     sums = gl.full([ROWS, T.dim], 0.0, gl.float32, accumulator_layout(T.dim))
-    masked_from = gl.maximum(work.masked_from - work.first_block, 1)
+    masked_from = gl.maximum(item.masked_from - item.first_block, 1)
     if not T.window:
-        for turn in range(1, masked_from):
+        for block in range(1, masked_from):
             probability, sums, largest, total = consume_block(
-                query, ring, turn, probability, sums, largest, total, position, factor, softcap, work,
-                WHICH, False, T,
+                query, ring, turns + block, block, probability, sums, largest, total, position, factor,
+                softcap, item, window, WHICH, False, T,
             )  # fmt: skip
-    for turn in range(masked_from, work.num_blocks):
+    for block in range(masked_from, item.num_blocks):
         probability, sums, largest, total = consume_block(
-            query, ring, turn, probability, sums, largest, total, position, factor, softcap, work,
-            WHICH, True, T,
+            query, ring, turns + block, block, probability, sums, largest, total, position, factor, softcap,
+            item, window, WHICH, True, T,
         )  # fmt: skip
 
-    last = work.num_blocks - 1
+    last = turns + item.num_blocks - 1
+    values = ring.values.index(last & 1)
     mbarrier.wait(ring.values_full.index(last & 1), (last >> 1) & 1)
-    shown = work.end - (work.first_block + last) * T.block
+    shown = item.end - (item.first_block + item.num_blocks - 1) * T.block
     if shown < T.block:
-        hide_rows(ring.values.index(last & 1), shown, T)
-    sums = warpgroup_mma(probability, ring.values.index(last & 1), sums, is_async=True)
+        hide_rows(values, shown, T)
+    sums = warpgroup_mma(probability, values, sums, is_async=True)
     sums, probability = warpgroup_mma_wait(0, deps=[sums, probability])
+    mbarrier.arrive(ring.values_empty.index(last & 1))
     total = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     inverse = gl.where(total > 0, 1.0 / total, 0.0)
     if value_scale is not None:
-        inverse *= gl.load(value_scale + work.kv_head)
+        inverse *= gl.load(value_scale + item.kv_head)
     # The queries' place serves to write whole rows.
     staging = query._reinterpret(out.dtype.element_ty, [ROWS, T.dim], query.layout)
     staging.store((sums * inverse[:, None]).to(out.dtype.element_ty))
     gl.thread_barrier()
     # Worked out again, since they would take registers all the while.
-    at, is_row = places(opaque(work.first_token), work, WHICH, T)
+    at, is_row = places(opaque(item.first_token), item, WHICH, T)
     gl.store(out + at, staging.load(copy_layout(T.dim)), mask=is_row)
+    gl.thread_barrier()
 
 
-@gluon.jit(do_not_specialize=["table_stride", "window"])
+@gluon.jit(do_not_specialize=["num_tiles", "table_stride", "window"])
 def hopper_prefill_kernel(
     q, key_desc, value_desc, block_table, tiles, key_scale, value_scale, sinks, out,
-    scale_log2, softcap, window, table_stride, T: gl.constexpr,
+    scale_log2, softcap, num_tiles, window, table_stride, T: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (kv heads, parts of a tile, tiles)."""
-    tile = tiles + gl.program_id(2) * 4
-    offset = gl.program_id(1) * T.tokens
-    count = gl.minimum(gl.load(tile + 1) - offset, T.tokens)
-    if count <= 0:
-        return
-    start = gl.load(tile + 2)
-    end = start * 0
-    if start >= 0:
-        start += offset
-        end = start + count
-    first_block = end * 0
-    masked_from = gl.minimum(start + 1, end) // T.block
-    if T.window:
-        first_block = gl.maximum(start - window + 1, 0) // T.block
-        masked_from = first_block
-    num_blocks = gl.maximum((end + T.block - 1) // T.block - first_block, 1)
-    kv_head = gl.program_id(0)
-    work = Work(
-        kv_head, gl.load(tile) + offset, count, start, end, first_block, num_blocks, masked_from, window
-    )
-    table = block_table + gl.load(tile + 3).to(gl.int64) * table_stride
-
+    """Grid: any number of programs, each of which takes a whole SM."""
+    items = Items(tiles, num_tiles * (T.parts * T.kv_heads), window)
     layout: gl.constexpr = key_desc.layout
     slots: gl.constexpr = [2, T.block, T.dim]
     boxes: gl.constexpr = [2 * (T.block // T.box) * (T.dim // 64), T.box, 64]
@@ -426,13 +509,18 @@ def hopper_prefill_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (consumer_partition, (
-            q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, work, 0, T
+            q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items, 0, T
         )),
         (consumer_partition, (
-            q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, work, 1, T
+            q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items, 1, T
         )),
-        (producer_partition, (key_desc, value_desc, ring, table, work, T)),
+        (producer_partition, (key_desc, value_desc, ring, block_table, table_stride, items, T)),
     ], [4, 1], [240, 24])  # fmt: skip
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def hopper_prefill(
@@ -459,7 +547,8 @@ def hopper_prefill(
         TensorDescriptor.from_tensor(pages.view(-1, dim), [form.box, 64], x_layout())
         for pages in (key_pages, value_pages)
     ]
-    hopper_prefill_kernel[(kv_heads, TILE // form.tokens, len(tiles))](
+    programs = min(len(tiles) * form.parts * kv_heads, num_sms(q.device))
+    hopper_prefill_kernel[(programs,)](
         q, *descriptors, block_table, tiles, key_scale, value_scale, sinks, out,
-        scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), T=form, **OPTIONS,
+        scale * LOG2_E, softcap * LOG2_E, len(tiles), window, block_table.stride(0), T=form, **OPTIONS,
     )  # fmt: skip
