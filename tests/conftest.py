@@ -7,6 +7,7 @@ import pytest
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
+from scalegate.pipeline.forked_servers import servers_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers():
+    """Servers that tests start on a CPU import nothing: each would take four CPU seconds over it."""
+    with servers_forked("embedded", "auto"):
+        yield
 
 
 @pytest.fixture(scope="session")

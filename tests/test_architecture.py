@@ -78,6 +78,7 @@ ROOMS = {
         "quantize",
         "served_checkpoint",
         "serve",
+        "forked_servers",
         "llm",
         "validate",
         "verify",

@@ -117,11 +117,14 @@ def command(
     if dry_run:
         _dry_run(model, recipe, to, work, as_json, options)
         return
-    from ..release import release
-    from ..report.table import verdict_table
+    from ..forked_servers import servers_forked
 
     try:
-        result = release(model, recipe, to, work=work, **options)
+        with servers_forked(options["engine"], options["device"]):
+            from ..release import release
+            from ..report.table import verdict_table
+
+            result = release(model, recipe, to, work=work, **options)
     except KeyboardInterrupt:
         click.echo("Interrupted; run the same command again to resume.", err=True)
         sys.exit(INTERRUPTED)

@@ -113,11 +113,14 @@ def command(
         pipeline validate work/Llama-70B-INT4 --engine vllm --tensor-parallel-size 2 --devices 0,1,2,3
         pipeline validate work/Qwen3-8B-INT4 --engine http://127.0.0.1:8000 --baseline-engine http://127.0.0.1:8001
     """
-    from ..report.table import verdict_table
-    from ..validate import validate
+    from ..forked_servers import servers_forked
 
     try:
-        verdict = validate(artifact, baseline, **options)
+        with servers_forked(options["engine"], options["device"]):
+            from ..report.table import verdict_table
+            from ..validate import validate
+
+            verdict = validate(artifact, baseline, **options)
     except KeyboardInterrupt:
         click.echo("Interrupted; both servers are stopped, nothing was decided.", err=True)
         sys.exit(INTERRUPTED)

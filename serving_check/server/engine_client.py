@@ -1,8 +1,6 @@
 """The API process's end of the pipe to the engine: submit, abort, hear, and know when it is dead."""
 
 import asyncio
-import multiprocessing
-import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from .engine_child import (
     run_engine,
 )
 from .errors import ApiError, engine_unavailable, step_failed
+from .fork_server import start_process
 from .metrics import Metrics
 from .model_description import ModelDescription
 
@@ -97,13 +96,9 @@ class EngineClient:
     """One engine process. `start` blocks until it is ready; `listen` joins it to the running event loop."""
 
     def __init__(self, describe: Describe, factory: EngineFactory, metrics: Metrics):
-        context = multiprocessing.get_context("spawn")
-        self._connection, child_end = context.Pipe()
-        self._process = context.Process(
-            target=run_engine, args=(child_end, describe, factory), name="scalegate-engine", daemon=True
+        self._connection, self._process = start_process(
+            run_engine, describe, factory, name="scalegate-engine"
         )
-        self._process.start()
-        child_end.close()
         self._metrics = metrics
         self._sequences: dict[str, _Sequence] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

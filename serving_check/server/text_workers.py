@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from .errors import SERVER_ERROR, ApiError
+from .fork_server import Process, start_process
 
 T = TypeVar("T")
 WORKERS = 2
@@ -102,51 +103,49 @@ class _Worker:
     """One process and our end of its pipe."""
 
     def __init__(self, tokenizer: Any):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=work, args=(theirs, tokenizer), name="scalegate-text", daemon=True
-        )
-        self._theirs = theirs
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._started = self._ready = self._killed = False
+        self._ready = self._killed = False
+        self._started: tuple[Connection, Process] | None = None
 
     def start(self) -> None:
         """Start the process, once; it loads its libraries on its own time."""
         with self._lock:
-            if not self._started and not self._killed:
-                self._started = True
-                self._process.start()
-                self._theirs.close()
+            if self._started is None and not self._killed:
+                self._started = start_process(work, self._tokenizer, name="scalegate-text")
 
     def ask(self, job: Any, seconds: float) -> tuple[bool, Any]:
         """Whether it was done, and the result or what it raised."""
         self.start()
+        if self._started is None:
+            raise EOFError
+        connection, _ = self._started
         if not self._ready:
-            self._receive(START_SECONDS)
+            _receive(connection, START_SECONDS)
             self._ready = True
-        self._connection.send(job)
-        return self._receive(seconds)
+        connection.send(job)
+        return _receive(connection, seconds)
 
     def end(self) -> None:
         """Let it end; it has nothing to do."""
-        self._connection.close()
-        if self._started:
-            self._process.join(END_SECONDS)
+        if self._started is not None:
+            connection, process = self._started
+            connection.close()
+            process.join(END_SECONDS)
 
     def kill(self) -> None:
         with self._lock:
             self._killed = True
-            if self._started:
-                self._process.kill()
-                self._process.join()
-            else:
-                self._theirs.close()
+            if self._started is not None:
+                _, process = self._started
+                process.kill()
+                process.join()
 
-    def _receive(self, seconds: float) -> Any:
-        if not self._connection.poll(seconds):
-            raise TimeoutError
-        return self._connection.recv()
+
+def _receive(connection: Connection, seconds: float) -> Any:
+    if not connection.poll(seconds):
+        raise TimeoutError
+    return connection.recv()
 
 
 def work(connection: Connection, tokenizer: Any) -> None:
@@ -172,11 +171,11 @@ def work(connection: Connection, tokenizer: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Also in the middle of a job that does not end."""
+    """Also in the middle of a job that does not end; of a forked process the fork server sees to that."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-    os._exit(0)
+        os._exit(0)
 
 
 def _limit_memory() -> None:
