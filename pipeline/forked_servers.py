@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..serving_check.engine.options import AUTO
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE
+from ..serving_check.engines.placement import VISIBLE
 from ..serving_check.server.fork_server import ADDRESS, fork_server
 
 ROOT = __package__.removesuffix("pipeline")
@@ -30,6 +31,7 @@ def servers_forked(engine: str, device: str | None) -> AbstractContextManager[No
 
 
 def _is_cpu(device: str) -> bool:
-    if device == AUTO:
-        return not any(Path(gpu).exists() for gpu in GPUS)
-    return device.startswith("cpu")
+    if device != AUTO:
+        return device.startswith("cpu")
+    hidden = os.environ.get(VISIBLE) in ("", "-1")
+    return hidden or not any(Path(gpu).exists() for gpu in GPUS)
