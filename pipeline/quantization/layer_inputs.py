@@ -22,34 +22,36 @@ class Inputs:
     """Sums over the inputs that some linears have in common.
 
     hessian: fp32 [K, K], the sum of x xᵀ, where a weight is solved; tokens: how many inputs there were
-    cross:   fp32 [K, K], the sum of (x₀ - x) xᵀ, x₀ being the inputs of the original model
+    paired:  fp32 [K, K], the sum of x₀ xᵀ, x₀ being the inputs of the original model
     """
 
     largest: float = 0.0
     squares: Tensor | None = None
     hessian: Tensor | None = None
-    cross: Tensor | None = None
+    paired: Tensor | None = None
     tokens: int = 0
+
+    @property
+    def cross(self) -> Tensor | None:
+        """fp32 [K, K], the sum of (x₀ - x) xᵀ."""
+        return None if self.paired is None or self.hessian is None else self.paired - self.hessian
 
     def see(self, x: Tensor, wants_squares: bool, wants_hessian: bool) -> None:
         self.largest = max(self.largest, float(x.abs().amax()))
-        rows = x.flatten(0, -2).float()
-        self.tokens += len(rows)
+        self.tokens += x.numel() // x.shape[-1]
         if wants_squares:
-            squares = rows.square().sum(0, dtype=torch.float64)
+            squares = x.flatten(0, -2).float().square().sum(0, dtype=torch.float64)
             self.squares = squares if self.squares is None else self.squares + squares
         if wants_hessian:
             if self.hessian is None:
-                self.hessian = rows.new_zeros(rows.shape[1], rows.shape[1])
-            self.hessian.addmm_(rows.T, rows)
+                self.hessian = x.new_zeros(x.shape[-1], x.shape[-1], dtype=torch.float32)
+            _add_products(self.hessian, x, x)
 
     def see_original(self, original: Tensor, x: Tensor) -> None:
         """The inputs that the original model has in the place of `x`."""
-        rows = x.flatten(0, -2).float()
-        difference = original.flatten(0, -2).float() - rows
-        if self.cross is None:
-            self.cross = rows.new_zeros(rows.shape[1], rows.shape[1])
-        self.cross.addmm_(difference.T, rows)
+        if self.paired is None:
+            self.paired = x.new_zeros(x.shape[-1], x.shape[-1], dtype=torch.float32)
+        _add_products(self.paired, original, x)
 
 
 @dataclass
@@ -154,6 +156,15 @@ class LayerInputs:
             together = kinds.get(kind_of(module))
             inputs[module] = replace(inputs[module], hessian=together)
         return scarce
+
+
+def _add_products(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the sum of l rᵀ over rows l, r of [..., K] to fp32 [K, K]."""
+    # Numbers that are bf16 may be multiplied as such: their products and sums are fp32 all the same.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if right.dtype == torch.bfloat16 else before)
+    sums.addmm_(left.flatten(0, -2).float().T, right.flatten(0, -2).float())
+    torch.set_float32_matmul_precision(before)
 
 
 def _with_one_input(here: Mapping[Slot, Tensor]) -> dict[Slot, Slot]:

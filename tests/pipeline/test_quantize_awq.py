@@ -135,7 +135,7 @@ def test_a_norm_that_is_none_keeps_its_weight(
     made = quantize(
         example_checkpoint, recipe, tmp_path / "out", calibration=text, device="cpu", progress=False
     )
-    assert not made.scaled_modules()
+    assert not [norm for norm in made.scaled_modules().values() if "input_layernorm" in norm]
 
 
 def test_a_format_that_shares_tensors_is_refused(example_checkpoint: Path, text: Path, tmp_path: Path):
