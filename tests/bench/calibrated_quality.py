@@ -1,4 +1,4 @@
-"""Calibrated INT4 and NVFP4 beside llm-compressor's and auto-round's, by extra nats and KL on held-out text.
+"""Calibrated INT4 and NVFP4 beside llm-compressor's, ModelOpt's and auto-round's, by extra nats and KL.
 
     python -P tests/bench/calibrated_quality.py CHECKPOINT... --calibration TEXT.jsonl --heldout TEXT.jsonl \
         --work DIR --out tests/bench/results/calibrated_quality.json
@@ -52,15 +52,20 @@ OURS: dict[str, dict[str, Any]] = {
     "nvfp4-gptq": {"recipe": "nvfp4-gptq", "calibration": "text"},
     "nvfp4-gptq, self": {"recipe": "nvfp4-gptq", "calibration": "self"},
     "nvfp4-best": {"recipe": "nvfp4-best", "calibration": "text"},
+    "nvfp4-best, self": {"recipe": "nvfp4-best", "calibration": "self"},
 }
 OTHER = "int4-gptq"
 """The recipe that is calibrated on texts of other kinds."""
 LLM_COMPRESSOR = "make_llmcompressor_calibrated.py"
+MODELOPT = "make_modelopt_calibrated.py"
 THEIRS = {
     "llm-compressor GPTQ, INT4": ("llmcompressor", LLM_COMPRESSOR, ("gptq", "W4A16_ASYM")),
     "llm-compressor AWQ, INT4": ("llmcompressor", LLM_COMPRESSOR, ("awq", "W4A16_ASYM")),
     "llm-compressor, NVFP4A16": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "NVFP4A16")),
     "llm-compressor GPTQ, NVFP4A16": ("llmcompressor", LLM_COMPRESSOR, ("gptq", "NVFP4A16")),
+    "ModelOpt, NVFP4": ("modelopt", MODELOPT, ("max",)),
+    "ModelOpt AWQ-lite, NVFP4": ("modelopt", MODELOPT, ("awq_lite",)),
+    "ModelOpt local Hessian, NVFP4": ("modelopt", MODELOPT, ("local_hessian",)),
     "auto-round-best, INT4": ("auto-round", "make_autoround.py", ()),
 }
 
@@ -70,14 +75,14 @@ def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -
     folder, done = work / name, work / f"{name}.json"
     if done.is_file():
         return
-    begun = time.perf_counter()
+    begun, begun_cpu = time.perf_counter(), time.process_time()
     other = name.removeprefix(f"{OTHER}, ")
     if name in OURS or other in options.others:
         asked = dict(OURS.get(name) or {"recipe": OTHER, "calibration": options.others[other]})
         if asked.get("calibration") == "text":
             asked["calibration"] = options.calibration
         quantize(checkpoint, out=folder, device="cpu", progress=False, **asked)
-        seconds = time.perf_counter() - begun
+        spent = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - begun_cpu}
     else:
         tool, script, arguments = THEIRS[name]
         environments = options.environments or options.work / "environments"
@@ -86,11 +91,11 @@ def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -
         sequences = read_calibration_text(open_checkpoint(checkpoint), str(options.calibration)).sequences
         windows = [] if sequences is None else sequences.tolist()
         few = windows[:: max(1, len(windows) // AWQ_SEQUENCES)][:AWQ_SEQUENCES]
-        write_json(work / "windows.json", few if "awq" in arguments else windows)
+        write_json(work / "windows.json", few if {"awq", "awq_lite"} & {*arguments} else windows)
         command = [python, TOOLS / script, checkpoint, folder, *arguments, work / "windows.json"]
         subprocess.run(list(map(str, command)), check=True)
-        seconds = json.loads((folder / "seconds.json").read_text())
-    write_json(done, {"seconds": round(seconds, 1)})
+        spent = json.loads((folder / "spent.json").read_text())
+    write_json(done, {kind: round(value, 1) for kind, value in spent.items()})
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:

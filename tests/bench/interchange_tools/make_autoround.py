@@ -24,7 +24,7 @@ with open(calibration, encoding="utf-8") as file:
     windows = json.load(file)
 length = min(map(len, windows))
 data = [{"input_ids": torch.tensor([w[:length]]), "attention_mask": torch.ones(1, length)} for w in windows]
-begun = time.perf_counter()
+begun, begun_cpu = time.perf_counter(), time.process_time()
 rounding = AutoRound(
     model,
     tokenizer,
@@ -38,10 +38,11 @@ rounding = AutoRound(
     **(BEST | {"nsamples": min(BEST["nsamples"], len(data))}),
 )
 rounding.quantize_and_save(out, format="fake")
+spent = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - begun_cpu}
 # It writes into a folder of its own inside the one that it is given.
 for inner in [entry.path for entry in os.scandir(out) if entry.is_dir()]:
     for name in os.listdir(inner):
         os.replace(os.path.join(inner, name), os.path.join(out, name))
     os.rmdir(inner)
-with open(os.path.join(out, "seconds.json"), "w", encoding="utf-8") as file:
-    json.dump(time.perf_counter() - begun, file)
+with open(os.path.join(out, "spent.json"), "w", encoding="utf-8") as file:
+    json.dump(spent, file)
