@@ -23,7 +23,7 @@ from .comparison import ComparedModel, Comparison
 from .conventions.all_conventions import convention_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import load_model
-from .validation.in_process import read_held_out
+from .validation.held_out import read_held_out
 from .validation.subject import describe_quantization
 from .validation.weights import compare_weights
 

@@ -19,8 +19,8 @@ from ..serving_check.record import parse_verdict
 from ..serving_check.statistics import LOOKS
 from .artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
 from .checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
+from .checkpoints.default_dtype import default_dtype
 from .device import resolve_device, resolve_dtype
-from .model_loader.skeleton import default_dtype
 from .publishing.bundle import CARD_NAME
 from .publishing.hub.failures import HubNotAskedError
 from .push import check_target

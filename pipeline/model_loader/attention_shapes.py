@@ -6,7 +6,8 @@ import torch
 
 from ...serving_check.engine.attention import AttentionLayer, attention_layers
 from ..checkpoints.checkpoint import Checkpoint
-from .skeleton import build_skeleton, default_dtype
+from ..checkpoints.default_dtype import default_dtype
+from .skeleton import build_skeleton
 
 
 def attention_layers_of(

@@ -17,12 +17,13 @@ from ...layouts.numerics import Numerics
 from ...layouts.plan import LayoutPlan
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.default_dtype import default_dtype
 from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
 from .dequantized import dequantized_note
 from .merge_groups import merge_groups
-from .skeleton import build_skeleton, default_dtype
+from .skeleton import build_skeleton
 from .weight_loader import LayoutPicker, WeightLoader, listed
 
 

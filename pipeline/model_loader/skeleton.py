@@ -13,7 +13,6 @@ from ...layouts.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 
 MESSAGE_CHARACTERS = 300
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -30,18 +29,6 @@ def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
-
-
-def default_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype the config names; without one, that of the first unquantized tensor; otherwise bf16."""
-    text = checkpoint.config.get("text_config") or {}
-    for section in (checkpoint.config, text):
-        name = section.get("dtype") or section.get("torch_dtype")
-        dtype = getattr(torch, str(name).removeprefix("torch."), None) if name else None
-        if dtype in FLOATS:
-            return dtype
-    stored = (info.dtype for info in checkpoint.tensors.values() if info.dtype in FLOATS)
-    return next(stored, torch.bfloat16)
 
 
 def build_skeleton(

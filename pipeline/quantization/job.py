@@ -10,10 +10,10 @@ from ...layouts.errors import UserError
 from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv_format import KV_FORMATS, largest_of
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
-from ..model_loader.skeleton import default_dtype
 from ..recipe import Recipe
 from .all_quantizers import QUANTIZERS
 from .calibration_text import CalibrationText, read_calibration_text

@@ -17,8 +17,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ...layouts.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
-from ..model_loader.skeleton import build_skeleton, default_dtype
+from ..model_loader.skeleton import build_skeleton
 from ..model_loader.weight_loader import LayoutPicker, WeightLoader
 from .hidden_states import HiddenStates
 

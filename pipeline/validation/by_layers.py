@@ -18,7 +18,8 @@ from ...serving_check.gate import Served
 from ...serving_check.quality import compare
 from ..checkpoints.checkpoint import Checkpoint
 from ..quantization.layer_stream import LayerStream
-from .in_process import HeldOutText, InProcessFigures, TextScorer, linear_shapes, refuse_other_vocabulary
+from .held_out import HeldOutText
+from .in_process import InProcessFigures, TextScorer, linear_shapes, refuse_other_vocabulary
 from .run import Run
 
 WEIGHTS_FACTOR = 1.1

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ...serving_check.engine.options import AUTO, EngineOptions
 from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.skeleton import default_dtype
+from ..checkpoints.default_dtype import default_dtype
 
 LEAST_GAIN = 1.1
 """float32 takes twice the memory; it is not taken for less than this."""

@@ -4,12 +4,8 @@ Both models are in memory only while this runs; the servers come after.
 """
 
 import gc
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,53 +16,22 @@ from ...layouts.linear import QuantizedLinear, packed_layers
 from ...layouts.merged_linear import MergedLinear
 from ...layouts.numerics import Numerics
 from ...layouts.progress import progress_bar
-from ...serving_check.answer_figures import ServedText, TokenText
+from ...serving_check.answer_figures import ServedText
 from ...serving_check.checks.served_text import text_score
-from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
+from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.engine.stored_kv import OverStoredKV
 from ...serving_check.evidence import Loaded, TextScore
-from ...serving_check.quality import (
-    Comparison,
-    compare,
-    continuation_nats,
-    greedy_gaps,
-    read_texts,
-    token_windows,
-)
+from ...serving_check.quality import Comparison, compare, continuation_nats, greedy_gaps
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.kv_cache import kv_cache_of
 from ..device import resolve_dtype
 from ..model_loader.load_model import LoadedModel, load_model
+from .held_out import HeldOutText
+from .run import LoadOptions
 
-HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
-WINDOW, LONG_WINDOW = 512, 2048
-"""Tokens read at once; the long one where keys and values are quantized, so that most of those are that a
-scored token attends to: formats keep the first tokens, and the last, in 16 bits."""
 LOGITS_BYTES = 2 << 30
 """Of the logits of windows that are decoded together, for each side."""
 MOST_TOGETHER = 16
-
-
-@dataclass(frozen=True)
-class HeldOutText:
-    """The text that quality is measured on and that prompts are cut from."""
-
-    tokenizer: Any
-    windows: list[torch.Tensor]
-    token_ids: list[int]
-    """What prompts are cut from: the windows' tokens, and more of the text for long prompts."""
-    sha256: str
-
-    @property
-    def token_text(self) -> TokenText:
-        return TokenText(self._encode, self._decode)
-
-    def _encode(self, text: str) -> Sequence[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True)
@@ -78,68 +43,6 @@ class InProcessFigures:
     baseline_dtype: str
     by_layers: bool = False
     """Whether the models were looked at a layer at a time (`by_layers.py`)."""
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How both are loaded; `layout` and `kv_cache_dtype` are for the artifact alone."""
-
-    engine: EngineOptions
-    """Its device is a concrete one."""
-    baseline_dtype: str
-    progress: bool
-
-
-def read_held_out(
-    path: Path | None,
-    artifact: Checkpoint,
-    baseline: Checkpoint,
-    tokens: int,
-    window: int = WINDOW,
-    prompt: int = 0,
-) -> HeldOutText:
-    """Windows of `window` tokens of `path`, or of the text that ships with Scalegate.
-
-    At most `tokens` are predicted.
-    Long windows go on from one document to the next, so that all are full.
-    prompt: tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
-    """
-    path = path or HELD_OUT
-    tokenizer = load_tokenizer(artifact) or load_tokenizer(baseline)
-    if tokenizer is None:
-        raise UserError(
-            f"neither {artifact.source} nor {baseline.source} has a tokenizer; add tokenizer.json"
-        )
-    try:
-        content = path.read_bytes()
-        texts = read_texts(path)
-        texts = ["\n".join(texts)] if window > WINDOW else texts
-        # Of long windows as many as `tokens` fill: a short one more would have no quantized key.
-        predictions = tokens if window <= WINDOW else tokens - max(1, tokens // window)
-        windows = token_windows(tokenizer, texts, window, predictions)
-        pool = windows if tokens >= 2 * prompt else token_windows(tokenizer, texts, WINDOW, 2 * prompt)
-    except OSError as error:
-        raise UserError(f"cannot read the held-out text {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not held-out text; give plain UTF-8 text, "
-            'or a .jsonl file with one {"text": ...} a line'
-        ) from error
-    if not windows:
-        raise UserError(f"the held-out text {path} is empty; give a file with --text")
-    token_ids = torch.cat(pool).tolist()
-    if len(token_ids) < 2 * prompt:
-        token_ids = list(islice(cycle(token_ids), len(token_ids) + prompt - 1))
-    return HeldOutText(tokenizer, windows, token_ids, hashlib.sha256(content).hexdigest())
-
-
-def window_for(checkpoint: Checkpoint, kv_format: str) -> int:
-    """Tokens of a window that quality is measured on: long ones, within the context, for quantized keys."""
-    if kv_format == UNQUANTIZED:
-        return WINDOW
-    text_config = checkpoint.config.get("text_config") or checkpoint.config
-    context = text_config.get("max_position_embeddings")
-    return min(LONG_WINDOW, context) if isinstance(context, int) else LONG_WINDOW
 
 
 def take_figures(

@@ -1,58 +1,44 @@
 """All that a verdict stands on, measured: quality and files in this process, the rest on running servers."""
 
+import functools
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...layouts.plan import device_model
-from ...serving_check.artifact_figures import TextFigures, WeightFigures
-from ...serving_check.checks.canary import scored
 from ...serving_check.checks.loads import weights_in
 from ...serving_check.curve import curve_of
-from ...serving_check.engine.options import UNQUANTIZED, EngineOptions
+from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.engines.engine import Engine
 from ...serving_check.environment import describe_environment
 from ...serving_check.evidence import Evidence, Loaded
-from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.judge import judge
 from ...serving_check.policy import weaker
 from ...serving_check.verdict import Verdict
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
-from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
-from .explain import explainer
-from .in_process import InProcessFigures, loaded_scorer, read_held_out, take_figures, window_for
 from .rival import describe_rival
 from .run import Run, outlook
 from .servers import recorded_options
 from .serving import serve_sides
 from .subject import describe_subject
-from .text_files import compare_text_files
-from .weights import compare_weights
+
+if TYPE_CHECKING:
+    from .looking import Looked
 
 
 def measure_and_judge(run: Run) -> Verdict:
     """Serve all sides, look at what they answer and at their files, and judge it."""
-    window = window_for(run.artifact, kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format)
-    text = read_held_out(
-        run.text, run.artifact, run.baseline, run.quality_tokens, window, run.workload.input_len
-    )
-    clock = run.clock
-    clock.say(outlook(run))
+    run.clock.say(outlook(run))
+    looked, served, scores = serve_sides(run, functools.partial(_look, run))
+    # Imported by now.
+    from .explain import explainer
+    from .looking import score
 
-    def look() -> tuple[InProcessFigures, tuple[WeightFigures | None, TextFigures]]:
-        with clock.stage("quality"):
-            if needs_layers(run):
-                clock.say("both models together do not fit in memory here: quality a layer at a time")
-                figures = figures_by_layers(run, text)
-            else:
-                figures = take_figures(run.artifact, run.baseline, text, run.in_process)
-        with clock.stage("files"):
-            return figures, _look_at_files(run)
-
-    (figures, (weights, texts)), served, scores = serve_sides(run, text, look)
+    figures = looked.figures
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
     here = device_model(torch.device(run.options.device))
     ours_here, theirs_here = (
@@ -60,15 +46,7 @@ def measure_and_judge(run: Run) -> Verdict:
         for engine, device in zip((ours, theirs), served.packed_on, strict=True)
     )
     used = figures.loaded.layouts if ours_here else {}
-    longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
-    with clock.stage("answers"):
-        if figures.by_layers:
-            score = scorer_by_layers(run, served)
-        else:
-            score = loaded_scorer(run.artifact, run.baseline, run.in_process, longest)
-        canary = scored(served.canary, score.baseline_nats)
-        baseline_canary = scored(served.baseline_canary, score.baseline_nats)
-        answers = tuple(map(score, served.texts))
+    written = score(run, looked, served)
     explain = explainer(run, used)
     curve = curve_of(served.measured, run.workload, run.bounds)
     evidence = Evidence(
@@ -76,15 +54,15 @@ def measure_and_judge(run: Run) -> Verdict:
         baseline_loaded=_as_served(figures.baseline_loaded, theirs_here, run.baseline),
         quality=figures.comparison,
         by_layers=figures.by_layers,
-        canary=canary,
-        baseline_canary=baseline_canary,
-        answers=answers,
+        canary=written.canary,
+        baseline_canary=written.baseline_canary,
+        answers=written.answers,
         repeated=served.repeated,
         together=served.together,
         company=served.company,
         measured=tuple(served.measured),
-        weights=weights,
-        texts=texts,
+        weights=looked.weights,
+        texts=looked.texts,
         capacity=served.capacity,
         limit=served.limit,
         compiled=served.compiled,
@@ -122,7 +100,7 @@ def measure_and_judge(run: Run) -> Verdict:
         workload=run.workload,
         bounds=run.bounds,
         quality_tokens=figures.comparison.tokens,
-        quality_text_sha256=text.sha256,
+        quality_text_sha256=looked.text.sha256,
         quality_text=run.text.name if run.text else None,
         quality_tokens_asked=run.quality_tokens,
         declared=run.declared,
@@ -130,12 +108,19 @@ def measure_and_judge(run: Run) -> Verdict:
         report={},
         command=run.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        duration_seconds=round(clock.elapsed, 1),
-        seconds_by_part=dict(clock.seconds),
+        duration_seconds=round(run.clock.elapsed, 1),
+        seconds_by_part=dict(run.clock.seconds),
         tasks=run.public_tasks,
         scores=scores,
     )
     return replace(verdict, exploratory=tuple(weaker(verdict)))
+
+
+def _look(run: Run) -> "Looked":
+    # The libraries of models are imported here while the servers import theirs.
+    from .looking import look
+
+    return look(run)
 
 
 def _as_served(loaded: Loaded, as_here: bool, checkpoint: Checkpoint) -> Loaded:
@@ -152,18 +137,3 @@ def _as_served(loaded: Loaded, as_here: bool, checkpoint: Checkpoint) -> Loaded:
 
 def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
     return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format if engine.packs_with_layouts else None
-
-
-def _look_at_files(run: Run) -> tuple[WeightFigures | None, TextFigures]:
-    """What the artifact's files show, which needs no model: it is looked at while the servers start."""
-    kv_cache = kv_cache_of(run.artifact, run.options.kv_cache_dtype)
-    weights = compare_weights(
-        run.artifact,
-        run.baseline,
-        run.manifest,
-        has_kv_format=kv_cache.kv_format != UNQUANTIZED,
-        device=run.options.device,
-        progress=run.progress,
-    )
-    declared = run.manifest.declared_changes() if run.manifest else ()
-    return weights, TextFigures(compare_text_files(run.artifact, run.baseline), declared)

@@ -19,9 +19,18 @@ from ...serving_check.stage_clock import StageClock, in_words
 from ...serving_check.statistics import LOOKS
 from ..artifact import VERDICT_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint
-from .in_process import LoadOptions
 from .servers import IN_PROCESS, artifact_options, baseline_options
 from .task_scores import public_tasks
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How both are loaded; `layout` and `kv_cache_dtype` are for the artifact alone."""
+
+    engine: EngineOptions
+    """Its device is a concrete one."""
+    baseline_dtype: str
+    progress: bool
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ...layouts.errors import UserError
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
@@ -19,17 +19,25 @@ from ...serving_check.gate import Served, serve_and_measure, serve_in_turns
 from ...serving_check.interleaving import Rival
 from ...serving_check.task_scores import TaskScore
 from .gpu_memory import Side, plan_memory
-from .in_process import HeldOutText
 from .run import Run
 from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of
 from .task_scores import CONTEXT, evaluate, paired_scores
 
-Looked = TypeVar("Looked")
+if TYPE_CHECKING:
+    from .held_out import HeldOutText
 
 
-def serve_sides(
-    run: Run, text: HeldOutText, look: Callable[[], Looked]
-) -> tuple[Looked, Served, tuple[TaskScore, ...]]:
+class HasText(Protocol):
+    """What was looked at holds the text that prompts are cut from."""
+
+    @property
+    def text(self) -> "HeldOutText": ...
+
+
+Looked = TypeVar("Looked", bound=HasText)
+
+
+def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, tuple[TaskScore, ...]]:
     """All servers measured beside one another, or one after another where they do not fit together.
 
     look: what is done besides, while they start where there is room for it, and before that where not.
@@ -76,14 +84,14 @@ def serve_sides(
                 baseline,
                 run.workload,
                 run.bounds,
-                text.token_ids,
-                text.token_text,
+                looked.text.token_ids,
+                looked.text.token_text,
                 progress=run.progress,
                 clock=run.clock,
                 restart=functools.partial(restart, started, at_once) if can_restart else None,
                 rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
             )
-            served = replace(served, company=_in_company(run, artifact, text))
+            served = replace(served, company=_in_company(run, artifact, looked.text))
             scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
             _require_alive(started)
             up = run.clock.elapsed
@@ -91,14 +99,14 @@ def serve_sides(
     else:
         looked = look() if looked is None else looked
         by_side = dict(zip([side.name for side in sides], started, strict=True))
-        served, scores = _in_turns(run, text, sides, by_side)
+        served, scores = _in_turns(run, looked.text, sides, by_side)
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
     return looked, served, scores
 
 
 def _in_turns(
-    run: Run, text: HeldOutText, sides: Sequence[Side], servers: dict[str, SubprocessEndpoint]
+    run: Run, text: "HeldOutText", sides: Sequence[Side], servers: dict[str, SubprocessEndpoint]
 ) -> tuple[Served, tuple[TaskScore, ...]]:
     run.clock.say("the servers do not fit on the GPU together: they take turns")
     turns = TakingTurns(servers)
@@ -130,7 +138,7 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
             raise UserError(f"{reason}. Nothing was decided; run it again (its log: {server.log})")
 
 
-def _in_company(run: Run, artifact: Endpoint, text: HeldOutText) -> CompanyFigures | None:
+def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:
     """None where the artifact's server claims nothing. As late as other requests of the gate's own."""
     claim, workload = run.options.numerics, run.workload
     if claim == "tuned":

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ...serving_check.verdict import Verdict
 from ..artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
-from ..report.write import render_report, write_files
 from ..signature import sign_file
 
 
@@ -41,6 +40,8 @@ class Place:
         """Whether they could be written; the artifact's report is replaced whole."""
         if self.manifest is not None:
             shutil.rmtree(self.report, ignore_errors=True)
+        from ..report.write import write_files
+
         with _or_a_note(f"{self.name}'s pages") as written:
             write_files(self.report, pages)
         return bool(written)
@@ -59,6 +60,9 @@ def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> V
     pages: dict[str, bytes] = {}
     if places:
         with _or_a_note("the report"):
+            # Imported here: plots take a library that takes half a second.
+            from ..report.write import render_report
+
             pages = render_report(verdict)
     bound = replace(verdict, report={n: hashlib.sha256(page).hexdigest() for n, page in pages.items()})
     for place in places:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.validation.in_process import LoadOptions, read_held_out, take_figures
+from scalegate.pipeline.validation.held_out import read_held_out
+from scalegate.pipeline.validation.in_process import take_figures
+from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import refuse_unreached, server_of, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import WorkloadSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.validation.in_process import read_held_out, window_for
+from scalegate.pipeline.validation.held_out import read_held_out, window_for
 from scalegate.pipeline.validation.servers import sized_options
 from scalegate.serving_check.policy import weaker_settings
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms

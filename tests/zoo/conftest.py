@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.validation.held_out import HeldOutText, read_held_out
 from scalegate.pipeline.validation.in_process import (
-    HeldOutText,
     InProcessFigures,
-    LoadOptions,
     TextScorer,
     loaded_scorer,
-    read_held_out,
     take_figures,
 )
+from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.artifact_figures import TextFigures
 from scalegate.serving_check.checks.canary import scored

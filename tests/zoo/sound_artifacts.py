@@ -11,7 +11,9 @@ from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
-from scalegate.pipeline.validation.in_process import LoadOptions, read_held_out, take_figures
+from scalegate.pipeline.validation.held_out import read_held_out
+from scalegate.pipeline.validation.in_process import take_figures
+from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.artifact_figures import TextFigures

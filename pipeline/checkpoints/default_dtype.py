@@ -1,0 +1,22 @@
+"""The dtype that a checkpoint runs in unless told otherwise, from its config and headers alone.
+
+Not for which one a CPU is faster in (`validation/cpu_dtype.py`).
+"""
+
+import torch
+
+from .checkpoint import Checkpoint
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def default_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype the config names; without one, that of the first unquantized tensor; otherwise bf16."""
+    text = checkpoint.config.get("text_config") or {}
+    for section in (checkpoint.config, text):
+        name = section.get("dtype") or section.get("torch_dtype")
+        dtype = getattr(torch, str(name).removeprefix("torch."), None) if name else None
+        if dtype in FLOATS:
+            return dtype
+    stored = (info.dtype for info in checkpoint.tensors.values() if info.dtype in FLOATS)
+    return next(stored, torch.bfloat16)

@@ -1,0 +1,83 @@
+"""What a verdict learns in this process: quality, the files, and how likely the servers' answers are.
+
+Imports the libraries of models, which takes seconds: `measure.py` does so while the servers import theirs.
+"""
+
+from dataclasses import dataclass
+
+from ...serving_check.artifact_figures import TextFigures, WeightFigures
+from ...serving_check.checks.canary import scored
+from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.evidence import ScoredText, TextScore
+from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served
+from ..conventions.kv_cache import kv_cache_of
+from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
+from .held_out import HeldOutText, read_held_out, window_for
+from .in_process import InProcessFigures, loaded_scorer, take_figures
+from .run import Run
+from .text_files import compare_text_files
+from .weights import compare_weights
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What needs no server."""
+
+    text: HeldOutText
+    figures: InProcessFigures
+    weights: WeightFigures | None
+    texts: TextFigures
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the servers wrote, held to both models."""
+
+    canary: tuple[ScoredText, ...]
+    baseline_canary: tuple[ScoredText, ...]
+    answers: tuple[TextScore, ...]
+
+
+def look(run: Run) -> Looked:
+    """Measure quality, then look at the files."""
+    window = window_for(run.artifact, kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format)
+    text = read_held_out(
+        run.text, run.artifact, run.baseline, run.quality_tokens, window, run.workload.input_len
+    )
+    with run.clock.stage("quality"):
+        if needs_layers(run):
+            run.clock.say("both models together do not fit in memory here: quality a layer at a time")
+            figures = figures_by_layers(run, text)
+        else:
+            figures = take_figures(run.artifact, run.baseline, text, run.in_process)
+    with run.clock.stage("files"):
+        return Looked(text, figures, *_look_at_files(run))
+
+
+def score(run: Run, looked: Looked, served: Served) -> Scores:
+    """Load both models once more: the servers have gone by then."""
+    longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
+    with run.clock.stage("answers"):
+        if looked.figures.by_layers:
+            scorer = scorer_by_layers(run, served)
+        else:
+            scorer = loaded_scorer(run.artifact, run.baseline, run.in_process, longest)
+        return Scores(
+            scored(served.canary, scorer.baseline_nats),
+            scored(served.baseline_canary, scorer.baseline_nats),
+            tuple(map(scorer, served.texts)),
+        )
+
+
+def _look_at_files(run: Run) -> tuple[WeightFigures | None, TextFigures]:
+    kv_cache = kv_cache_of(run.artifact, run.options.kv_cache_dtype)
+    weights = compare_weights(
+        run.artifact,
+        run.baseline,
+        run.manifest,
+        has_kv_format=kv_cache.kv_format != UNQUANTIZED,
+        device=run.options.device,
+        progress=run.progress,
+    )
+    declared = run.manifest.declared_changes() if run.manifest else ()
+    return weights, TextFigures(compare_text_files(run.artifact, run.baseline), declared)
