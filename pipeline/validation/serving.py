@@ -3,10 +3,13 @@
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
 
 from ...layouts.errors import UserError
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
@@ -76,7 +79,9 @@ def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, t
     if plan.together:
         at_once = roomy or may_start_at_once(sides, plan)
         with starting(servers, together=at_once) as endpoints:
-            looked = look() if looked is None else looked
+            if looked is None:
+                with leaving_cores(len(started)):
+                    looked = look()
             with run.clock.stage("waiting for the servers"):
                 artifact, baseline, *rivals = endpoints()
             served = serve_and_measure(
@@ -103,6 +108,18 @@ def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, t
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
     return looked, served, scores
+
+
+@contextmanager
+def leaving_cores(servers: int) -> Iterator[None]:
+    """Inside, torch leaves a core to each of so many servers that start: threads that wait for one another's
+    turn on a core take longer together than one does alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - servers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _in_turns(
