@@ -36,6 +36,8 @@ READ_WHILE_IMPORTED = (
     *("OPENBLAS", "PYTHON", "TOKENIZERS", "TORCH", "TRANSFORMERS", "TRITON"),
 )
 """Prefixes of variables that libraries read once."""
+SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""Importing torch's compiler sets it, in a command and so for its servers, and nothing is imported by it."""
 PR_SET_PDEATHSIG = 1
 """`prctl`'s: a signal for us when our parent ends."""
 SIZE, NUMBER = struct.Struct("!Q"), struct.Struct("!i")
@@ -279,7 +281,11 @@ def _receive(channel: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _read_while_imported(environment: Any) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_WHILE_IMPORTED)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_WHILE_IMPORTED) and name != SET_BY_TORCH
+    }
 
 
 def _cores() -> set[int]:

@@ -49,6 +49,11 @@ def test_where_libraries_would_be_imported_otherwise_a_process_is_spawned(name, 
     assert told()["parent"] == os.getpid()
 
 
+def test_what_importing_torch_sets_is_no_other_environment(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor")
+    assert told()["parent"] != os.getpid()
+
+
 def test_without_a_fork_server_a_process_is_spawned(monkeypatch):
     monkeypatch.setenv(ADDRESS, "/nowhere")
     assert told()["parent"] == os.getpid()
