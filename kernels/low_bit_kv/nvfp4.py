@@ -5,11 +5,12 @@ x[d] = e2m1(code[d]) * scale[d // 16] * head_scale
 A group's largest value becomes 6 or 4, whichever leaves the smaller squared error (Cook et al., "Four Over
 Six", arXiv:2512.02010): E2M1 is coarsest where values are largest, and large keys decide what attention sees.
 
-words  int16 [..., D/4]     code j of word i is channel 16g + 4j + w, where i = 16s + 8h + 2c + l in mixed
-                            radix (h, l < 2, c < 4), g = 4s + c and w = 2h + l; of heads below 64
-                            channels, c < D/16
+words  int16 [..., D/4]     code j of word i is channel c * D/4 + j * D/16 + 4s + 2h + l, where
+                            i = 16s + 8h + 2c + l in mixed radix (h, l < 2, c < 4); of heads below 64
+                            channels, C = D/16 of them instead of four: c * D/C + ...
 
-A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: all under one scale.
+A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of every sixteen: a quarter of the
+head, so that all scales it needs of a token lie side by side, and each is of whole fields of its words.
 A code's sign and magnitude lie where few shifts and masks bring those of two words to fp16's places.
 """
 
@@ -58,22 +59,23 @@ def dequantize_reference(stored: NVFP4Tokens, head_scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """codes int32 [..., D], each a sign above three bits of magnitude → words int16 [..., D/4]."""
-    by_field = codes.unflatten(-1, (-1, min(4, codes.shape[-1] // GROUP_SIZE), 4, 2, 2)).unbind(-3)
+    quarters = min(4, codes.shape[-1] // GROUP_SIZE)
+    by_field = codes.unflatten(-1, (quarters, 4, -1, 2, 2)).unbind(-4)
     words = torch.zeros_like(by_field[0])
     for code, sign, magnitude in zip(by_field, SIGN_SHIFTS, MAGNITUDE_SHIFTS, strict=True):
         words |= ((code & 8) << 12 >> sign) | ((code & 7) << 9 >> magnitude)
-    return words.to(torch.int16).transpose(-3, -2).flatten(-4)
+    return words.to(torch.int16).movedim(-4, -2).flatten(-4)
 
 
 def unpack(words: Tensor) -> Tensor:
     """words int16 [..., D/4] → codes int32 [..., D]."""
-    groups = min(4, words.shape[-1] * 4 // GROUP_SIZE)
-    words = words.to(torch.int32).unflatten(-1, (-1, 2, groups, 2)).transpose(-3, -2)
+    quarters = min(4, words.shape[-1] * 4 // GROUP_SIZE)
+    words = words.to(torch.int32).unflatten(-1, (-1, 2, quarters, 2)).movedim(-2, -4)
     by_field = [
         ((words << sign >> 12) & 8) | ((words << magnitude >> 9) & 7)
         for sign, magnitude in zip(SIGN_SHIFTS, MAGNITUDE_SHIFTS, strict=True)
     ]
-    return torch.stack(by_field, -3).flatten(-5)
+    return torch.stack(by_field, -4).flatten(-5)
 
 
 def _rounded(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,8 +6,7 @@ With the arithmetic of `int4.py`, whose scales and zeros belong to tokens, so th
     out[d]   = sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t]
 
 NVFP4's scales change along a token, so that codes are multiplied by them first: E2M1 times E4M3 has six
-significant bits, which fp16 holds. E2M1's bits in fp16's places are 2^-14 of the value, and scales are taken
-times 16, which keeps every product out of fp16's inexact range. A word's four codes share a scale.
+significant bits, which fp16 holds. E2M1's bits in fp16's places are 2^-14 of the value.
 """
 
 from ..triton_imports import constexpr_function, tl, triton
@@ -20,17 +19,19 @@ LIFT = tl.constexpr(64.0)
 """Keeps small probabilities times small scales out of fp16's subnormal numbers."""
 BALANCE = tl.constexpr(4.0)
 """Queries of fields that weigh 16 are divided by it, the others multiplied."""
-E2M1 = tl.constexpr(2.0**10)
+E2M1 = tl.constexpr(2.0**14)
 
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
+    """Of two words. Where two shifts are due, one product makes both: what it adds below carries into nothing."""
     sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
     if sign == magnitude:
         return f"{{.reg .b32 t; shl.b32 t, $1, {sign}; and.b32 $0, t, 0x8E008E00;}}"
+    own = ((0x8000 >> sign) | (0x0E00 >> magnitude)) * 0x10001
     return (
-        f"{{.reg .b32 s, t; shl.b32 s, $1, {sign}; and.b32 s, s, 0x80008000; "
-        f"shl.b32 t, $1, {magnitude}; and.b32 t, t, 0x0E000E00; or.b32 $0, s, t;}}"
+        f"{{.reg .b32 t; and.b32 t, $1, {own}; mul.lo.u32 t, t, {(1 << sign) + (1 << magnitude)}; "
+        "and.b32 $0, t, 0x8E008E00;}"
     )
 
 
@@ -57,10 +58,10 @@ def e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def first_channels(DIM: tl.constexpr, NVFP4: tl.constexpr):
-    """int32 [D/4]: the channel of each word's first code; NVFP4's others are 4 apart, int4's D/4."""
+    """int32 [D/4]: the channel of each word's first code; NVFP4's others are D/16 apart, int4's D/4."""
     word = tl.arange(0, DIM // 4)
     if NVFP4:
-        word = (word // 16 * 4 + word % 8 // 2) * 16 + word % 16 // 8 * 2 + word % 2
+        word = word % 8 // 2 * (DIM // 4) + word // 16 * 4 + word % 16 // 8 * 2 + word % 2
     return word
 
 
@@ -74,16 +75,43 @@ def _scales_of(scales_ptr, slot, keep):
 
 
 @triton.jit
-def _nvfp4_scales(scales_ptr, slot, keep, DIM: tl.constexpr):
-    """Each word's scale of tokens [N], fp16 [N, D/4], times 16; four of them are loaded as one int32."""
-    STEPS: tl.constexpr = DIM // 64
-    at = slot[:, None] * STEPS + tl.arange(0, STEPS)[None, :]
-    four = tl.load(scales_ptr + at, mask=keep[:, None], other=0)
-    bits = (four[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF
-    # E4M3's bits in fp16's places are 2^-8 of the value.
-    scale = (bits << 7).to(tl.int16).to(tl.float16, bitcast=True) * 4096.0
-    wide = tl.broadcast_to(scale[:, :, None, :, None], [slot.shape[0], STEPS, 2, 4, 2])
+def _quarters(scales_ptr, slot, keep, DIM: tl.constexpr):
+    """Of each word [N, D/4] of tokens [N], the D/64 scales of its quarter of the head, as one integer.
+
+    Nothing but views follows the load: Triton then brings it to the threads as they multiply, at once.
+    """
+    at = slot[:, None] * 4 + tl.arange(0, 4)[None, :]
+    scales = tl.load(scales_ptr + at, mask=keep[:, None], other=0)
+    scales = tl.reshape(scales, [slot.shape[0], 1, 1, 4, 1])
+    wide = tl.broadcast_to(scales, [slot.shape[0], DIM // 64, 2, 4, 2])
     return tl.reshape(wide, [slot.shape[0], DIM // 4])
+
+
+@constexpr_function
+def _e4m3_asm(byte: int, dim: int) -> str:
+    """That byte of two integers of 16 or of 32 bits."""
+    inputs, select = ("$1, 0", f"0x00{2 + byte}{byte}") if dim == 128 else ("$1, $2", f"0x00{4 + byte}{byte}")
+    return (
+        f"{{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, {inputs}, {select}; "
+        "mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}"
+    )
+
+
+@triton.jit
+def _scaled(words, scales, FIELD: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
+    """fp16 of the shape of int16 `words`: field FIELD's value times 2^-14 under its scale, exactly.
+
+    The least product is 2^-24, the least fp16 number. scales: `_quarters` of the same shape
+    """
+    BYTE: tl.constexpr = FIELD * (DIM // 64) // 4
+    if ASM and DIM > 64:
+        asm: tl.constexpr = _e4m3_asm(BYTE, DIM)
+        scale = tl.inline_asm_elementwise(
+            asm, "=r,r" if DIM == 128 else "=r,r,r", [scales], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        scale = (scales >> (8 * BYTE)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return e2m1(words, FIELD, ASM) * scale
 
 
 @triton.jit
@@ -113,10 +141,10 @@ def attend_block(
     words_k = tl.load(words_k_ptr + at, mask=keep[:, None], other=0, eviction_policy="evict_first")
     words_v = tl.load(words_v_ptr + across, mask=keep[None, :], other=0, eviction_policy="evict_first")
     if NVFP4:
-        key_scales = _nvfp4_scales(scales_k_ptr, slot, keep, DIM)
+        key_scales = _quarters(scales_k_ptr, slot, keep, DIM)
         scores = dot4(
-            e2m1(words_k, 0, ASM) * key_scales, e2m1(words_k, 1, ASM) * key_scales,
-            e2m1(words_k, 2, ASM) * key_scales, e2m1(words_k, 3, ASM) * key_scales,
+            _scaled(words_k, key_scales, 0, DIM, ASM), _scaled(words_k, key_scales, 1, DIM, ASM),
+            _scaled(words_k, key_scales, 2, DIM, ASM), _scaled(words_k, key_scales, 3, DIM, ASM),
             q0, q1, q2, q3,
         )  # fmt: skip
         scores *= scale_log2 * E2M1
@@ -138,9 +166,9 @@ def attend_block(
     total = total * rescale + tl.sum(probability, axis=0)
     if NVFP4:
         weight = probability.to(tl.float16)
-        value_scales = _nvfp4_scales(scales_v_ptr, slot, keep, DIM).T
-        v0, v1 = e2m1(words_v, 0, ASM) * value_scales, e2m1(words_v, 1, ASM) * value_scales
-        v2, v3 = e2m1(words_v, 2, ASM) * value_scales, e2m1(words_v, 3, ASM) * value_scales
+        value_scales = _quarters(scales_v_ptr, slot, keep, DIM).T
+        v0, v1 = _scaled(words_v, value_scales, 0, DIM, ASM), _scaled(words_v, value_scales, 1, DIM, ASM)
+        v2, v3 = _scaled(words_v, value_scales, 2, DIM, ASM), _scaled(words_v, value_scales, 3, DIM, ASM)
     else:
         value_scale, value_zero = _scales_of(scales_v_ptr, slot, keep)
         zeros = zeros * rescale + tl.sum(probability * value_zero[:, None], axis=0)

@@ -43,7 +43,7 @@ def _attend_splits(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = DIM // 4
-    STEP: tl.constexpr = 4 if NVFP4 else WIDTH
+    STEP: tl.constexpr = DIM // 16 if NVFP4 else WIDTH
     channel = first_channels(DIM, NVFP4)
     request = tl.program_id(2)
     kv_head = tl.program_id(1)
@@ -132,5 +132,9 @@ def token_decode(
 
 
 def scale_bytes(keys: TokenPages, values: TokenPages) -> tuple[Tensor, Tensor]:
-    """Both scales as kernels read them, int4's in pairs, E4M3 in fours: the least that loads ahead take."""
-    return keys.scales.view(torch.int32), values.scales.view(torch.int32)
+    """Both scales as kernels read them, all at once that a thread needs of a token."""
+    scales = keys.scales
+    both = torch.int32
+    if keys.is_nvfp4:
+        both = {64: torch.int8, 128: torch.int16, 256: torch.int32}[16 * scales.shape[-1]]
+    return scales.view(both), values.scales.view(both)

@@ -32,7 +32,7 @@ def _attend_tiles(
 ):  # fmt: skip
     """TOKENS tokens of a tile with one kv head's group of query heads."""
     WIDTH: tl.constexpr = DIM // 4
-    STEP: tl.constexpr = 4 if NVFP4 else WIDTH
+    STEP: tl.constexpr = DIM // 16 if NVFP4 else WIDTH
     channel = first_channels(DIM, NVFP4)
     tile = tiles_ptr + tl.program_id(2) * 4
     offset = tl.program_id(1) * TOKENS

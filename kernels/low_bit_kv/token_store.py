@@ -97,10 +97,11 @@ def _store_nvfp4(
     field = tl.arange(0, 4)
     sign_place = _nibbles(15, SIGN_SHIFTS) >> (4 * field) & 15
     magnitude_place = _nibbles(9, MAGNITUDE_SHIFTS) >> (4 * field) & 15
-    bits = tl.reshape(code.to(tl.int32), [ROWS, DIM // 16, 4, 4]) << magnitude_place[None, None, :, None]
+    # A quarter of the head, field and place in words.
+    bits = tl.reshape(code.to(tl.int32), [ROWS, 4, 4, DIM // 16]) << magnitude_place[None, None, :, None]
     bits += tl.reshape((groups < 0).to(tl.int32), bits.shape) << sign_place[None, None, :, None]
     n = tl.arange(0, DIM // 4)
-    word = n // 16 * 16 + n % 4 // 2 * 8 + n % 16 // 4 * 2 + n % 2
+    word = n % (DIM // 16) // 4 * 16 + n % 4 // 2 * 8 + n // (DIM // 16) * 2 + n % 2
     words = tl.reshape(tl.sum(bits, axis=2), [ROWS, DIM // 4]).to(tl.int16)
     tl.store(words_ptr + slot[:, None] * (DIM // 4) + word[None, :], words, mask=mask[:, None])
     where = slot[:, None] * (DIM // 16) + tl.arange(0, DIM // 16)[None, :]

@@ -25,7 +25,7 @@ def _widen(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, NVFP4: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = DIM // 4
-    STEP: tl.constexpr = 4 if NVFP4 else WIDTH
+    STEP: tl.constexpr = DIM // 16 if NVFP4 else WIDTH
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
@@ -36,7 +36,7 @@ def _widen(
     out_ptr += ((index * KV_HEADS + head) * PAGE + token)[:, None] * DIM + channel[None, :]
     for part in tl.static_range(4):
         if NVFP4:
-            scale = tl.load(scales_ptr + slot[:, None] * (DIM // 16) + (channel // 16)[None, :])
+            scale = tl.load(scales_ptr + slot[:, None] * (DIM // 16) + ((channel + part * STEP) // 16)[None, :])
             # E2M1's bits in fp16's places are 2^-14 of the value.
             value = e2m1(words, part, False).to(tl.float32) * 16384.0
             value *= scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)

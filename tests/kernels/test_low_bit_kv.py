@@ -29,9 +29,9 @@ def test_words_of_nvfp4_give_back_every_code():
     codes = torch.arange(16, dtype=torch.int32).repeat(2, 16)[:, torch.randperm(256)]
     words = nvfp4.pack(codes)
     assert words.shape == (2, 64) and torch.equal(nvfp4.unpack(words), codes)
-    # Word 26 is of s = 1, h = 1, c = 1, l = 0: the fifth group's third word.
+    # Word 26 is of s = 1, h = 1, c = 1, l = 0: of the second quarter, four slices of sixteen channels.
     alone = torch.zeros(1, 256, dtype=torch.int32)
-    alone[0, 16 * 5 + 2 :: 4][:4] = torch.tensor([15, 15, 15, 15])
+    alone[0, 64 + 4 + 2 : 128 : 16] = 15
     assert nvfp4.pack(alone).nonzero().tolist() == [[0, 26]] and int(nvfp4.pack(alone)[0, 26]) == -1
 
 

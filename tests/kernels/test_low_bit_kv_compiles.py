@@ -94,7 +94,8 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
     if name == "nvfp4":
         block = token_decode.NVFP4_BLOCK
         constants = {**HEADS, **TOKENS, **PLAIN, **DECODE, "NVFP4": True, "BLOCK": block}
-        kernel = compiled(token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS, q_ptr="*bf16")
+        types = {"q_ptr": "*bf16", **dict.fromkeys(PAIRS, "*i16")}
+        kernel = compiled(token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS, **types)
     elif name == "int4":
         constants = {**HEADS, **TOKENS, **PLAIN, **DECODE, **INT4}
         kernel = compiled(token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS)
