@@ -1,6 +1,6 @@
 """The KV formats of KVarN: whole pages normalized and quantized, keys to four bits, values to two or four.
 
-A request's first page and the page it is writing stay in 16 bits, in its own row. A query sees the pages
+A request's first page and the page it is writing stay as they are, in its own row. A query sees the pages
 before its own as codes, its own page and the first one as they are: so it does not matter how a prompt was
 cut into chunks. The arithmetic is in `kernels/low_bit_kv/kvarn.py`.
 """
@@ -16,7 +16,7 @@ from .kv_token_by_token import TokenByToken
 from .numerics import NUMERICS, Numerics
 
 HELD_PAGES = 2
-"""Of a request in 16 bits: the first one and the one being written."""
+"""Of a request as they are: the first one and the one being written."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class KVarN:
         if shape.sliding_window is not None:
             return 0
         tokens = HELD_PAGES * self.group_size
-        return 2 * tokens * shape.heads * shape.padded().key_dim * torch.float16.itemsize
+        return 2 * tokens * shape.heads * shape.padded().key_dim * shape.dtype.itemsize
 
     def page_size(self, device: torch.device) -> int:
         return self.group_size
@@ -69,7 +69,8 @@ class KVarN:
             return TokenByToken().allocate(shape, size, device, None, workspaces)
         if device.type == "cuda":
             refuse_gpu_head_size(self.name, shape.padded().key_dim)
-        storage = KVarNStorage.allocate(shape.padded(), size, self.value_bits, device)
+        held_dtype = torch.float16 if device.type == "cuda" else shape.dtype
+        storage = KVarNStorage.allocate(shape.padded(), size, self.value_bits, device, held_dtype)
         if device.type == "cuda":
             # Imported only where there is a GPU to need its kernels.
             from .kv_kvarn_cuda import KVarNCudaLayerKV

@@ -15,18 +15,20 @@ from ..kernels import paged_attention
 from ..kernels.hadamard import rotate_reference
 from ..kernels.low_bit_kv import kvarn, kvarn_products
 from ..kernels.low_bit_kv.kvarn import KVarNTile
-from ..kernels.paged_attention import AttentionOptions, TokenGroup
+from ..kernels.paged_attention import AttentionOptions
 from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
-from .kv_cpu import DecodeGroups, on_host, with_padding
+from .kv_cpu import on_host, with_padding
+from .kv_kvarn_decodes import DecodeGroup, DecodeStep, DecodeSteps
 from .kv_layer import KVShape, PoolSize, Workspaces, widened, zeros
 
 
 @dataclass(frozen=True)
 class KVarNStorage:
-    """One layer's pages, rotated and quantized, and what each request keeps in 16 bits, rotated too.
+    """One layer's pages, rotated and quantized, and what each request keeps as it is.
 
     pages: a KVarNTile of [pages, H_kv] tiles
-    held:  fp16 [rows + 1, 2, 2, H_kv, G, D]: the first page and the one being written, keys and values
+    held:  [rows + 1, 2, 2, H_kv, G, D]: the first page and the one being written, keys and values; fp16 and
+           rotated on a GPU, as they come on a CPU, which then rotates nothing for contexts without codes
     """
 
     pages: KVarNTile
@@ -35,7 +37,12 @@ class KVarNStorage:
 
     @classmethod
     def allocate(
-        cls, shape: KVShape, size: PoolSize, value_bits: int, device: torch.device
+        cls,
+        shape: KVShape,
+        size: PoolSize,
+        value_bits: int,
+        device: torch.device,
+        held_dtype: torch.dtype = torch.float16,
     ) -> "KVarNStorage":
         """shape: padded."""
         group, dim, tiles = size.page_size, shape.key_dim, (size.num_pages, shape.heads)
@@ -46,7 +53,7 @@ class KVarNStorage:
             zeros((*tiles, 3, group), torch.float16, device),
         )
         held = (size.max_requests + 1, 2, 2, shape.heads, group, dim)
-        return cls(pages, zeros(held, torch.float16, device), value_bits)
+        return cls(pages, zeros(held, held_dtype, device), value_bits)
 
     @property
     def group_size(self) -> int:
@@ -57,13 +64,14 @@ class KVarNStorage:
         return self.held.shape[5]
 
     def store(self, pages: Tensor, key: Tensor, value: Tensor) -> None:
-        """Quantize whole pages, key and value fp16 [n, H_kv, G, D], into the pages int64 [n]."""
+        """Quantize whole pages, key and value [n, H_kv, G, D] as they came, into the pages int64 [n]."""
+        key, value = rotate_reference(key).half(), rotate_reference(value).half()
         new = kvarn.quantize_reference(key, value, self.value_bits)
         for name, part in vars(new).items():
             getattr(self.pages, name).index_copy_(0, pages, part)
 
     def read(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, G, H_kv, D] of the pages int64 [n]."""
+        """Keys and values [n, G, H_kv, D] of the pages int64 [n], rotated."""
         tile = KVarNTile(*(part.index_select(0, pages) for part in vars(self.pages).values()))
         key, value = kvarn.dequantize_reference(tile)
         return key.to(dtype).transpose(1, 2), value.to(dtype).transpose(1, 2)
@@ -74,7 +82,7 @@ class KVarNCpuLayerKV:
 
     def __init__(self, storage: KVarNStorage, workspaces: Workspaces):
         self.storage = storage
-        self._groups = workspaces.get(DecodeGroups, DecodeGroups)
+        self._steps = workspaces.get(DecodeSteps, lambda: DecodeSteps(workspaces))
 
     def forward(
         self,
@@ -85,100 +93,62 @@ class KVarNCpuLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        host, padded, value_dim, dtype = on_host(metadata), len(query), value.shape[2], query.dtype
+        host, padded, value_dim = on_host(metadata), len(query), value.shape[2]
         one_by_one = metadata.numerics != "tuned"
-        # Where bits are kept all passes have one size, and so has this product.
-        rows = padded if one_by_one else host.num_tokens
-        query, key, value = (
-            rotate_reference(widened(x[:rows], self.storage.dim)) for x in (query, key, value)
-        )
-        query, new = query.to(dtype), torch.stack([key, value], 1).half()
+        query, key, value = (widened(x[: host.num_tokens], self.storage.dim) for x in (query, key, value))
+        new = torch.stack([key, value], 1)
         output = torch.zeros_like(query)
         if host.num_decodes and not one_by_one:
-            decoding = slice(host.num_decodes)
-            self._append(new[decoding], host)
-            groups = self._groups.of(metadata, query)
-            output[decoding] = self._decode(query[decoding], groups, host, options, sinks)
+            step = self._steps.of(metadata, key.shape[1], query)
+            self._append(new[: host.num_decodes], step)
+            for group in step.groups:
+                output[group.tokens] = self._decode(query[group.tokens], group, options, sinks)
         for chunk in _tokens(host) if one_by_one else host.requests(host.num_decodes):
             tokens = slice(chunk.first_token, chunk.first_token + chunk.count)
             output[tokens] = self._prefill(query[tokens], new[tokens], chunk, options, sinks)
-        return with_padding(rotate_reference(output)[..., :value_dim].to(dtype), padded)
+        return with_padding(output[..., :value_dim], padded)
 
-    def _append(self, new: Tensor, host: HostMetadata) -> None:
+    def _append(self, new: Tensor, step: DecodeStep) -> None:
         """One token, [B, 2, H_kv, D], for each decoding request; pages that become full are quantized."""
-        rows, lengths = host.request_rows[: len(new)], host.seq_lens[: len(new)]
-        own_page, offset = np.divmod(lengths - 1, self.storage.group_size)
-        at = (rows, np.minimum(own_page, 1), slice(None), slice(None), offset)
-        self.storage.held[at] = new
-        due = np.flatnonzero((own_page > 0) & (offset == self.storage.group_size - 1))
-        if len(due):
-            full = self.storage.held[rows[due], 1]
-            pages = torch.from_numpy(host.block_table[due, own_page[due]].astype(np.int64))
+        held, (rows, pages) = self.storage.held, step.full
+        held.view(-1, self.storage.dim).index_copy_(0, step.new, new.flatten(0, 2))
+        if len(rows):
+            full = held[rows, 1]
             self.storage.store(pages, full[:, 0], full[:, 1])
 
     def _decode(
-        self,
-        query: Tensor,
-        groups: list[TokenGroup],
-        host: HostMetadata,
-        options: AttentionOptions,
-        sinks: Tensor | None,
+        self, query: Tensor, group: DecodeGroup, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
-        output = torch.empty_like(query)
-        rows, lengths = (torch.from_numpy(x[: len(query)]).long() for x in (host.request_rows, host.seq_lens))
-        for group in groups:
-            which = group.tokens
-            output[which] = self._decode_group(
-                query[which].float(), rows[which], lengths[which], group.pages, options, sinks
-            ).to(query.dtype)
-        return output
-
-    def _decode_group(
-        self,
-        query: Tensor,
-        rows: Tensor,
-        lengths: Tensor,
-        pages: Tensor,
-        options: AttentionOptions,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """fp32 [b, H, D]; lengths int64 [b], pages int64 [b, m]."""
-        group, kv_heads = self.storage.group_size, self.storage.held.shape[3]
-        own, count = (lengths - 1) // group, pages.shape[1]
+        """[b, H, D]."""
+        size, kv_heads = self.storage.group_size, self.storage.held.shape[3]
         query = query.unflatten(1, (kv_heads, -1))
-        key, value = self._held(rows, min(count, 2), int(lengths.max()))
-        token = torch.arange(key.shape[2])
-        # What is held counts 0 .. G on the first page and G .. 2G on the own one.
-        hidden = (token >= (lengths - (own - 1).clamp(min=0) * group)[:, None])[:, None, None]
-        if count <= 2 and options.softcap is None and sinks is None:
+        key, value = self._held(group)
+        coded = group.coded.shape[1]
+        if not coded and options.softcap is None and sinks is None:
             return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=~hidden, scale=options.scale
+                query, key, value, attn_mask=group.bias, scale=options.scale
             ).flatten(1, 2)
-        scores = [query @ key.mT]
-        if count > 2:
-            tile = self._tiles(pages[:, 1 : count - 1])
-            coded = kvarn_products.key_scores(
-                query[:, None].expand(-1, count - 2, -1, -1, -1).flatten(0, 1), tile
-            )
-            scores.append(coded.unflatten(0, (len(query), -1)).movedim(1, 3).flatten(3))
-            later = (torch.arange(1, count - 1) >= own[:, None]).repeat_interleave(group, 1)
-            hidden = torch.cat([hidden, later[:, None, None]], -1)
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        probability = paged_attention.probabilities(torch.cat(scores, -1), bias, options, sinks)
-        output = probability[..., : len(token)] @ value
-        if count > 2:
-            by_page = probability[..., len(token) :].unflatten(-1, (-1, group)).movedim(3, 1).flatten(0, 1)
-            output += kvarn_products.value_sums(by_page, tile).unflatten(0, (len(query), -1)).sum(1)
-        return output.flatten(1, 2)
+        key, value = key.float(), value.float()
+        scores = [query.float() @ key.mT]
+        if coded:
+            tile = self._tiles(group.coded)
+            turned = rotate_reference(query)[:, None].expand(-1, coded, -1, -1, -1)
+            of_codes = kvarn_products.key_scores(turned.flatten(0, 1), tile)
+            scores.append(of_codes.unflatten(0, (len(query), -1)).movedim(1, 3).flatten(3))
+        probability = paged_attention.probabilities(torch.cat(scores, -1), group.all_bias, options, sinks)
+        output = probability[..., : key.shape[2]] @ value
+        if coded:
+            by_page = probability[..., key.shape[2] :].unflatten(-1, (-1, size)).movedim(3, 1).flatten(0, 1)
+            sums = kvarn_products.value_sums(by_page, tile).unflatten(0, (len(query), -1)).sum(1)
+            output += rotate_reference(sums)
+        return output.flatten(1, 2).to(query.dtype)
 
-    def _held(self, rows: Tensor, pages: int, longest: int) -> tuple[Tensor, Tensor]:
-        """Keys and values fp32 [b, H_kv, n, D] of the first page and, of two, the one being written."""
-        first = int(rows[0])
-        neighbours = torch.equal(rows, torch.arange(first, first + len(rows)))
-        held = self.storage.held[first : first + len(rows)] if neighbours else self.storage.held[rows]
-        held = held[:, :pages] if pages > 1 else held[:, :1, :, :, :longest]
-        sides = held.permute(2, 0, 3, 1, 4, 5).to(torch.float32, memory_format=torch.contiguous_format)
-        key, value = sides.flatten(3, 4).unbind()
+    def _held(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:
+        """Keys and values [b, H_kv, n, D] of the first page and, of two, the one being written."""
+        held = self.storage.held[group.rows]
+        if group.held == 1:
+            return held[:, 0, 0, :, : group.longest], held[:, 0, 1, :, : group.longest]
+        key, value = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind()
         return key, value
 
     def _tiles(self, pages: Tensor) -> KVarNTile:
@@ -208,8 +178,16 @@ class KVarNCpuLayerKV:
         if len(pages) > 1:
             held[1] = as_is[-1]
 
+        if len(pages) == 1:
+            key, value = as_is[0].transpose(1, 2)[:, None]
+            alone = paged_attention.prefill_group(
+                0, chunk.start, chunk.count, chunk.pages, group, None, query
+            )
+            return paged_attention.attend_group(query, key, value, alone, options, sinks)
         key, value = self.storage.read(pages, query.dtype)
-        key[0], value[0] = held[0].transpose(1, 2).to(query.dtype)
+        query = rotate_reference(query).to(query.dtype)
+        as_is, first = (rotate_reference(x).transpose(-2, -3).to(query.dtype) for x in (as_is, held[0]))
+        key[0], value[0] = first
         output = torch.empty_like(query)
         for page in range(first_page, len(pages)):
             start, stop = max(page * group, chunk.start), min((page + 1) * group, end)
@@ -218,16 +196,16 @@ class KVarNCpuLayerKV:
                 0, start, stop - start, chunk.pages[: page + 1], group, None, query
             )
             stored = key[page].clone(), value[page].clone()
-            key[page], value[page] = as_is[page - first_page].transpose(1, 2).to(query.dtype)
+            key[page], value[page] = as_is[page - first_page]
             output[tokens] = paged_attention.attend_group(
                 query[tokens], key[: page + 1], value[: page + 1], piece, options, sinks
             )
             if page:
                 key[page], value[page] = stored
-        return output
+        return rotate_reference(output).to(query.dtype)
 
     def _with_held(self, new: Tensor, held: Tensor, offset: int) -> Tensor:
-        """Whole pages fp16 [n, 2, H_kv, G, D]: `offset` tokens of the page held, then new [T, 2, H_kv, D]."""
+        """Whole pages [n, 2, H_kv, G, D]: `offset` tokens of the page held, then new [T, 2, H_kv, D]."""
         group = self.storage.group_size
         total = offset + len(new)
         tokens = new.new_zeros(-(-total // group) * group, *new.shape[1:])

@@ -1,0 +1,105 @@
+"""Where a step's decoding requests find their tokens in KVarN's pages on the CPU: once for all layers.
+
+Not for what lies there, which is in `kv_kvarn_cpu.py`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.paged_attention import TokenGroup
+from .attention_metadata import AttentionMetadata, HostMetadata
+from .kv_cpu import DecodeGroups, on_host
+from .kv_layer import Workspaces
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Requests that attend together, `b` of them.
+
+    tokens    of the step, as in TokenGroup
+    rows      of `held`: a slice where they are neighbours, else int64 [b]
+    held      pages that are read as they are held: one, or the first and the own one
+    longest   tokens of the longest context
+    coded     int64 [b, m]: the pages between
+    bias      [b, 1, 1, n] in the query's dtype: 0 or -inf for each token that is held, the own page's from G
+              on; None where nothing is hidden
+    all_bias  fp32 [b, 1, 1, n + m * G]: the same, those of coded pages behind
+    """
+
+    tokens: slice | Tensor
+    rows: slice | Tensor
+    held: int
+    longest: int
+    coded: Tensor
+    bias: Tensor | None
+    all_bias: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """All of them.
+
+    new    int64 [B * 2 * H_kv]: where new keys and values go, among all vectors that are held
+    full   int64 [d]: rows whose own page is full with them, and the pages where it is to be written
+    """
+
+    new: Tensor
+    full: tuple[Tensor, Tensor]
+    groups: list[DecodeGroup]
+
+
+class DecodeSteps:
+    """The last step's, made by the first layer of each number of heads that asks."""
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self._groups = workspaces.get(DecodeGroups, DecodeGroups)
+        self._metadata: AttentionMetadata | None = None
+        self._steps: dict[int, DecodeStep] = {}
+
+    def of(self, metadata: AttentionMetadata, kv_heads: int, query: Tensor) -> DecodeStep:
+        if metadata is not self._metadata:
+            self._metadata, self._steps = metadata, {}
+        if kv_heads not in self._steps:
+            groups = self._groups.of(metadata, query)
+            self._steps[kv_heads] = _step(on_host(metadata), groups, kv_heads, query.dtype)
+        return self._steps[kv_heads]
+
+
+def _step(host: HostMetadata, groups: list[TokenGroup], kv_heads: int, dtype: torch.dtype) -> DecodeStep:
+    size, requests = host.page_size, slice(host.num_decodes)
+    rows, lengths = host.request_rows[requests].astype(np.int64), host.seq_lens[requests].astype(np.int64)
+    own_page, offset = np.divmod(lengths - 1, size)
+    page = (rows * 2 + np.minimum(own_page, 1))[:, None] * (2 * kv_heads) + np.arange(2 * kv_heads)
+    full = np.flatnonzero((own_page > 0) & (offset == size - 1))
+    to = host.block_table[full, own_page[full]].astype(np.int64)
+    return DecodeStep(
+        torch.from_numpy((page * size + offset[:, None]).ravel()),
+        (torch.from_numpy(rows[full]), torch.from_numpy(to)),
+        [_group(group, torch.from_numpy(rows), torch.from_numpy(lengths), size, dtype) for group in groups],
+    )
+
+
+def _group(group: TokenGroup, rows: Tensor, lengths: Tensor, size: int, dtype: torch.dtype) -> DecodeGroup:
+    rows, lengths, count = rows[group.tokens], lengths[group.tokens], group.pages.shape[1]
+    held, longest, first = min(count, 2), int(lengths.max()), int(rows[0])
+    own_page = (lengths - 1) // size
+    token = torch.arange(longest if held == 1 else 2 * size)
+    hidden = (token >= (lengths - (own_page - 1).clamp(min=0) * size)[:, None])[:, None, None]
+    later = (torch.arange(1, max(count - 1, 1)) >= own_page[:, None]).repeat_interleave(size, 1)
+    neighbours = torch.equal(rows, torch.arange(first, first + len(rows)))
+    return DecodeGroup(
+        group.tokens,
+        slice(first, first + len(rows)) if neighbours else rows,
+        held,
+        longest,
+        group.pages[:, 1 : max(count - 1, 1)],
+        _bias(hidden, dtype) if hidden.any() else None,
+        _bias(torch.cat([hidden, later[:, None, None]], -1), torch.float32),
+    )
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
