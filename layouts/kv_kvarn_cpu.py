@@ -97,15 +97,20 @@ class KVarNCpuLayerKV:
         one_by_one = metadata.numerics != "tuned"
         query, key, value = (widened(x[: host.num_tokens], self.storage.dim) for x in (query, key, value))
         new = torch.stack([key, value], 1)
-        output = torch.zeros_like(query)
+        parts: list[tuple[slice | Tensor, Tensor]] = []
         if host.num_decodes and not one_by_one:
             step = self._steps.of(metadata, key.shape[1], query)
             self._append(new[: host.num_decodes], step)
             for group in step.groups:
-                output[group.tokens] = self._decode(query[group.tokens], group, options, sinks)
+                parts.append((group.tokens, self._decode(query[group.tokens], group, options, sinks)))
         for chunk in _tokens(host) if one_by_one else host.requests(host.num_decodes):
             tokens = slice(chunk.first_token, chunk.first_token + chunk.count)
-            output[tokens] = self._prefill(query[tokens], new[tokens], chunk, options, sinks)
+            parts.append((tokens, self._prefill(query[tokens], new[tokens], chunk, options, sinks)))
+        output = parts[0][1]
+        if len(parts) > 1:
+            output = torch.empty_like(query)
+            for where, part in parts:
+                output[where] = part
         return with_padding(output[..., :value_dim], padded)
 
     def _append(self, new: Tensor, step: DecodeStep) -> None:
@@ -167,6 +172,9 @@ class KVarNCpuLayerKV:
         group, held = self.storage.group_size, self.storage.held[chunk.row]
         first_page, offset = divmod(chunk.start, group)
         end = chunk.start + chunk.count
+        if end <= group:
+            held[0, :, :, chunk.start : end] = new.movedim(0, 2)
+            return self._attend_first_page(query, held[0, :, None, :, :end], chunk, options, sinks)
         as_is = self._with_held(new, held[min(first_page, 1)], offset)
         full = slice(first_page == 0, (offset + chunk.count) // group)
         pages = torch.from_numpy(chunk.pages.astype(np.int64))
@@ -175,15 +183,7 @@ class KVarNCpuLayerKV:
             self.storage.store(pages[first_page:][full], written[:, 0], written[:, 1])
         if first_page == 0:
             held[0] = as_is[0]
-        if len(pages) > 1:
-            held[1] = as_is[-1]
-
-        if len(pages) == 1:
-            key, value = as_is[0].transpose(1, 2)[:, None]
-            alone = paged_attention.prefill_group(
-                0, chunk.start, chunk.count, chunk.pages, group, None, query
-            )
-            return paged_attention.attend_group(query, key, value, alone, options, sinks)
+        held[1] = as_is[-1]
         key, value = self.storage.read(pages, query.dtype)
         query = rotate_reference(query).to(query.dtype)
         as_is, first = (rotate_reference(x).transpose(-2, -3).to(query.dtype) for x in (as_is, held[0]))
@@ -203,6 +203,32 @@ class KVarNCpuLayerKV:
             if page:
                 key[page], value[page] = stored
         return rotate_reference(output).to(query.dtype)
+
+    def _attend_first_page(
+        self,
+        query: Tensor,
+        held: Tensor,
+        chunk: RequestTokens,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """A chunk that ends on its first page, with keys and values [2, 1, H_kv, n, D] up to its end."""
+        (key, value), count = held, len(query)
+        if options.softcap is not None or sinks is not None or (chunk.start and count > 1):
+            group = paged_attention.prefill_group(
+                0, chunk.start, count, chunk.pages, held.shape[3], None, query
+            )
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+            return paged_attention.attend_group(query, key, value, group, options, sinks)
+        output = functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key,
+            value,
+            is_causal=count > 1,
+            scale=options.scale,
+            enable_gqa=True,
+        )
+        return output[0].transpose(0, 1)
 
     def _with_held(self, new: Tensor, held: Tensor, offset: int) -> Tensor:
         """Whole pages [n, 2, H_kv, G, D]: `offset` tokens of the page held, then new [T, 2, H_kv, D]."""

@@ -4,6 +4,7 @@ Not for what lies there, which is in `kv_kvarn_cpu.py`.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ class DecodeGroup:
     held      pages that are read as they are held: one, or the first and the own one
     longest   tokens of the longest context
     coded     int64 [b, m]: the pages between
-    bias      [b, 1, 1, n] in the query's dtype: 0 or -inf for each token that is held, the own page's from G
-              on; None where nothing is hidden
-    all_bias  fp32 [b, 1, 1, n + m * G]: the same, those of coded pages behind
+    hidden    bool [b, 1, 1, n]: tokens that are held, the own page's from G on
+    bias      the same in the query's dtype, 0 or -inf; None where nothing is hidden
+    own_page  int64 [b]
     """
 
     tokens: slice | Tensor
@@ -34,8 +35,18 @@ class DecodeGroup:
     held: int
     longest: int
     coded: Tensor
+    hidden: Tensor
     bias: Tensor | None
-    all_bias: Tensor
+    own_page: Tensor
+
+    @cached_property
+    def all_bias(self) -> Tensor:
+        """fp32 [b, 1, 1, n + m * G]: 0 or -inf for what is held, and for coded pages behind it."""
+        pages = self.coded.shape[1]
+        later = torch.arange(1, pages + 1) >= self.own_page[:, None]
+        size = self.hidden.shape[-1] // 2
+        hidden = torch.cat([self.hidden, later.repeat_interleave(size, 1)[:, None, None]], -1)
+        return _bias(hidden, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,8 @@ def _group(group: TokenGroup, rows: Tensor, lengths: Tensor, size: int, dtype: t
     rows, lengths, count = rows[group.tokens], lengths[group.tokens], group.pages.shape[1]
     held, longest, first = min(count, 2), int(lengths.max()), int(rows[0])
     own_page = (lengths - 1) // size
-    token = torch.arange(longest if held == 1 else 2 * size)
-    hidden = (token >= (lengths - (own_page - 1).clamp(min=0) * size)[:, None])[:, None, None]
-    later = (torch.arange(1, max(count - 1, 1)) >= own_page[:, None]).repeat_interleave(size, 1)
+    seen = lengths - (own_page - 1).clamp_(min=0) * size
+    hidden = torch.arange(longest if held == 1 else 2 * size) >= seen[:, None, None, None]
     neighbours = torch.equal(rows, torch.arange(first, first + len(rows)))
     return DecodeGroup(
         group.tokens,
@@ -96,8 +106,9 @@ def _group(group: TokenGroup, rows: Tensor, lengths: Tensor, size: int, dtype: t
         held,
         longest,
         group.pages[:, 1 : max(count - 1, 1)],
+        hidden,
         _bias(hidden, dtype) if hidden.any() else None,
-        _bias(torch.cat([hidden, later[:, None, None]], -1), torch.float32),
+        own_page,
     )
 
 
