@@ -107,7 +107,7 @@ class KVarNCpuLayerKV:
             tokens = slice(chunk.first_token, chunk.first_token + chunk.count)
             parts.append((tokens, self._prefill(query[tokens], new[tokens], chunk, options, sinks)))
         output = parts[0][1]
-        if len(parts) > 1:
+        if len(parts) > 1 or isinstance(parts[0][0], Tensor):
             output = torch.empty_like(query)
             for where, part in parts:
                 output[where] = part
@@ -150,9 +150,10 @@ class KVarNCpuLayerKV:
 
     def _held(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:
         """Keys and values [b, H_kv, n, D] of the first page and, of two, the one being written."""
-        held = self.storage.held[group.rows]
         if group.held == 1:
-            return held[:, 0, 0, :, : group.longest], held[:, 0, 1, :, : group.longest]
+            held = self.storage.held[:, 0, :, :, : group.longest][group.rows]
+            return held[:, 0], held[:, 1]
+        held = self.storage.held[group.rows]
         key, value = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind()
         return key, value
 

@@ -20,7 +20,7 @@ from .kv_layer import Workspaces
 class DecodeGroup:
     """Requests that attend together, `b` of them.
 
-    tokens    of the step, as in TokenGroup
+    tokens    of the step: a slice, or int64 [b]
     rows      of `held`: a slice where they are neighbours, else int64 [b]
     held      pages that are read as they are held: one, or the first and the own one
     longest   tokens of the longest context
@@ -94,18 +94,22 @@ def _step(host: HostMetadata, groups: list[TokenGroup], kv_heads: int, dtype: to
 
 
 def _group(group: TokenGroup, rows: Tensor, lengths: Tensor, size: int, dtype: torch.dtype) -> DecodeGroup:
-    rows, lengths, count = rows[group.tokens], lengths[group.tokens], group.pages.shape[1]
-    held, longest, first = min(count, 2), int(lengths.max()), int(rows[0])
+    # In the order of their rows: what is held need not be copied where rows are neighbours.
+    order = rows[group.tokens].argsort()
+    tokens = torch.arange(len(rows))[group.tokens][order]
+    rows, lengths, pages = rows[tokens], lengths[tokens], group.pages[order]
+    count, longest, first = pages.shape[1], int(lengths.max()), int(rows[0])
+    held = min(count, 2)
     own_page = (lengths - 1) // size
     seen = lengths - (own_page - 1).clamp_(min=0) * size
     hidden = torch.arange(longest if held == 1 else 2 * size) >= seen[:, None, None, None]
-    neighbours = torch.equal(rows, torch.arange(first, first + len(rows)))
+    neighbours = int(rows[-1]) - first == len(rows) - 1
     return DecodeGroup(
-        group.tokens,
+        group.tokens if torch.equal(order, torch.arange(len(order))) else tokens,
         slice(first, first + len(rows)) if neighbours else rows,
         held,
         longest,
-        group.pages[:, 1 : max(count - 1, 1)],
+        pages[:, 1 : max(count - 1, 1)],
         hidden,
         _bias(hidden, dtype) if hidden.any() else None,
         own_page,

@@ -24,7 +24,7 @@ E2M1 = tl.constexpr(2.0**14)
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
-    """Of two words. Where two shifts are due, one product makes both: what it adds below carries into nothing."""
+    """Of two words. Where two shifts are due, one product makes both; what else it adds carries into none."""
     sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
     if sign == magnitude:
         return f"{{.reg .b32 t; shl.b32 t, $1, {sign}; and.b32 $0, t, 0x8E008E00;}}"

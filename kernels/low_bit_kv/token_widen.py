@@ -36,7 +36,9 @@ def _widen(
     out_ptr += ((index * KV_HEADS + head) * PAGE + token)[:, None] * DIM + channel[None, :]
     for part in tl.static_range(4):
         if NVFP4:
-            scale = tl.load(scales_ptr + slot[:, None] * (DIM // 16) + ((channel + part * STEP) // 16)[None, :])
+            scale = tl.load(
+                scales_ptr + slot[:, None] * (DIM // 16) + ((channel + part * STEP) // 16)[None, :]
+            )
             # E2M1's bits in fp16's places are 2^-14 of the value.
             value = e2m1(words, part, False).to(tl.float32) * 16384.0
             value *= scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
