@@ -8,7 +8,7 @@ reads 128 of them, as llm-compressor's own examples do. Each tool runs in an env
 what it wrote is read back by our readers, norms included. Weights are evaluated in float32 on windows of
 `--context` tokens. A slice of the text is scored at a time, by all subjects that are there, and
 recorded: a run that was stopped goes on, and figures are over the slices that all have read.
-`--against SUBJECT` gives each subject's distance from that one, with the standard error of the paired
+`--against SUBJECT...` gives each subject's distance from those, with the standard error of the paired
 differences of slices. `--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq,
 NAME`, calibrated on a text of another kind.
 """
@@ -181,18 +181,19 @@ def report(
     def figures(name: str) -> Tensor:
         return torch.cat(parts(name))
 
-    def distance(name: str) -> dict[str, float]:
-        """From the subject that all are held against: nats and KL, slice by slice."""
-        pairs = zip(parts(name), parts(options.against), strict=True)
-        apart = torch.stack([(one - other).mean(0)[:2] for one, other in pairs])
-        error = apart.std(0) / len(apart) ** 0.5
+    def apart(name: str, other: str) -> dict[str, float]:
+        """How far from `other`: nats and KL, slice by slice, and the standard error of that."""
+        pairs = zip(parts(name), parts(other), strict=True)
+        differences = torch.stack([(one - held).mean(0)[:2] for one, held in pairs])
+        error = differences.std(0) / len(differences) ** 0.5
         return {
             f"{kind}{what}": float(values[index])
-            for what, values in (("", apart.mean(0)), ("_standard_error", error))
-            for index, kind in enumerate(("nats_apart", "kl_apart"))
+            for what, values in (("", differences.mean(0)), ("_standard_error", error))
+            for index, kind in enumerate(("nats", "kl"))
         }
 
     used = {THEIRS[name][0] for name in names if name in THEIRS}
+    held = [other for other in options.against if other in names]
     plain = figures("unquantized")
     cells = {}
     for name in names:
@@ -202,14 +203,13 @@ def report(
             "mean_kl": float(found[:, 1].mean()),
             "p99_kl": float(found[:, 1].quantile(0.99)),
             "top1_agreement": float(found[:, 2].mean()),
-            **(distance(name) if options.against in names and slices > 1 else {}),
+            **({"apart": {other: apart(name, other) for other in held}} if held and slices > 1 else {}),
             **json.loads((work / f"{name}.json").read_text()),
         }
     results[checkpoint.name] = {
         "tokens": len(plain),
         "windows": f"{min(slices * SLICE_WINDOWS, windows)} of {windows}",
         "nats_per_token": float(plain[:, 0].mean()),
-        **({"against": options.against} if options.against in names else {}),
         "subjects": cells,
     }
     write_json(
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, help="folder of their environments; default in WORK")
     parser.add_argument("--subjects", nargs="*", help="only these")
     parser.add_argument("--others", nargs="*", default=[], metavar="NAME=TEXT", help="texts of other kinds")
-    parser.add_argument("--against", help="the subject that all are held against, pair by pair")
+    parser.add_argument("--against", nargs="*", default=[], help="subjects that all are held against")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
