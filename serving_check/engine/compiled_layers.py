@@ -20,6 +20,7 @@ from ...layouts.errors import UserError
 from ...layouts.numerics import Numerics
 from . import graph_passes, pdl
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
+from .inplace_barriers import barriers_in_loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +208,7 @@ class _TracedLayer:
             if forward is None:
                 return self.plain(*args, **kwargs)
             _mark_token_dims((args, kwargs), traced_tokens)
-            with pdl.waiting_first():
+            with pdl.waiting_first(), barriers_in_loops():
                 output = forward(*args, **kwargs)
             _mark_token_dims((output, self.compiled_layers.carry.normed), traced_tokens)
             self.compiled = forward

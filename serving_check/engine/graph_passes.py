@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ...layouts.numerics import Numerics
-from . import own_product_pass, top_k_pass
+from . import inplace_barriers, own_product_pass, top_k_pass
 
 
 def options(numerics: Numerics) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def options(numerics: Numerics) -> dict[str, Any]:
 
         def uuid(self) -> Any:
             """Code compiled with another form of these files is not taken from the cache."""
-            files = (__file__, top_k_pass.__file__, own_product_pass.__file__)
+            files = (__file__, top_k_pass.__file__, own_product_pass.__file__, inplace_barriers.__file__)
             return get_hash_for_files(files, extra=numerics)
 
     return {"post_grad_custom_pre_pass": Passes()}
