@@ -38,11 +38,12 @@ def barriers_in_loops() -> Iterator[None]:
                 kernel.stores.writeline(DeferredLine(name, BARRIER))
         store(kernel, name, *rest, **named)
 
-    TritonKernel.load, TritonKernel.store = load_after_stores, store_after_loads  # type: ignore[method-assign]
+    kernel_class: Any = TritonKernel
+    kernel_class.load, kernel_class.store = load_after_stores, store_after_loads
     try:
         yield
     finally:
-        TritonKernel.load, TritonKernel.store = load, store  # type: ignore[method-assign]
+        kernel_class.load, kernel_class.store = load, store
 
 
 def _is_loop(kernel: Any) -> bool:
