@@ -1,6 +1,6 @@
 """The figures that need no server: what was loaded, and how close the artifact predicts to the baseline.
 
-Both models are in memory only while this runs; the servers come after.
+Both models stay in memory while the servers are up only where there is room for that.
 """
 
 import gc
@@ -45,14 +45,34 @@ class InProcessFigures:
     """Whether the models were looked at a layer at a time (`by_layers.py`)."""
 
 
+@dataclass(frozen=True)
+class Models:
+    """Both in memory."""
+
+    ours: LoadedModel
+    theirs: LoadedModel
+
+
+def load_models(artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions) -> Models:
+    engine = options.engine
+    ours = _load(artifact, options, engine.dtype, engine.layout, engine.numerics)
+    return Models(ours, _load(baseline, options, options.baseline_dtype))
+
+
 def take_figures(
     artifact: Checkpoint, baseline: Checkpoint, text: HeldOutText, options: LoadOptions
 ) -> InProcessFigures:
-    """Load both, look at their layers, and compare their predictions."""
-    ours = _load_artifact(artifact, options)
-    theirs = _load(baseline, options, options.baseline_dtype)
+    """Load both, take their figures, and let them go."""
+    figures = figures_of(load_models(artifact, baseline, options), text, options)
+    _release_memory()
+    return figures
+
+
+def figures_of(models: Models, text: HeldOutText, options: LoadOptions) -> InProcessFigures:
+    """Look at their layers, and compare their predictions."""
+    ours, theirs = models.ours, models.theirs
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
-    refuse_other_vocabulary(artifact, loaded, baseline, baseline_loaded)
+    refuse_other_vocabulary(ours.checkpoint, loaded, theirs.checkpoint, baseline_loaded)
     total = sum(window.numel() for window in text.windows)
     with progress_bar(total=total, desc="quality", unit="tok", shown=options.progress) as bar:
         longest = max(map(len, text.windows))
@@ -63,8 +83,6 @@ def take_figures(
             served, theirs.model, text.windows, bar.update, is_stored, batch if is_stored else 1
         )
     dtype, baseline_dtype = (str(side.model.dtype).removeprefix("torch.") for side in (ours, theirs))
-    del ours, theirs
-    _release_memory()
     return InProcessFigures(loaded, baseline_loaded, comparison, dtype, baseline_dtype)
 
 
@@ -95,20 +113,9 @@ class TextScorer:
         return text_score(served.m, ours, theirs, served.text)
 
 
-def loaded_scorer(
-    artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions, longest: int
-) -> TextScorer:
-    """Over both models, which are loaded again for it: the servers have gone by then.
-
-    longest: tokens of a prompt and what followed it, at most
-    """
-    served = _as_served(_load_artifact(artifact, options), options, longest)
-    return TextScorer(served, _load(baseline, options, options.baseline_dtype).model)
-
-
-def _load_artifact(artifact: Checkpoint, options: LoadOptions) -> LoadedModel:
-    engine = options.engine
-    return _load(artifact, options, engine.dtype, engine.layout, engine.numerics)
+def scorer_of(models: Models, options: LoadOptions, longest: int) -> TextScorer:
+    """longest: tokens of a prompt and what followed it, at most"""
+    return TextScorer(_as_served(models.ours, options, longest), models.theirs.model)
 
 
 def _load(

@@ -13,7 +13,7 @@ from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served
 from ..conventions.kv_cache import kv_cache_of
 from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
 from .held_out import HeldOutText, read_held_out, window_for
-from .in_process import InProcessFigures, loaded_scorer, take_figures
+from .in_process import InProcessFigures, Models, figures_of, load_models, scorer_of, take_figures
 from .run import Run
 from .text_files import compare_text_files
 from .weights import compare_weights
@@ -27,6 +27,8 @@ class Looked:
     figures: InProcessFigures
     weights: WeightFigures | None
     texts: TextFigures
+    models: Models | None
+    """Where they were kept."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +40,38 @@ class Scores:
     answers: tuple[TextScore, ...]
 
 
-def look(run: Run) -> Looked:
-    """Measure quality, then look at the files."""
+def look(run: Run, keep_models: bool) -> Looked:
+    """Measure quality, then look at the files.
+
+    keep_models: there is room for them beside the servers
+    """
     window = window_for(run.artifact, kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format)
     text = read_held_out(
         run.text, run.artifact, run.baseline, run.quality_tokens, window, run.workload.input_len
     )
+    models = None
     with run.clock.stage("quality"):
         if needs_layers(run):
             run.clock.say("both models together do not fit in memory here: quality a layer at a time")
             figures = figures_by_layers(run, text)
+        elif keep_models:
+            models = load_models(run.artifact, run.baseline, run.in_process)
+            figures = figures_of(models, text, run.in_process)
         else:
             figures = take_figures(run.artifact, run.baseline, text, run.in_process)
     with run.clock.stage("files"):
-        return Looked(text, figures, *_look_at_files(run))
+        return Looked(text, figures, *_look_at_files(run), models)
 
 
 def score(run: Run, looked: Looked, served: Served) -> Scores:
-    """Load both models once more: the servers have gone by then."""
+    """By the models that were kept, or loaded once more: the servers have gone by then."""
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
     with run.clock.stage("answers"):
         if looked.figures.by_layers:
             scorer = scorer_by_layers(run, served)
         else:
-            scorer = loaded_scorer(run.artifact, run.baseline, run.in_process, longest)
+            models = looked.models or load_models(run.artifact, run.baseline, run.in_process)
+            scorer = scorer_of(models, run.in_process, longest)
         return Scores(
             scored(served.canary, scorer.baseline_nats),
             scored(served.baseline_canary, scorer.baseline_nats),

@@ -15,6 +15,7 @@ from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.engines.engine import Engine
 from ...serving_check.environment import describe_environment
 from ...serving_check.evidence import Evidence, Loaded
+from ...serving_check.gate import Served
 from ...serving_check.judge import judge
 from ...serving_check.policy import weaker
 from ...serving_check.verdict import Verdict
@@ -27,16 +28,16 @@ from .serving import serve_sides
 from .subject import describe_subject
 
 if TYPE_CHECKING:
-    from .looking import Looked
+    from .looking import Looked, Scores
 
 
 def measure_and_judge(run: Run) -> Verdict:
     """Serve all sides, look at what they answer and at their files, and judge it."""
     run.clock.say(outlook(run))
-    looked, served, scores = serve_sides(run, functools.partial(_look, run))
-    # Imported by now.
+    looked, served, scores, written = serve_sides(
+        run, functools.partial(_look, run), functools.partial(_score, run)
+    )
     from .explain import explainer
-    from .looking import score
 
     figures = looked.figures
     ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
@@ -46,7 +47,6 @@ def measure_and_judge(run: Run) -> Verdict:
         for engine, device in zip((ours, theirs), served.packed_on, strict=True)
     )
     used = figures.loaded.layouts if ours_here else {}
-    written = score(run, looked, served)
     explain = explainer(run, used)
     curve = curve_of(served.measured, run.workload, run.bounds)
     evidence = Evidence(
@@ -116,11 +116,17 @@ def measure_and_judge(run: Run) -> Verdict:
     return replace(verdict, exploratory=tuple(weaker(verdict)))
 
 
-def _look(run: Run) -> "Looked":
+def _look(run: Run, keep_models: bool) -> "Looked":
     # The libraries of models are imported here while the servers import theirs.
     from .looking import look
 
-    return look(run)
+    return look(run, keep_models)
+
+
+def _score(run: Run, looked: "Looked", served: Served) -> "Scores":
+    from .looking import score
+
+    return score(run, looked, served)
 
 
 def _as_served(loaded: Loaded, as_here: bool, checkpoint: Checkpoint) -> Loaded:

@@ -4,6 +4,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,12 +39,18 @@ class HasText(Protocol):
 
 
 Looked = TypeVar("Looked", bound=HasText)
+Scored = TypeVar("Scored")
 
 
-def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, tuple[TaskScore, ...]]:
+def serve_sides(
+    run: Run, look: Callable[[bool], Looked], score: Callable[[Looked, Served], Scored]
+) -> tuple[Looked, Served, tuple[TaskScore, ...], Scored]:
     """All servers measured beside one another, or one after another where they do not fit together.
 
-    look: what is done besides, while they start where there is room for it, and before that where not.
+    look:  what is done besides, while they start where there is room for it, and before that where not; it
+           is told which
+    score: what is done with their answers, while they stop or after that
+
     UserError where a server was ended from elsewhere.
     """
     wanted = [
@@ -54,7 +61,8 @@ def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, t
         wanted.append(("rival", run.engine, run.rival, baseline_options(run.options)))
     sides = sides_of(wanted, run.placement)
     roomy = has_room(sides)
-    looked = None if roomy else look()
+    looked = None if roomy else look(False)
+    scored = None
     # Only now: what was loaded here is gone from the GPU.
     plan = plan_memory(sides, run.placement)
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
@@ -81,7 +89,7 @@ def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, t
         with starting(servers, together=at_once) as endpoints:
             if looked is None:
                 with leaving_cores(len(started)):
-                    looked = look()
+                    looked = look(True)
             with run.clock.stage("waiting for the servers"):
                 artifact, baseline, *rivals = endpoints()
             served = serve_and_measure(
@@ -100,14 +108,25 @@ def serve_sides(run: Run, look: Callable[[], Looked]) -> tuple[Looked, Served, t
             scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
             _require_alive(started)
             up = run.clock.elapsed
+            scored = _score_meanwhile(functools.partial(score, looked, served), started) if roomy else None
         run.clock.add("stopping the servers", run.clock.elapsed - up)
     else:
-        looked = look() if looked is None else looked
+        looked = look(False) if looked is None else looked
         by_side = dict(zip([side.name for side in sides], started, strict=True))
         served, scores = _in_turns(run, looked.text, sides, by_side)
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
-    return looked, served, scores
+    return looked, served, scores, score(looked, served) if scored is None else scored
+
+
+def _score_meanwhile(score: Callable[[], Scored], servers: Sequence[SubprocessEndpoint]) -> Scored:
+    """While the servers stop."""
+    with ThreadPoolExecutor() as threads:
+        stops = [threads.submit(server.stop) for server in servers]
+        scored = score()
+        for stop in stops:
+            stop.result()
+    return scored
 
 
 @contextmanager

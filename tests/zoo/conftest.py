@@ -11,8 +11,9 @@ from scalegate.pipeline.validation.held_out import HeldOutText, read_held_out
 from scalegate.pipeline.validation.in_process import (
     InProcessFigures,
     TextScorer,
-    loaded_scorer,
-    take_figures,
+    figures_of,
+    load_models,
+    scorer_of,
 )
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import server_of, sized_options
@@ -109,8 +110,9 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
         ours, theirs = open_checkpoint(str(artifact_folder)), open_checkpoint(str(example_checkpoint))
         text = read_held_out(None, ours, theirs, 2048)
         load = LoadOptions(OPTIONS, OPTIONS.dtype, progress=False)
-        figures = take_figures(ours, theirs, text, load)
-        score = loaded_scorer(ours, theirs, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
+        models = load_models(ours, theirs, load)
+        figures = figures_of(models, text, load)
+        score = scorer_of(models, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
         yield Zoo(artifact, baseline, fault_file, text, figures, score)
 
 
