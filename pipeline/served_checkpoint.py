@@ -36,7 +36,6 @@ def build_engine(
     tokenizer: the checkpoint's, where it has been loaded already
     """
     from ..layouts.kv_format import KV_FORMATS, largest_of
-    from ..serving_check.engine.compiler_import import importing_compiler
     from ..serving_check.engine.engine import Engine
     from .checkpoints.checkpoint import open_checkpoint
     from .conventions.kv_cache import kv_cache_of
@@ -46,16 +45,14 @@ def build_engine(
     kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)
     if largest_of(KV_FORMATS[kv_cache.kv_format]) is not None and not kv_cache.scales:
         print("Note: no KV scales in the checkpoint; keys and values are stored unscaled.", file=sys.stderr)
-    device = resolve_device(options.device)
-    with importing_compiler(wanted=device.startswith("cuda") and options.compiled):
-        loaded = load_model(
-            folder,
-            device=device,
-            dtype=resolve_dtype(options.dtype),
-            layout=options.layout,
-            numerics=options.numerics,
-            tokenizer=tokenizer,
-        )
+    loaded = load_model(
+        folder,
+        device=resolve_device(options.device),
+        dtype=resolve_dtype(options.dtype),
+        layout=options.layout,
+        numerics=options.numerics,
+        tokenizer=tokenizer,
+    )
     ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
     served = replace(options, kv_cache_dtype=kv_cache.kv_format)
     return Engine(loaded.model, served, ends, kv_cache.scales, loaded.tokenizer)

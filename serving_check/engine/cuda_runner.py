@@ -6,11 +6,14 @@ almost for nothing while a prompt is computed. Batches are padded to the bucket 
 large ones, whose kernels take longer than their launches.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...layouts.numerics import Numerics
+from . import triton_settings
 from .attention import AttentionLayer
 from .buckets import mixed_buckets, mixed_warm_up_buckets
 from .cuda_graphs import CudaGraphs
@@ -165,12 +168,16 @@ class CudaRunner:
         self._buffers.send(shape, 0)
         self._compute(self._buffers.input(shape, host))
 
-    def _meet_adjusted_logits(self) -> None:
-        """They are float32, whatever the model's are, and the kernel that draws is compiled for each."""
+    @torch.inference_mode()
+    def _meet_draws(self) -> None:
+        """Compile the kernel that draws: for the model's logits, and for adjusted ones, which are float32."""
+        device = self.model.device
         vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
-        logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=self.model.device)
-        no_row = torch.full((1,), self._rows, dtype=torch.int64, device=self.model.device)
-        self._sampling.draw(logits, no_row, torch.zeros_like(no_row))
+        no_row = torch.full((1,), self._rows, dtype=torch.int64, device=device)
+        with torch.cuda.device(device):
+            for dtype in {self.model.dtype, torch.float32}:
+                logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+                self._sampling.draw(logits, no_row, torch.zeros_like(no_row))
 
     def _prepare(self) -> None:
         """Once, before anything is captured: compile, and meet the steps that have no graph of their own."""
@@ -178,6 +185,11 @@ class CudaRunner:
             return
         self._prepared = True
         if self._compiled:
-            self._forward.compile()
-        self._meet_adjusted_logits()
+            triton_settings.settle()
+        # Compiling layers waits for processes, and compiling a kernel for none.
+        with ThreadPoolExecutor(1) as thread:
+            draws = thread.submit(self._meet_draws)
+            if self._compiled:
+                self._forward.compile()
+            draws.result()
         self._run_padding(self._scored_shape(min(self.mixed_buckets, default=self.largest)))

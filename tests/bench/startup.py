@@ -101,19 +101,21 @@ def first_token(checkpoint: Path, device: str, kv_cache_tokens: int | None) -> d
 
         search_rarely()
     import scalegate.pipeline.model_loader.load_model  # noqa: F401 - its share of the time is shown
-    from scalegate.pipeline import serve
     from scalegate.serving_check.engine import request
     from scalegate.serving_check.engine.engine import Engine  # noqa: F401
 
     stages = {"imported": time.perf_counter() - STARTED}
     sizes = {"max_model_len": 2048, "kv_cache_tokens": kv_cache_tokens}
     if hasattr(request, "EngineConfig"):  # a tree from before an engine's options were one object
+        from scalegate.pipeline import serve
+
         described = serve.ModelOptions(checkpoint, device)
         engine = serve.build_engine(described, request.EngineConfig(**sizes))
     else:
+        from scalegate.pipeline.served_checkpoint import build_engine
         from scalegate.serving_check.engine.options import EngineOptions
 
-        engine = serve.build_engine(checkpoint, EngineOptions(device=device, **sizes))
+        engine = build_engine(checkpoint, EngineOptions(device=device, **sizes))
     stages["built"] = time.perf_counter() - STARTED
     engine.warm_up(progress=False)
     stages["warmed_up"] = time.perf_counter() - STARTED
