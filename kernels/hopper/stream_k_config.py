@@ -136,8 +136,10 @@ def split_config(tile: Tile, m: int, n: int, k: int) -> Config:
     slots = NUM_SMS * tile.ctas_per_sm
     parts = slots // tiles
     if parts >= 4:
-        parts = triton.cdiv(iters_per_tile, triton.cdiv(iters_per_tile, parts))
-        if parts * tiles >= 0.8 * slots:
+        share = triton.cdiv(iters_per_tile, parts)
+        parts = triton.cdiv(iters_per_tile, share)
+        # On fewer CTAs it takes no longer where some would have as much to do on all of them.
+        if parts * tiles >= 0.8 * slots or share <= triton.cdiv(tiles * iters_per_tile, slots):
             return Config(tile, parts * tiles)
     num_ctas = l2_aligned_ctas(tiles, slots, 4 * tile.ctas_per_sm) if tile.m >= 64 else slots
     if num_ctas > tiles * iters_per_tile:
