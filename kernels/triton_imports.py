@@ -14,6 +14,7 @@ try:
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
+        mma_v2,
         tma,
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -54,7 +55,7 @@ except ModuleNotFoundError as error:
         __or__ = __ror__ = __mul__ = __rmul__ = _itself
 
     triton = tl = gluon = gl = StandIn()
-    fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = triton
+    fence_async_shared = mma_v2 = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = triton
     tensor_descriptor = TensorDescriptor = aggregate = triton
     gdc_launch_dependents = gdc_wait = JITFunction = constexpr_function = triton
 
@@ -69,6 +70,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "mma_v2",
     "tensor_descriptor",
     "tl",
     "tma",

@@ -4,13 +4,16 @@ The reference is `quantize_reference` in `kvarn.py`. A page is due once its last
 next token is a decoding request's, its step begins by writing the page before, in every layer at once
 (`flush_decoded`); nothing is read on the host, and a launch without a page due ends at once. Prompts write
 the pages that they fill while they are computed, since their own later tokens see them (`flush_prompts`).
-Either way the page is made of the same fp16 numbers, so that it holds the same codes.
+Either way the page is made of the same fp16 numbers, so that it holds the same codes. From sm_80 on the
+kernels of `flush_pages.py` do it; those here are for older GPUs and for Triton's interpreter.
 """
 
 import torch
 from torch import Tensor
 
+from ..decode_attention import compute_capability
 from ..triton_imports import tl, triton
+from .flush_pages import decoded_kernel, launch, prompts_kernel
 from .kvarn import ITERATIONS, KVarNTile
 from .turn import held_at
 
@@ -296,11 +299,15 @@ def flush_decoded(
     written: as in `turn.py`; a prompt has written the page that it ended with
     """
     kv_heads, group_size, dim = held.shape[3:]
-    _flush_decoded[(2 * kv_heads, len(layers), triton.cdiv(len(lengths), REQUESTS))](
-        layers, lengths, request_rows, written, block_table, block_table.stride(0), len(lengths),
-        KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
-        REQUESTS=REQUESTS, num_warps=_warps(group_size, dim),
-    )  # fmt: skip
+    grid = 2 * kv_heads, len(layers), triton.cdiv(len(lengths), REQUESTS)
+    where = layers, lengths, request_rows, written, block_table, block_table.stride(0), len(lengths)
+    sizes = {"KV_HEADS": kv_heads, "VALUE_BITS": value_bits, "GROUP_SIZE": group_size, "DIM": dim}
+    if compute_capability(held.device) >= (8, 0):
+        decoded_kernel[grid](*where, **sizes, REQUESTS=REQUESTS, **launch(group_size, dim))
+    else:
+        _flush_decoded[grid](
+            *where, **sizes, REQUESTS=REQUESTS, ITERATIONS=ITERATIONS, num_warps=_warps(group_size, dim)
+        )
 
 
 def flush_prompts(
@@ -316,9 +323,12 @@ def flush_prompts(
 ) -> None:
     """Write one layer's pages that a step's prompts fill; key and value rotated, fp16 [T, H_kv, D]."""
     kv_heads, group_size, dim = held.shape[3:]
-    _flush_prompts[(2 * kv_heads, triton.cdiv(len(key), group_size))](
-        key, value, positions, slots, token_rows, lengths, held, *vars(pages).values(),
-        len(lengths), len(key),
-        KV_HEADS=kv_heads, VALUE_BITS=value_bits, GROUP_SIZE=group_size, DIM=dim, ITERATIONS=ITERATIONS,
-        num_warps=_warps(group_size, dim),
-    )  # fmt: skip
+    grid = 2 * kv_heads, triton.cdiv(len(key), group_size)
+    where = key, value, positions, slots, token_rows, lengths, held, *vars(pages).values()
+    sizes = {"KV_HEADS": kv_heads, "VALUE_BITS": value_bits, "GROUP_SIZE": group_size, "DIM": dim}
+    if compute_capability(held.device) >= (8, 0):
+        prompts_kernel[grid](*where, len(lengths), len(key), **sizes, **launch(group_size, dim))
+    else:
+        _flush_prompts[grid](
+            *where, len(lengths), len(key), **sizes, ITERATIONS=ITERATIONS, num_warps=_warps(group_size, dim)
+        )

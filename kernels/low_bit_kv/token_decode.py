@@ -118,7 +118,9 @@ def token_decode(
     kv_heads, page = keys.words.shape[1:3]
     splits = programs_of_splits(workspace.max_splits, batch * kv_heads)
     capability = compute_capability(q.device)
-    block = min(NVFP4_BLOCK if keys.is_nvfp4 else BLOCK, 2 * page)
+    # Half as many tokens at a time want another block of them in flight.
+    block, stages = (NVFP4_BLOCK, 3) if keys.is_nvfp4 else (BLOCK, 2)
+    block = min(block, 2 * page)
     _attend_splits[(splits, kv_heads, batch)](
         q, keys.words, values.words, *scale_bytes(keys, values), keys.head_scale, values.head_scale,
         block_table, lengths, workspace.partial, workspace.lse, out,
@@ -126,7 +128,7 @@ def token_decode(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
         PAGE=page, SPLIT=workspace.split_tokens, BLOCK=block, NVFP4=keys.is_nvfp4, SOFTCAP=softcap > 0,
         WINDOW=window > 0, MERGED=rotated or sinks is not None, ASM=capability >= (8, 0),
-        PDL=capability >= (9, 0), num_warps=1, num_stages=2, maxnreg=REGISTERS if dim <= 128 else None,
+        PDL=capability >= (9, 0), num_warps=1, num_stages=stages, maxnreg=REGISTERS if dim <= 128 else None,
     )  # fmt: skip
     merge_splits(workspace, lengths, sinks, out, block=block, window=window, is_rotated=rotated)
 

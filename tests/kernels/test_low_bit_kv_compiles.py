@@ -15,6 +15,7 @@ import triton
 from hopper_compiler import assembler_notes, disassembled
 from scalegate.kernels.low_bit_kv import (
     flush,
+    flush_pages,
     kvarn_decode,
     kvarn_prefill,
     kvarn_widen,
@@ -24,11 +25,14 @@ from scalegate.kernels.low_bit_kv import (
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SPILLED_OUTSIDE_LOOPS = 32
 """Bytes: a few numbers that a program needs once."""
 HALF = (
+    "key_ptr",
+    "value_ptr",
     "q_ptr",
     "held_ptr",
     "channels_ptr",
@@ -41,7 +45,7 @@ HALF = (
     "values_ptr",
 )
 FULL = ("partial_ptr", "lse_ptr", "head_scale_k_ptr", "head_scale_v_ptr")
-LONG = ("rows_ptr", "layers_ptr", "pages_ptr")
+LONG = ("rows_ptr", "layers_ptr", "pages_ptr", "positions_ptr", "slots_ptr", "token_rows_ptr")
 INTEGERS = (
     "block_table_ptr",
     "lengths_ptr",
@@ -53,7 +57,9 @@ INTEGERS = (
     "written_ptr",
 )
 PAIRS = ("scales_k_ptr", "scales_v_ptr")
-NUMBERS = ("window", "table_stride", "max_splits", "num_requests")
+NUMBERS = ("window", "table_stride", "max_splits", "num_requests", "count")
+SHARED, REGISTERS = 227 * 1024, 65536
+"""Bytes and registers of a multiprocessor."""
 TYPES = {
     **dict.fromkeys(HALF, "*fp16"),
     **dict.fromkeys(FULL, "*fp32"),
@@ -79,9 +85,15 @@ def compiled(kernel, constants: dict[str, object], warps: int, stages: int, regi
     signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
     places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
     aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
-    source = ASTSource(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return triton.compile(source, target=HOPPER, options=options)
+
+
+def operations_of(kernel, tmp_path: Path) -> Counter[str]:
+    lines = disassembled(kernel, tmp_path)
+    return Counter(re.sub(r"^@!?U?P\w+ ", "", line).split()[0].split(".")[0] for line in lines)
 
 
 def spilled(kernel, tmp_path: Path) -> int:
@@ -103,9 +115,7 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
         stages = kvarn_decode.STAGES
         constants = {**HEADS, **KVARN, **PLAIN, **DECODE, "VALUE_BITS": int(name[-1]), "STAGES": stages}
         kernel = compiled(kvarn_decode._attend_splits, constants, 1, stages)
-    operations = Counter(
-        re.sub(r"^@!?U?P\w+ ", "", line).split()[0].split(".")[0] for line in disassembled(kernel, tmp_path)
-    )
+    operations = operations_of(kernel, tmp_path)
     assert operations["HMMA"] >= 32 and operations["LDGSTS"] > 0
     assert operations["I2F"] == 0 and operations["I2FP"] <= 4, operations
     assert spilled(kernel, tmp_path) <= SPILLED_OUTSIDE_LOOPS
@@ -125,6 +135,16 @@ def test_the_other_kernels_compile(tmp_path: Path):
         constants = {**HEADS, **TOKENS, "TOKENS": 32, "NVFP4": is_nvfp4}
         compiled(token_widen._widen, constants, 4, 3, scales_ptr=scales, out_ptr="*fp16")
     writing = {**HEADS, **KVARN, "ITERATIONS": 8, "REQUESTS": flush.REQUESTS}
-    kernel = compiled(flush._flush_decoded, writing, 8, 3)
-    # A loop that does not stay in the instruction cache is as slow as it is long.
-    assert len(disassembled(kernel, tmp_path)) < 7500
+    compiled(flush._flush_decoded, writing, 8, 3)
+
+
+@pytest.mark.parametrize("name", ["decoded_kernel", "prompts_kernel"])
+def test_programs_that_write_pages_share_a_multiprocessor(name: str, tmp_path: Path):
+    launched = flush_pages.launch(KVARN["GROUP_SIZE"], HEADS["DIM"])
+    constants = {**HEADS, **KVARN, "REQUESTS": flush.REQUESTS}
+    kernel = compiled(getattr(flush_pages, name), constants, launched["num_warps"], 1, launched["maxnreg"])
+    assert 2 * (kernel.metadata.shared + 1024) <= SHARED and 2 * 32 * 8 * launched["maxnreg"] <= REGISTERS
+    operations = operations_of(kernel, tmp_path)
+    assert operations["HMMA"] >= 192 and spilled(kernel, tmp_path) <= 2 * SPILLED_OUTSIDE_LOOPS
+    # A program runs half of it, since it writes keys or values.
+    assert operations.total() < 5500, operations
