@@ -3,6 +3,7 @@
 Not for what lies there, which is in `kv_kvarn_cpu.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import TokenGroup
-from .attention_metadata import AttentionMetadata, HostMetadata
+from .attention_metadata import AttentionMetadata
 from .kv_cpu import DecodeGroups, on_host
 from .kv_layer import Workspaces
 
@@ -74,45 +75,57 @@ class DecodeSteps:
         if metadata is not self._metadata:
             self._metadata, self._steps = metadata, {}
         if kv_heads not in self._steps:
-            groups = self._groups.of(metadata, query)
-            self._steps[kv_heads] = _step(on_host(metadata), groups, kv_heads, query.dtype)
+            self._steps[kv_heads] = self._step(metadata, kv_heads, query)
         return self._steps[kv_heads]
 
+    def _step(self, metadata: AttentionMetadata, kv_heads: int, query: Tensor) -> DecodeStep:
+        host = on_host(metadata)
+        size, requests = host.page_size, slice(host.num_decodes)
+        rows, lengths = host.request_rows[requests].astype(np.int64), host.seq_lens[requests].astype(np.int64)
+        own_page, offset = np.divmod(lengths - 1, size)
+        page = (rows * 2 + np.minimum(own_page, 1))[:, None] * (2 * kv_heads) + np.arange(2 * kv_heads)
+        full = np.flatnonzero((own_page > 0) & (offset == size - 1))
+        to = host.block_table[full, own_page[full]].astype(np.int64)
+        # Without coded pages it does not matter who has how many.
+        groups: Sequence[TokenGroup | None] = [None]
+        if int(own_page.max()) > 1:
+            groups = self._groups.of(metadata, query)
+        return DecodeStep(
+            torch.from_numpy((page * size + offset[:, None]).ravel()),
+            (torch.from_numpy(rows[full]), torch.from_numpy(to)),
+            [_group(group, rows, lengths, size, query.dtype) for group in groups],
+        )
 
-def _step(host: HostMetadata, groups: list[TokenGroup], kv_heads: int, dtype: torch.dtype) -> DecodeStep:
-    size, requests = host.page_size, slice(host.num_decodes)
-    rows, lengths = host.request_rows[requests].astype(np.int64), host.seq_lens[requests].astype(np.int64)
-    own_page, offset = np.divmod(lengths - 1, size)
-    page = (rows * 2 + np.minimum(own_page, 1))[:, None] * (2 * kv_heads) + np.arange(2 * kv_heads)
-    full = np.flatnonzero((own_page > 0) & (offset == size - 1))
-    to = host.block_table[full, own_page[full]].astype(np.int64)
-    return DecodeStep(
-        torch.from_numpy((page * size + offset[:, None]).ravel()),
-        (torch.from_numpy(rows[full]), torch.from_numpy(to)),
-        [_group(group, torch.from_numpy(rows), torch.from_numpy(lengths), size, dtype) for group in groups],
-    )
 
-
-def _group(group: TokenGroup, rows: Tensor, lengths: Tensor, size: int, dtype: torch.dtype) -> DecodeGroup:
+def _group(
+    group: TokenGroup | None, rows: np.ndarray, lengths: np.ndarray, size: int, dtype: torch.dtype
+) -> DecodeGroup:
+    """Those of `group`, or all."""
+    requests = np.arange(len(rows))
+    if group is not None:
+        requests = requests[group.tokens if isinstance(group.tokens, slice) else group.tokens.numpy()]
     # In the order of their rows: what is held need not be copied where rows are neighbours.
-    order = rows[group.tokens].argsort()
-    tokens = torch.arange(len(rows))[group.tokens][order]
-    rows, lengths, pages = rows[tokens], lengths[tokens], group.pages[order]
-    count, longest, first = pages.shape[1], int(lengths.max()), int(rows[0])
-    held = min(count, 2)
+    order = rows[requests].argsort()
+    tokens = requests[order]
+    rows, lengths = rows[tokens], lengths[tokens]
+    first, longest = int(rows[0]), int(lengths.max())
     own_page = (lengths - 1) // size
-    seen = lengths - (own_page - 1).clamp_(min=0) * size
-    hidden = torch.arange(longest if held == 1 else 2 * size) >= seen[:, None, None, None]
-    neighbours = int(rows[-1]) - first == len(rows) - 1
+    held = 1 if longest <= size else 2
+    seen = lengths - np.maximum(own_page - 1, 0) * size
+    hidden = (np.arange(longest if held == 1 else 2 * size) >= seen[:, None])[:, None, None]
+    coded = torch.empty(len(rows), 0, dtype=torch.int64)
+    if group is not None:
+        coded = group.pages[torch.from_numpy(order), 1 : max(group.pages.shape[1] - 1, 1)]
+    in_order = np.array_equal(tokens, np.arange(int(tokens[0]), int(tokens[0]) + len(tokens)))
     return DecodeGroup(
-        group.tokens if torch.equal(order, torch.arange(len(order))) else tokens,
-        slice(first, first + len(rows)) if neighbours else rows,
+        slice(int(tokens[0]), int(tokens[0]) + len(tokens)) if in_order else torch.from_numpy(tokens),
+        slice(first, first + len(rows)) if int(rows[-1]) - first == len(rows) - 1 else torch.from_numpy(rows),
         held,
         longest,
-        pages[:, 1 : max(count - 1, 1)],
-        hidden,
-        _bias(hidden, dtype) if hidden.any() else None,
-        own_page,
+        coded,
+        torch.from_numpy(hidden),
+        _bias(torch.from_numpy(hidden), dtype) if hidden.any() else None,
+        torch.from_numpy(own_page),
     )
 
 
