@@ -75,14 +75,16 @@ def _variance(tile, weights_smem, weight, unit, MMA: gl.constexpr):
     weights = gl.where(column == 3, square_low[:, None], weights)
     weights_smem.store(weights.to(gl.float16))
     sums = gl.full([N, COLUMNS], 0.0, gl.float32, MMA)
-    of_squares = sums
+    of_squares, of_rests = sums, sums
+    # Three sums, since each product waits for the one before in its own.
     for start in gl.static_range(0, COUNT, DEPTH):
         x = tile.slice(start, DEPTH, 1).load(gl.DotOperandLayout(0, MMA, 2))
         b = weights_smem.slice(start, DEPTH, 0).load(gl.DotOperandLayout(1, MMA, 2))
         square, rest = _square(x)
         sums = mma_v2(x, b, sums)
         of_squares = mma_v2(square, b, of_squares)
-        of_squares = mma_v2(rest, b, of_squares)
+        of_rests = mma_v2(rest, b, of_rests)
+    of_squares += of_rests
     part = gl.where(column % 2 == 0, 1.0, 1.0 / LOW)
     total = gl.sum(gl.where(column < 2, sums * part, 0.0), axis=1)
     total_squares = gl.sum(gl.where((column == 2) | (column == 3), of_squares * part, 0.0), axis=1)

@@ -145,6 +145,6 @@ def test_programs_that_write_pages_share_a_multiprocessor(name: str, tmp_path: P
     kernel = compiled(getattr(flush_pages, name), constants, launched["num_warps"], 1, launched["maxnreg"])
     assert 2 * (kernel.metadata.shared + 1024) <= SHARED and 2 * 32 * 8 * launched["maxnreg"] <= REGISTERS
     operations = operations_of(kernel, tmp_path)
-    assert operations["HMMA"] >= 192 and spilled(kernel, tmp_path) <= 2 * SPILLED_OUTSIDE_LOOPS
+    assert operations["HMMA"] >= 192 and spilled(kernel, tmp_path) <= 4 * SPILLED_OUTSIDE_LOOPS
     # A program runs half of it, since it writes keys or values.
     assert operations.total() < 5500, operations
