@@ -13,12 +13,14 @@ what its numbers are.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .column_sums import solve_rows
+from .replayed import Choose, replayed
 
 DAMPING = 0.01
 """Of the mean of H's diagonal, added to all of it: as GPTQ has it."""
@@ -127,13 +129,14 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
     g = grid.group_size
     values = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     found: dict[int, Tensor] = {}
+    first, again = replayed(partial(_first_choice, grid)), replayed(partial(_next_choice, grid))
 
     def solve_block(rows: slice) -> None:
         target = weight[rows].float()[:, curvature.order]
-        rounded, chosen = _first_pass(target, curvature, grid)
+        rounded, chosen = _first_pass(target, curvature, grid.group_size, first)
         pull = (rounded - target) @ curvature.matrix
         for _ in range(SWEEPS):
-            _descend(rounded, chosen, pull, curvature, grid)
+            _descend(rounded, chosen, pull, curvature, again)
         values[rows] = torch.empty_like(rounded).index_copy_(1, curvature.order, rounded)
         places = curvature.order[::g] // g
         found[rows.start] = torch.empty_like(chosen).index_copy_(2, places, chosen)
@@ -143,18 +146,15 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
     return Solution(values, torch.cat([found[start] for start in sorted(found)], 1))
 
 
-def _first_pass(target: Tensor, curvature: Curvature, grid: Grid) -> tuple[Tensor, Tensor]:
+def _first_pass(target: Tensor, curvature: Curvature, g: int, choose: Choose) -> tuple[Tensor, Tensor]:
     """GPTQ, grids chosen on the way: values [rows, K] and parameters [P, rows, G], in solving order."""
-    g = grid.group_size
     wanted = target.clone()
     rounded = torch.empty_like(target)
     chosen = []
     for start in range(0, target.shape[1], g):
         group, later = slice(start, start + g), slice(start + g, None)
         factor = curvature.inverse[group, group]
-        weight = factor.diagonal().square().reciprocal()
-        tried = grid.first(wanted[:, group], weight)
-        values, parameters, _ = _best(wanted[:, group], factor, grid, tried)
+        values, parameters, _ = choose(wanted[:, group], factor)
         error = torch.linalg.solve_triangular(factor, wanted[:, group] - values, upper=True, left=False)
         wanted[:, later] -= error @ curvature.inverse[group, later]
         rounded[:, group] = values
@@ -162,9 +162,9 @@ def _first_pass(target: Tensor, curvature: Curvature, grid: Grid) -> tuple[Tenso
     return rounded, torch.stack(chosen, 2)
 
 
-def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature, grid: Grid) -> None:
+def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature, choose: Choose) -> None:
     """Solve each group again with the others as they are; in place. pull: (rounded - target) H, kept up."""
-    g = grid.group_size
+    g = curvature.group_size
     for index in range(chosen.shape[2]):
         group = slice(index * g, index * g + g)
         now, parameters = rounded[:, group].clone(), chosen[:, :, index]
@@ -173,16 +173,8 @@ def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature
         codes = now @ metric
         # The same codes under the scale that suits them best.
         factor = (codes * wanted).sum(1) / (codes * now).sum(1).clamp(min=torch.finfo(torch.float32).tiny)
-        tried = torch.stack(
-            [
-                *grid.near(parameters).unbind(1),
-                *grid.first(wanted, metric.diagonal()).unbind(1),
-                grid.rescaled(parameters, torch.where(factor > 0, factor, 1.0)),
-            ],
-            dim=1,
-        )
         within = curvature.within[index]
-        values, found, cost = _best(wanted, within, grid, tried)
+        values, found, cost = choose(wanted, parameters, factor, metric.diagonal(), within)
         before = torch.linalg.solve_triangular(within, wanted - now, upper=True, left=False).square().sum(1)
         better = cost < before
         values = torch.where(better[:, None], values, now)
@@ -191,7 +183,25 @@ def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature
         pull += (values - now) @ curvature.matrix[group]
 
 
-def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _first_choice(grid: Grid, wanted: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    """`_best` of what a grid tries first."""
+    return _best(wanted, factor, grid, grid.first(wanted, factor.diagonal().square().reciprocal()))
+
+
+def _next_choice(
+    grid: Grid, wanted: Tensor, parameters: Tensor, rescaling: Tensor, weight: Tensor, factor: Tensor
+) -> tuple[Tensor, ...]:
+    """`_best` of what lies around `parameters` [P, rows], of those `rescaling` [rows] times as large, and of
+    what is tried first."""
+    tried = [
+        *grid.near(parameters).unbind(1),
+        *grid.first(wanted, weight).unbind(1),
+        grid.rescaled(parameters, torch.where(rescaling > 0, rescaling, 1.0)),
+    ]
+    return _best(wanted, factor, grid, torch.stack(tried, dim=1))
+
+
+def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Tensor, ...]:
     """What each row's best of parameters [P, C, rows] makes of it: values [rows, g], parameters, cost [rows].
 
     factor: upper triangular [g, g], of the inverse of the metric
@@ -202,7 +212,7 @@ def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Te
     wanted = target.T.repeat(1, count)
     rounded = torch.empty_like(wanted)
     cost = torch.zeros_like(wanted[0])
-    scales = factor.diagonal().reciprocal().tolist()
+    scales = factor.diagonal().reciprocal()
     for column in range(g):
         rounded[column] = grid.round(wanted[column], parameters)
         error = (wanted[column] - rounded[column]).mul_(scales[column])
