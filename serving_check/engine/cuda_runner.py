@@ -174,7 +174,7 @@ class CudaRunner:
         device = self.model.device
         vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         no_row = torch.full((1,), self._rows, dtype=torch.int64, device=device)
-        with torch.cuda.device(device):
+        with torch.cuda.device_of(no_row):  # a thread begins with the first GPU
             for dtype in {self.model.dtype, torch.float32}:
                 logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
                 self._sampling.draw(logits, no_row, torch.zeros_like(no_row))

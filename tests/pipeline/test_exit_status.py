@@ -24,7 +24,7 @@ from scalegate.serving_check.verdict import Verdict
 from ..serving_check.gate_samples import sample_verdict
 
 VALIDATE = importlib.import_module("scalegate.pipeline.validate")
-WRITE_DOWN = importlib.import_module("scalegate.pipeline.validation.write_down")
+REPORT = importlib.import_module("scalegate.pipeline.report.write")
 PIPELINE = [sys.executable, "-P", "-m", "scalegate.pipeline"]
 
 
@@ -139,7 +139,7 @@ def test_a_report_that_cannot_be_written_costs_neither_verdict_nor_status(measur
 def test_the_verdict_is_there_before_any_plot_is_drawn(measured, tmp_path, monkeypatch):
     folder, verdict = measured
     report = tmp_path / "report"
-    monkeypatch.setattr(WRITE_DOWN, "render_report", full_disk)
+    monkeypatch.setattr(REPORT, "render_report", full_disk)
     result = CliRunner().invoke(main, ["validate", str(folder), "--report", str(report)])
     assert result.exit_code == 1
     assert read_verdict(report / VERDICT_NAME) == read_verdict(folder / VERDICT_NAME) == verdict
