@@ -10,6 +10,7 @@ from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
+from scalegate.layouts.grouped_experts import GroupedDequantize, GroupedUnquantized
 from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.routing import Routing
 from scalegate.serving_check.engine.engine import Engine
@@ -29,6 +30,8 @@ from .test_engine_batch_invariance import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+PLAIN_EXPERTS = {GroupedUnquantized.name, GroupedDequantize.name}
 
 
 def test_no_company_changes_a_bit_unless_tuned():
@@ -133,7 +136,8 @@ def test_every_layout_that_claims_it_keeps_a_rows_bits(spec):
 
 @pytest.mark.parametrize("spec", [Unquantized(), Int4(128), NVFP4()], ids=lambda spec: spec.name)
 def test_every_layout_of_experts_that_claims_it_keeps_a_rows_bits(spec):
-    """However many rows its expert gets, and under `tuned` it does not."""
+    """However many rows its expert gets. Under `tuned` packed weights do not: their blocks of eight rows have
+    two sums of K. Plain ones sum alike in every block."""
     torch.manual_seed(5)
     device, count, n, k = torch.device("cuda"), 16, 768, 2048
     problem = Problem(spec, n, k, torch.bfloat16, device, Experts(count, 2), "pin")
@@ -158,4 +162,4 @@ def test_every_layout_of_experts_that_claims_it_keeps_a_rows_bits(spec):
             turned = multiplied(name, packed, slice(9, 600), numerics)[:110]
             drift[numerics] += not torch.equal(turned, alone[18:])
         assert (drift["pin"], drift["per-token"]) == (0, 0), (name, drift)
-        assert drift["tuned"], f"{name}: nothing was proved"
+        assert drift["tuned"] or name in PLAIN_EXPERTS, f"{name}: nothing was proved"
