@@ -187,8 +187,9 @@ class ForkServer:
     def serve(self) -> None:
         """Until standard input closes, whose other end the command has that started us."""
         while True:
-            for key, _ in self._selector.select():
-                key.data()
+            # One event at a time: it may close what another one is about.
+            key, _ = self._selector.select()[0]
+            key.data()
 
     def _answer(self) -> None:
         channel, _ = self._listener.accept()
@@ -198,15 +199,17 @@ class ForkServer:
         except (OSError, EOFError, pickle.UnpicklingError):
             channel.close()
             return
-        if (_read_while_imported(request.environment), request.cores) == (self._environment, self._cores):
-            pid = os.fork()
-            if pid == 0:
+        alike = (_read_while_imported(request.environment), request.cores) == (self._environment, self._cores)
+        with contextlib.suppress(OSError):  # no more processes to be had, or the client is gone
+            if alike:
+                pid = os.fork()
+                if pid == 0:
+                    channel.close()
+                    self._be_the_child(request, descriptors)
+                self._watch(pid, channel)
+            else:
+                channel.sendall(NUMBER.pack(REFUSED))
                 channel.close()
-                self._be_the_child(request, descriptors)
-            self._watch(pid, channel)
-        else:
-            channel.sendall(NUMBER.pack(REFUSED))
-            channel.close()
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -89,6 +89,20 @@ def test_a_fork_does_not_outlive_a_killed_client():
         time.sleep(0.02)
 
 
+def test_a_process_and_its_client_may_end_at_the_same_time():
+    """Which the fork server then learns at once."""
+    parent = told()["parent"]
+    connection, process = start_process(forked_mains.wait_for_ever, name="waits")
+    pid = connection.recv()
+    os.kill(parent, signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    while not is_gone(pid):
+        time.sleep(0.01)
+    del process
+    os.kill(parent, signal.SIGCONT)
+    assert told()["parent"] == parent
+
+
 def is_gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
