@@ -28,12 +28,13 @@ STAGES = (
     (r"Capture (?:cuda graph|CUDA graph) begin", "capturing graphs"),
     (r"The server is fired up", "serving"),
 )
+OUT_OF_MEMORY = (
+    r"(?:torch\.)?OutOfMemoryError: [^\n]*|CUDA out of memory[^\n]*",
+    "use a smaller --m or --input-len, more GPUs with --tensor-parallel-size, or another share with "
+    '--engine-args "--mem-fraction-static 0.4"',
+)
 FAILURES = (
-    (
-        r"(?:torch\.)?OutOfMemoryError: [^\n]*|CUDA out of memory[^\n]*",
-        "use a smaller --m or --input-len, more GPUs with --tensor-parallel-size, or another share with "
-        '--engine-args "--mem-fraction-static 0.4"',
-    ),
+    OUT_OF_MEMORY,
     (
         r"Not enough memory[^\n]*",
         'end what else runs on that GPU, or give --engine-args "--mem-fraction-static 0.9"',
@@ -49,7 +50,11 @@ FAILURES = (
     (r"(?:sglang|launch_server\.py): error: [^\n]*", "see `sglang serve --help`; check --engine-args"),
     (r"(?:Value|Runtime|Assertion|Key|Type|Import|ModuleNotFound)Error: [^\n]*", "see the log"),
 )
-READER = LogReader(functools.partial(last_stage, STAGES), functools.partial(first_failure, FAILURES))
+READER = LogReader(
+    functools.partial(last_stage, STAGES),
+    functools.partial(first_failure, FAILURES),
+    functools.partial(first_failure, (OUT_OF_MEMORY,)),
+)
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -22,6 +23,9 @@ from .series import SCALEGATE_SERIES, Series
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LOG_TAIL_LINES = 25
+LAST_LINE_CHARS = 200
+ENDING_SECONDS = 20.0
+"""For a server whose engine is gone to end: vLLM looks every five seconds, then closes its connections."""
 PORT_OPTION = "--port"
 KILLED = {256 - number: number.name for number in (signal.SIGKILL, signal.SIGTERM)}
 """The supervisor's exit statuses for a command that a signal from elsewhere ended."""
@@ -36,7 +40,9 @@ class LogReader:
     stage: Callable[[str], str | None] = lambda log: None
     """How far a start has come."""
     failure: Callable[[str], str | None] = lambda log: None
-    """Why it ended, and what to do, in one line."""
+    """Why a start ended, and what to do, in one line."""
+    ending: Callable[[str], str | None] = lambda log: None
+    """What ended it while it served, where that was the machine; None where it was what it serves."""
     series: Callable[[Path], Mapping[str, float]] = lambda log: {}
     """As `/metrics` would have them."""
 
@@ -137,16 +143,23 @@ class SubprocessEndpoint:
     def why_gone(self) -> str | None:
         """What ended it, where that was the machine or a lack of memory rather than what it serves.
 
-        None while it runs, and where nothing tells.
+        None while it serves, and where nothing tells. One that no longer serves is given time to end.
         """
-        if self._process is None or (status := self._process.poll()) is None:
+        if self._process is None or (self.is_running() and self._serves()):
             return None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
+        status = self._process.poll()
         if status in KILLED:
             return (
                 f"{self.name} was ended by {KILLED[status]} while it served; the machine may be out of memory"
             )
-        failure = self.reader.failure(self._log_text())
-        return None if failure is None else f"{self.name} ended while it served: {failure}"
+        ending = self.reader.ending(self._log_text())
+        return None if ending is None else f"{self.name} ended while it served: {ending}"
+
+    def _serves(self) -> bool:
+        base_url = self.base_url or find_base_url(self.log)
+        return base_url is not None and is_healthy(base_url)
 
     def log_tail(self) -> str:
         """The last lines the engine wrote, for an error message; its own error alone where it gave one."""
@@ -168,6 +181,11 @@ class SubprocessEndpoint:
             return f": {failure} (its log: {self.log})"
         return f". Its last words (all in {self.log}):\n{self.log_tail()}"
 
+    def _last_line(self) -> str:
+        """What it said last, of one that neither serves nor ends."""
+        said = [line.strip() for line in self._log_text().splitlines() if line.strip()]
+        return f"it last said {said[-1][-LAST_LINE_CHARS:]!r}" if said else "it has said nothing"
+
     def __enter__(self) -> Endpoint:
         return self.start()
 
@@ -188,7 +206,9 @@ class SubprocessEndpoint:
                     raise UserError(f"{self.name} ended before it served{self._last_words()}")
                 if time.monotonic() - started > self.startup_timeout:
                     raise UserError(
-                        f"{self.name} did not serve within {self.startup_timeout:.0f} s{self._last_words()}"
+                        f"{self.name} did not serve within {self.startup_timeout:.0f} s: "
+                        f"{self._last_line()}; give it longer with --startup-timeout, or see why it hangs "
+                        f"(its log: {self.log})"
                     )
                 time.sleep(pause)
                 pause = min(pause * 1.2, 0.5)

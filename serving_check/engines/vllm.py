@@ -10,7 +10,7 @@ from .external_command import ExternalCommand
 from .placement import PLACEMENT
 from .series import VLLM_SERIES
 from .subprocess_endpoint import LogReader, SubprocessEndpoint
-from .vllm_log import COMPILATIONS, compilations_in, failure_of, stage_of
+from .vllm_log import COMPILATIONS, compilations_in, ending_of, failure_of, stage_of
 
 KV_FORMATS = ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 """Those of ours that vLLM 0.26 has, under the same names."""
@@ -46,7 +46,7 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
                 f"vLLM does not serve --batch-invariance {options.batch_invariance}; give {INVARIANT}"
             )
         environment[INVARIANT_VARIABLE] = "1"
-    reader = LogReader(stage_of, failure_of, compilations_in)
+    reader = LogReader(stage_of, failure_of, ending_of, compilations_in)
     return COMMAND.server(job, [str(job.folder)], words, VLLM_SERVER_SERIES, reader, environment)
 
 

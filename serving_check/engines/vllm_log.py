@@ -26,17 +26,18 @@ STAGES = (
 )
 """Marks of a start's stages, and what is said of each."""
 
+OUT_OF_MEMORY = (
+    r"(?:torch\.)?OutOfMemoryError: [^\n]*|CUDA (?:error: )?out of memory[^\n]*",
+    "use a smaller --m or --input-len, more GPUs with --tensor-parallel-size, or a larger share with "
+    '--engine-args "--gpu-memory-utilization 0.9" (the servers then take turns)',
+)
 FAILURES = (
     (
-        r"Free memory on device .*?is less than desired GPU memory utilization[^.\n]*",
+        r"Free memory on device .*?is less than desired GPU memory utilization \([^)\n]*\)",
         "end what else runs on that GPU, name another with --devices, or give less with "
         '--engine-args "--gpu-memory-utilization 0.4"',
     ),
-    (
-        r"(?:torch\.)?OutOfMemoryError: [^\n]*|CUDA (?:error: )?out of memory[^\n]*",
-        "use a smaller --m or --input-len, more GPUs with --tensor-parallel-size, or a larger share with "
-        '--engine-args "--gpu-memory-utilization 0.9" (the servers then take turns)',
-    ),
+    OUT_OF_MEMORY,
     (
         r"No available memory for the cache blocks",
         'give more with --engine-args "--gpu-memory-utilization 0.9" (the servers then take turns)',
@@ -69,10 +70,24 @@ FAILURES = (
         r"\[Errno 98\][^\n]*|[^\n]*[Aa]ddress already in use[^\n]*",
         "another program took the port meanwhile: run it again",
     ),
-    (r"(?:vllm serve|api_server\.py|vllm): error: [^\n]*", "see `vllm serve --help`; check --engine-args"),
+    (
+        r"(?m)\b(?:vllm|main\.py|api_server\.py)(?: [\w-]+)*: error: .+$",
+        "see `vllm serve --help`; check --engine-args and --baseline-engine-args",
+    ),
+    (r"(?<=Value error, )[^\n]*?(?= \[type=|\n|$)", "check --engine-args, and the checkpoint's config.json"),
     (r"(?:Value|Runtime|Assertion|Key|Type|NotImplemented)Error: [^\n]*", "see the log"),
 )
-"""Causes, surest first, and what to do about each."""
+"""Causes of a start's end, surest first, and what to do about each."""
+
+ENDINGS = (
+    OUT_OF_MEMORY,
+    (
+        r"Worker proc \S+ died unexpectedly \(exit code: -\d+\)|engine core exited unexpectedly",
+        "another process ended it, or the machine is out of memory",
+    ),
+)
+"""The machine's doing while it served. An engine core that fails over what it serves sends word before it
+exits, so that its exit is not unexpected."""
 
 MONITORED = "JIT monitor activated"
 COMPILED = re.compile(r"(\S[^:\n\]]*?) (?:JIT )?compilation during inference: ([^.(\s]+)")
@@ -81,6 +96,7 @@ AUTOTUNED = re.compile(r"(\S[^:\n\]]*?) (autotuning[^:\n]*) during inference: ([
 
 stage_of = functools.partial(last_stage, STAGES)
 failure_of = functools.partial(first_failure, FAILURES)
+ending_of = functools.partial(first_failure, ENDINGS)
 
 
 def compilations_in(path: Path) -> Mapping[str, float]:

@@ -56,7 +56,7 @@ def test_a_verdict_on_two_vllm_servers(
     monkeypatch.setattr(by_layers, "free_bytes", lambda device: 1 << 20)
     options = [
         "--engine-args",
-        "--swap-space 2",
+        "--block-size 32",
         "--baseline-engine-args",
         "",
         "--report",
@@ -67,11 +67,11 @@ def test_a_verdict_on_two_vllm_servers(
     verdict = read_verdict(tmp_path / "r" / "serving_check.json")
     assert result.exit_code == verdict.exit_status
     ours, theirs = sorted(words.read_text().splitlines(), key=lambda line: str(artifact) not in line)
-    assert "--swap-space 2" in ours and "--swap-space" not in theirs
+    assert "--block-size 32" in ours and "--block-size" not in theirs
     assert "--no-enable-prefix-caching --max-num-seqs 1" in ours and "--max-model-len 128" in ours
     assert verdict.environment.engine == "vllm"
-    assert verdict.environment.engine_options["engine_args"] == "--swap-space 2"
-    assert "--engine-args '--swap-space 2'" in verdict.command
+    assert verdict.environment.engine_options["engine_args"] == "--block-size 32"
+    assert "--engine-args '--block-size 32'" in verdict.command
     assert not verdict.artifact.layouts, "vLLM runs its own kernels"
     status = {check.name: check.status for check in verdict.checks}
     assert status["compilations in traffic"] == "pass"

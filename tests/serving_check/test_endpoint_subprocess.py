@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -17,11 +19,13 @@ from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint
 from scalegate.serving_check.engines.engine import MemoryGrant, ServerJob
+from scalegate.serving_check.engines.external_command import free_port
 from scalegate.serving_check.engines.placement import Placement
 from scalegate.serving_check.engines.prometheus_text import by_label, parse_metrics, total
 from scalegate.serving_check.engines.sglang import SGLANG
+from scalegate.serving_check.engines.subprocess_endpoint import LogReader
 from scalegate.serving_check.engines.vllm import VLLM
-from scalegate.serving_check.engines.vllm_log import COMPILATIONS
+from scalegate.serving_check.engines.vllm_log import COMPILATIONS, ending_of
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
@@ -82,9 +86,63 @@ def test_a_command_that_does_not_exist_is_reported(tmp_path):
 def test_a_command_that_never_serves_is_ended(tmp_path):
     command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
     endpoint = SubprocessEndpoint(command, "hung", log=tmp_path / "log.txt", startup_timeout=1.5)
-    with pytest.raises(UserError, match="did not serve within"):
+    with pytest.raises(UserError, match="did not serve within") as raised:
         endpoint.start()
-    assert gone(int((tmp_path / "log.txt").read_text()))
+    pid = (tmp_path / "log.txt").read_text().strip()
+    assert gone(int(pid))
+    assert f"it last said '{pid}'" in raised.value.message and "--startup-timeout" in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+ENDING_ENGINE = """
+import http.server, sys, threading, time
+port, said = int(sys.argv[1]), sys.argv[2]
+lost = []
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/end":
+            print(said, flush=True)
+            lost.append(True)
+            threading.Timer(0.5, server.shutdown).start()
+        self.send_response(503 if lost else 200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "it"}]}')
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("[shutdown] MPClient: engine core exited unexpectedly; starting cleanup", "exited unexpectedly"),
+        ("EngineCore encountered a fatal error.\ntorch.OutOfMemoryError: CUDA out of memory.", "OutOfMemory"),
+        ("EngineCore encountered a fatal error.\nRuntimeError: CUDA error: an illegal memory access", None),
+    ],
+)
+def test_a_server_that_has_lost_its_engine_is_given_time_to_end_and_its_log_tells_whose_doing(
+    tmp_path, said: str, why: str | None
+):
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}"
+    endpoint = SubprocessEndpoint(
+        [sys.executable, "-c", ENDING_ENGINE, port, said],
+        "vllm M",
+        log=tmp_path / "log",
+        base_url=url,
+        reader=LogReader(ending=ending_of),
+    )
+    endpoint.start()
+    try:
+        assert endpoint.why_gone() is None, "it serves"
+        with pytest.raises(HTTPError):
+            urlopen(f"{url}/end")
+        reason = endpoint.why_gone()
+        assert not endpoint.is_running()
+        assert reason is None if why is None else why in str(reason) and "while it served" in str(reason)
+    finally:
+        endpoint.stop()
 
 
 def test_one_that_ignores_sigterm_is_killed_with_its_children(tmp_path):

@@ -14,7 +14,7 @@ LAST = "RuntimeError: Engine core initialization failed. See root cause above. F
 FAILURES = {
     "ValueError: Free memory on device cuda:0 (70.1/139.8 GiB) on startup is less than desired GPU memory "
     "utilization (0.92, 128.6 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
-    "processes.": ("Free memory on device cuda:0 (70.1/139.8 GiB)", "--devices"),
+    "processes.": ("desired GPU memory utilization (0.92, 128.6 GiB); end what", "--devices"),
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
     "139.8 GiB": ("Tried to allocate 2.00 GiB", "--tensor-parallel-size"),
     "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
@@ -30,6 +30,24 @@ FAILURES = {
     ),
     "ValueError: Model architectures ['FooForCausalLM'] are not supported for now. Supported architectures: "
     "dict_keys([])": ("['FooForCausalLM'] are not supported", "--engine embedded"),
+    "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, "
+    "Unknown quantization method: gguf. Must be one of ['awq']. [type=value_error, input_value=ArgsKwargs": (
+        "Unknown quantization method: gguf;",
+        "--engine embedded",
+    ),
+    "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, "
+    "User-specified max_model_len (99) is greater than the derived max_model_len. [type=value_error, in": (
+        "User-specified max_model_len (99) is greater than the derived max_model_len.; check",
+        "--engine-args",
+    ),
+    "usage: vllm [-h] [-v] {chat,serve,bench} ...\nvllm: error: unrecognized arguments: --no-such-word 1": (
+        "vllm: error: unrecognized arguments: --no-such-word 1;",
+        "--engine-args",
+    ),
+    "usage: main.py [-h] [-v] {chat,serve,bench} ...\nmain.py: error: unrecognized arguments: --no-such": (
+        "error: unrecognized arguments: --no-such;",
+        "--engine-args",
+    ),
     "OSError: [Errno 98] Address already in use": ("Address already in use", "run it again"),
     "ModuleNotFoundError: No module named 'vllm._C'": ("vllm._C", "without a kernel"),
 }
