@@ -6,10 +6,11 @@ On a machine with so many GPUs, in one call of nine minutes:
     python -P tests/bench/distributed_quantize.py --gpus 1 2 4 --out OUT/distributed_4.json
 
 Weights of Qwen3-32B's shapes are drawn on the GPU into files in memory, so no disk is timed; `--layers` cuts
-them. First a cut of `--resume-layers` is quantized by two processes of which one is killed, and finished
-on one GPU. What no longer fits into `--seconds` is left out and said. The seconds are those of `quantize`,
-without Python's imports; those of the whole command stand beside them. The table comes last. Exit status 1
-where bytes differ or a speed-up misses its bar.
+them. `--parts` chooses: `speed` quantizes all of them on each number of GPUs; `resume` a cut of
+`--resume-layers` by two processes of which one is killed, and finishes it on one GPU. What no longer fits
+into `--seconds` is left out and said. The seconds are those of `quantize`, without Python's imports; those of
+the whole command stand beside them. Each result is printed and kept as soon as it is there; the table comes
+last. Exit status 1 where bytes differ or a speed-up misses its bar.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,11 @@ BARS = {2: 1.8, 4: 3.4}
 SHARD_BYTES = 4 << 30
 WRITERS = 4
 SECONDS_NAME = "seconds.json"
+SPEED, RESUME = "speed", "resume"
+ARTIFACTS_SHARE = 0.3
+"""Of the source's bytes: what an artifact takes, at most."""
+SLACK = 1.5
+"""A run may take so many times its share of the first one's time."""
 KILLED_AFTER = 2
 """Finished shards, before one of the processes is killed."""
 
@@ -61,20 +68,31 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         folder = Path(work)
-        made(folder / "cut", options.resume_layers, options)
-        result["resume"] = kill_and_resume(folder, options)
-        shutil.rmtree(folder / "cut")
-        result["source_bytes"] = made(folder / "source", options.layers, options)
-        result["runs"] = runs(folder, options, began)
+        if SPEED in options.parts:
+            result["source_bytes"] = made(folder / "source", options.layers, options)
+            touch(folder, result["source_bytes"])
+            result["runs"] = []
+            for row in runs(folder, options, began):
+                result["runs"].append(row)
+                keep(result, options)
+            shutil.rmtree(folder / "source")
+        if RESUME in options.parts:
+            made(folder / "cut", options.resume_layers, options)
+            result["resume"] = kill_and_resume(folder, options)
+            keep(result, options)
+    sys.exit(not show(result))
+
+
+def keep(result: dict[str, Any], options: argparse.Namespace) -> None:
     if options.out is not None:
         write_json(options.out, result)
-    sys.exit(not show(result))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--parts", nargs="+", choices=[SPEED, RESUME], default=[SPEED, RESUME])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"])
     parser.add_argument("--resume-layers", type=int, default=6)
@@ -128,6 +146,25 @@ def made(folder: Path, layers: int, options: argparse.Namespace) -> int:
     )
     say(f"{total / 1e9:.1f} GB of weights in {len(groups)} shards: {time.monotonic() - started:.0f} s")
     return total
+
+
+def touch(folder: Path, source_bytes: int) -> None:
+    """Take the memory that two artifacts will lie in, once: a virtual machine may get it only when it is
+    first written, and no run is to wait for that."""
+    started = time.monotonic()
+    zeros = bytes(64 << 20)
+    count = int(2 * ARTIFACTS_SHARE * source_bytes) // len(zeros) // WRITERS
+
+    def write(number: int) -> None:
+        with open(folder / f"touched-{number}", "wb") as file:
+            for _ in range(count):
+                file.write(zeros)
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        list(threads.map(write, range(WRITERS)))
+    for number in range(WRITERS):
+        (folder / f"touched-{number}").unlink()
+    say(f"memory taken: {time.monotonic() - started:.0f} s")
 
 
 def one_rank(source: Path, out: Path, options: argparse.Namespace) -> None:
@@ -186,28 +223,26 @@ def kill_and_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     return found
 
 
-def runs(folder: Path, options: argparse.Namespace, began: float) -> list[dict[str, Any]]:
+def runs(folder: Path, options: argparse.Namespace, began: float) -> Iterator[dict[str, Any]]:
     """The whole checkpoint on each number of GPUs; artifacts are compared and not kept."""
-    rows: list[dict[str, Any]] = []
     first = folder / "on-one"
-    longest = 0.0
+    on_one = 0.0
     for count in options.gpus:
         left = options.seconds - (time.monotonic() - began)
-        if left < longest * 1.1:
-            rows.append({"gpus": count, "left_out": f"{left:.0f} s were left"})
+        if left < SLACK * on_one / count:
+            yield {"gpus": count, "left_out": f"{left:.0f} s were left"}
             continue
-        out = first if not rows else folder / f"on-{count}"
+        out = folder / f"on-{count}" if first.exists() else first
         started = time.monotonic()
         finish(torchrun(count, folder / "source", out, options))
         whole = time.monotonic() - started
-        longest = max(longest, whole)
+        on_one = on_one or whole * count
         seconds = json.loads(out.with_name(f"{out.name}-{SECONDS_NAME}").read_text(encoding="utf-8"))
         same = out == first or equal(first, out)
-        rows.append({"gpus": count, "seconds": seconds, "command_seconds": whole, "equal": same})
-        say(f"{count} GPUs: {seconds:.1f} s, {whole:.1f} s with the start")
+        say(f"{count} GPUs: {seconds:.1f} s, {whole:.1f} s with the start, bytes equal: {same}")
+        yield {"gpus": count, "seconds": seconds, "command_seconds": whole, "equal": same}
         if out != first:
             shutil.rmtree(out)
-    return rows
 
 
 def finish(job: subprocess.Popen[bytes]) -> None:
@@ -227,10 +262,24 @@ def say(text: str) -> None:
 
 def show(result: dict[str, Any]) -> bool:
     """Whether all holds."""
-    holds = result["resume"]["equal"] and result["resume"]["made_again"] == 0
+    holds = True
+    if "runs" in result:
+        holds = show_runs(result)
+    if "resume" in result:
+        resume = result["resume"]
+        holds = holds and resume["equal"] and resume["made_again"] == 0
+        print(
+            f"one of two killed after {resume['finished_before']} of {resume['shards']} shards, all ended "
+            f"within {resume['seconds_until_all_had_ended']} s; finished on one GPU: "
+            f"{'equal' if resume['equal'] else 'DIFFERENT'} bytes, {resume['made_again']} shards made again"
+        )
+    return bool(holds)
+
+
+def show_runs(result: dict[str, Any]) -> bool:
     print(f"\n{result['shape']}, {result['source_bytes'] / 1e9:.1f} GB, {result['recipe']}, no disk")
     print("GPUs  seconds   GB/s  speed-up  bar  with start  bytes")
-    base = result["runs"][0]
+    holds, base = True, result["runs"][0]
     for row in result["runs"]:
         if "left_out" in row:
             print(f"{row['gpus']:>4}  left out: {row['left_out']}")
@@ -243,12 +292,6 @@ def show(result: dict[str, Any]) -> bool:
             f" {speedup:>8.2f}× {bar or '':>4} {base['command_seconds'] / row['command_seconds']:>10.2f}×"
             f"  {'equal' if row['equal'] else 'DIFFER'}"
         )
-    resume = result["resume"]
-    print(
-        f"one of two killed after {resume['finished_before']} of {resume['shards']} shards, all ended within "
-        f"{resume['seconds_until_all_had_ended']} s; finished on one GPU: "
-        f"{'equal' if resume['equal'] else 'DIFFERENT'} bytes, {resume['made_again']} shards made again"
-    )
     return bool(holds)
 
 

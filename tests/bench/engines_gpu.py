@@ -2,15 +2,15 @@
 
 vLLM has to be on PATH or importable here. In calls of nine minutes, on one GPU and then on two:
 
-    python -P tests/bench/engines_gpu.py --only example failures --out OUT/engines_one.json
-    python -P tests/bench/engines_gpu.py --only qwen3-8b --out OUT/engines_8b.json
+    python -P tests/bench/engines_gpu.py --only qwen3-8b failures --out OUT/engines_one.json
     python -P tests/bench/engines_gpu.py --only turns --out OUT/engines_turns.json
     python -P tests/bench/engines_gpu.py --only two-gpus tensor-parallel --out OUT/engines_two.json
 
-Each row is a process of its own with a limit; whatever it leaves running is found by a mark in its
-environment. The failures run four at a time and are not timed; GPU memory is compared after all of them. The
-weights are those of `verdict_gpu.py` but for the bundled checkpoint's, and lie in memory (`--folder`). The
-table comes last; the logs of whatever went wrong are in `--logs`. Exit status 1 where a row misses its bar.
+Each row is a process of its own with a limit, and is printed and kept in `--out` as soon as it has ended;
+whatever it leaves running is found by a mark in its environment, also where SIGTERM cuts the bench off. The
+failures run four at a time and are not timed; GPU memory is compared after all of them. The weights are those
+of `verdict_gpu.py` but for the bundled checkpoint's, and lie in memory (`--folder`). The table comes
+last; the logs of what went wrong are in `--logs`. Exit status 1 where a row misses its bar.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from scalegate.serving_check.environment import describe_environment
 sys.path.insert(0, str(Path(__file__).parent))
 from verdict_gpu import EXAMPLE, make_checkpoint
 
-MARK = "ENGINES_GPU_ROW"
+MARK, RUN = "ENGINES_GPU_ROW", uuid.uuid4().hex
 RUNNING = "vllm:num_requests_running"
 LEFT_MIB = 256
 """GPU memory that may differ between two readings with nothing left: a driver's own."""
@@ -99,16 +99,17 @@ class Failure:
 
 def failures(real: str) -> dict[str, Failure]:
     taken = TAKES_THE_PORT.format(python=sys.executable, real=real)
+    # First what measures free memory, which no other may give back meanwhile, and what takes longest.
     return {
-        "out of memory": Failure('--engine-args "--kv-cache-memory-bytes 4000000000000"', "out of memory"),
-        "share not free": Failure('--engine-args "--gpu-memory-utilization 0.999"', "Free memory on device"),
         "share too small": Failure('--engine-args "--gpu-memory-utilization 0.001"', "give more with"),
+        "server killed": Failure("", "SIGKILL", kill="server"),
+        "engine core killed": Failure("", "while it served", kill="EngineCore"),
+        "hangs at start": Failure("--startup-timeout 30", "did not serve within 30 s", command=STOPS),
         "unknown quantization": Failure("", "--engine embedded", artifact="iq2-xxs"),
         "unknown word": Failure('--engine-args "--no-such-word 1"', "check --engine-args"),
         "port taken": Failure("", "took the port", command=taken),
-        "hangs at start": Failure("--startup-timeout 30", "did not serve within 30 s", command=STOPS),
-        "server killed": Failure("", "SIGKILL", kill="server"),
-        "engine core killed": Failure("", "while it served", kill="EngineCore"),
+        "out of memory": Failure('--engine-args "--kv-cache-memory-bytes 4000000000000"', "out of memory"),
+        "share not free": Failure('--engine-args "--gpu-memory-utilization 0.999"', "Free memory on device"),
     }
 
 
@@ -129,6 +130,7 @@ class Row:
 
 def main() -> None:
     options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: (end_marked(RUN), os._exit(128 + signal.SIGTERM)))
     options.logs.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
@@ -138,6 +140,7 @@ def main() -> None:
         for name in options.only:
             if name == FAILURES:
                 rows += all_failures(folder, real, options)
+                keep(rows, options)
                 continue
             part = PARTS[name]
             if part.shape not in sources:
@@ -145,15 +148,21 @@ def main() -> None:
                     shutil.rmtree(other)
                 sources = {part.shape: made(part.shape, folder / part.shape, options.device)}
             rows.append(one_verdict(name, part, sources[part.shape], real, options))
+            say(line_of(rows[-1]))
+            keep(rows, options)
+    show(rows)
+    sys.exit(not all(row.held for row in rows))
+
+
+def keep(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    if options.out is None:
+        return
     result = {
         "environment": vars(describe_environment(options.device, "auto", "vllm", "vllm")),
         "gpus": torch.cuda.device_count(),
         "rows": [asdict(row) for row in rows],
     }
-    if options.out is not None:
-        write_json(options.out, result)
-    show(rows)
-    sys.exit(not all(row.held for row in rows))
+    write_json(options.out, result)
 
 
 def arguments() -> argparse.Namespace:
@@ -227,6 +236,7 @@ def all_failures(work: Path, real: str, options: argparse.Namespace) -> list[Row
         row, printed = validate(name, folder / failure.artifact, words, command, 240, options, watch)
         one_line = failure.said in row.said and "Traceback" not in printed
         row.held = row.status in UNUSABLE and one_line and not row.left
+        say(line_of(row))
         return row
 
     with ThreadPoolExecutor(4) as threads:
@@ -249,7 +259,7 @@ def validate(
     vllm:  the command that `vllm` is to be
     watch: called with the row's mark until it says that it is done
     """
-    mark = uuid.uuid4().hex
+    mark = f"{RUN} {uuid.uuid4().hex}"
     environment = os.environ | {MARK: mark, "PATH": f"{Path(vllm).parent}:{os.environ['PATH']}"}
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "validate", str(artifact)]
     device = [] if "--devices" in words else ["--device", options.device]
@@ -275,7 +285,6 @@ def validate(
     left = end_marked(mark)
     printed = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in printed.replace("\r", "\n").splitlines() if line.strip()]
-    say(f"{name}: status {status} after {seconds:.0f} s")
     return Row(name, status, round(seconds, 1), lines[-1] if lines else "", False, left), printed
 
 
@@ -327,7 +336,8 @@ def marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with _gone():
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            is_marked = process.environ().get(MARK, "").startswith(mark)
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
@@ -367,19 +377,22 @@ def say(text: str) -> None:
 def show(rows: Sequence[Row]) -> None:
     print(f"\n{'':>4} {'row':<30} {'exit':>4} {'s':>6} {'left':>4} {'MiB':>5}  what it says")
     for row in rows:
-        mib = "" if row.gpu_mib_left is None else row.gpu_mib_left
-        status = "" if row.status is None else row.status
-        said = row.said if row.verdict is None else ratios(row.verdict)
-        held = "ok" if row.held else "MISS"
-        print(
-            f"{held:>4} {row.name:<30} {status:>4} {row.seconds:>6.0f} {len(row.left):>4} {mib:>5}"
-            f"  {said[:300]}"
-        )
+        print(line_of(row))
+
+
+def line_of(row: Row) -> str:
+    mib = "" if row.gpu_mib_left is None else row.gpu_mib_left
+    status = "" if row.status is None else row.status
+    said = row.said if row.verdict is None else ratios(row.verdict)
+    held = "ok" if row.held else "MISS"
+    return (
+        f"{held:>4} {row.name:<30} {status:>4} {row.seconds:>6.0f} {len(row.left):>4} {mib:>5}  {said[:300]}"
+    )
 
 
 def ratios(verdict: dict[str, Any]) -> str:
     text = ", ".join(
-        f"M={m} {ratio:.3f} [{low:.3f}, {high:.3f}] of {blocks} blocks"
+        f"M={m} {ratio:.3f} [{low:.3f}, {high:.3f}], {high / low:.3f}× wide, of {blocks} blocks"
         for m, (ratio, low, high, blocks) in verdict["ratios"].items()
         if None not in (ratio, low, high)
     )

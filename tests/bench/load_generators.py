@@ -1,10 +1,11 @@
 """`vllm bench serve` and our own load generator against one `pipeline serve`: their figures side by side.
 
-    python -P tests/bench/load_generators.py CHECKPOINT --device cuda --m 1 32 64 --vllm "vllm" --out OUT
+    python -P tests/bench/load_generators.py qwen3-8b --device cuda --m 1 32 64 --vllm "vllm" --out OUT
 
-Both are closed loops of M clients with as many requests of the same lengths; they take turns, each a few
-times, and the medians are compared. Bar: no failed request, tokens per second and the time per token within
-3% of one another. Exit status 1 otherwise.
+The model is a folder, or one of `random_qwen3.SHAPES`, made as in `verdict_gpu.py`: a large one on a GPU, for
+a small one's tokens come faster than either client reads them. Both are closed loops of M clients with as
+many requests of the same lengths; they take turns, each a few times, and the medians are compared. Bar: no
+failed request, tokens per second and the time per token within 3% of one another. Exit status 1 otherwise.
 """
 
 import argparse
@@ -24,6 +25,10 @@ from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.workload import WorkloadSpec
 from scalegate.serving_check.workload.generator import run_workload
 
+sys.path.insert(0, str(Path(__file__).parent))
+from random_qwen3 import SHAPES
+from verdict_gpu import make_checkpoint
+
 RESULT = Path(__file__).parent / "results" / "load_generators.json"
 PROMPT, OUTPUT = 128, 128
 WAVES = 4
@@ -39,35 +44,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", help="a folder, or a shape")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where a shape's weights lie")
     parser.add_argument("--vllm", default="vllm", help="vLLM's command, as a shell would read it")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    checkpoint = options.checkpoint.resolve()
-    command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(checkpoint), "--port", "0"]
-    command += [
-        "--served-model-name",
-        NAME,
-        "--max-num-seqs",
-        str(max(options.m)),
-        "--device",
-        options.device,
-    ]
-    command += ["--max-model-len", str(2 * (PROMPT + OUTPUT))]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        SubprocessEndpoint(command, "pipeline serve", log=Path(folder) / "server.txt") as endpoint,
-    ):
-        rows = [
-            row(endpoint, checkpoint, shlex.split(options.vllm), m, options.rounds, Path(folder))
-            for m in options.m
-        ]
-    environment = vars(describe_environment(options.device, "auto", "embedded", "embedded"))
-    write_json(options.out, {"environment": environment, "lengths": [PROMPT, OUTPUT], "rows": rows})
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        checkpoint = Path(options.checkpoint).resolve()
+        if options.checkpoint in SHAPES:
+            checkpoint = Path(work) / "checkpoint"
+            make_checkpoint(options.checkpoint, checkpoint, options.device)
+        rows = compared(checkpoint, Path(work), options)
     sys.exit(not all(one["passed"] for one in rows))
+
+
+def compared(checkpoint: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(checkpoint), "--port", "0"]
+    command += ["--served-model-name", NAME, "--max-num-seqs", str(max(options.m))]
+    command += ["--device", options.device, "--max-model-len", str(2 * (PROMPT + OUTPUT))]
+    environment = vars(describe_environment(options.device, "auto", "embedded", "embedded"))
+    rows: list[dict[str, Any]] = []
+    with SubprocessEndpoint(command, "pipeline serve", log=folder / "server.txt") as endpoint:
+        for m in options.m:
+            rows.append(row(endpoint, checkpoint, shlex.split(options.vllm), m, options.rounds, folder))
+            told = {
+                "environment": environment,
+                "model": Path(options.checkpoint).name,
+                "lengths": [PROMPT, OUTPUT],
+            }
+            write_json(options.out, told | {"rows": rows})
+    return rows
 
 
 def row(
@@ -117,11 +126,10 @@ def by_ours(endpoint: Endpoint, m: int, requests: int, seed: int) -> dict[str, f
 def by_vllm(
     endpoint: Endpoint, checkpoint: Path, vllm: Sequence[str], m: int, requests: int, seed: int, folder: Path
 ) -> dict[str, float]:
-    """It sends one request before it measures, too."""
     command = [*vllm, "bench", "serve", "--base-url", endpoint.base_url, "--model", NAME]
     command += ["--tokenizer", str(checkpoint), "--num-prompts", str(requests), "--max-concurrency", str(m)]
     command += ["--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT), "--ignore-eos"]
-    command += ["--seed", str(seed), "--save-result", "--result-dir", str(folder)]
+    command += ["--num-warmups", "1", "--seed", str(seed), "--save-result", "--result-dir", str(folder)]
     subprocess.run([*command, "--result-filename", "vllm.json"], check=True, stdout=sys.stderr)
     told = json.loads((folder / "vllm.json").read_text(encoding="utf-8"))
     return {
