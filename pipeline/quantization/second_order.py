@@ -25,8 +25,11 @@ from .replayed import Choose, replayed
 DAMPING = 0.01
 """Of the mean of H's diagonal, added to all of it: as GPTQ has it."""
 SWEEPS = 2
-CPU_NUMBERS, GPU_NUMBERS = 1 << 17, 1 << 25
-"""Numbers [candidates, rows, group] rounded together: what stays in a core's cache, and what fills a GPU."""
+CPU_NUMBERS, GPU_NUMBERS = 1 << 19, 1 << 25
+"""Numbers [candidates, rows, group] rounded together: so many that each operation is worth its call on a CPU,
+and what fills a GPU."""
+LAZY = 16
+"""Columns whose errors are handed on to those after them at once (GPTQ's lazy updates, within a group)."""
 
 
 class Grid(Protocol):
@@ -211,13 +214,18 @@ def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Te
     parameters = tried.reshape(tried.shape[0], -1)
     wanted = target.T.repeat(1, count)
     rounded = torch.empty_like(wanted)
+    errors = torch.empty_like(wanted[:LAZY])
     cost = torch.zeros_like(wanted[0])
     scales = factor.diagonal().reciprocal()
-    for column in range(g):
-        rounded[column] = grid.round(wanted[column], parameters)
-        error = (wanted[column] - rounded[column]).mul_(scales[column])
-        cost.addcmul_(error, error)
-        wanted[column + 1 :].addr_(factor[column, column + 1 :], error, alpha=-1)
+    for start in range(0, g, LAZY):
+        stop = min(start + LAZY, g)
+        for column in range(start, stop):
+            rounded[column] = grid.round(wanted[column], parameters)
+            error = torch.sub(wanted[column], rounded[column], out=errors[column - start])
+            error.mul_(scales[column])
+            cost.addcmul_(error, error)
+            wanted[column + 1 : stop].addr_(factor[column, column + 1 : stop], error, alpha=-1)
+        wanted[stop:].addmm_(factor[start:stop, stop:].T, errors[: stop - start], alpha=-1)
     least = cost.view(count, rows).min(0)
     picked = least.indices * rows + torch.arange(rows, device=target.device)
     return rounded[:, picked].T, parameters[:, picked], least.values
