@@ -5,6 +5,7 @@ quantizers are not involved. Not for serving the model: that is the engine's.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def load_model(
     revision: str | None = None,
     progress: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    instead: Mapping[str, StoredWeight] | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, a folder or a Hub id, for inference on `device`.
 
@@ -59,11 +61,12 @@ def load_model(
             whatever the plan says
     numerics: what a row's bits may depend on; only layouts that keep it are taken
     tokenizer: the checkpoint's, where it has been loaded already
+    instead: weights that take the place of the checkpoint's own, by module
     """
     checkpoint = open_checkpoint(str(model), revision)
     device = torch.device(device)
     convention = convention_of(checkpoint)
-    stored = convention.modules(checkpoint)
+    stored = convention.modules(checkpoint) | dict(instead or {})
     dtype = dtype or default_dtype(checkpoint)
     skeleton = build_skeleton(checkpoint, dtype, device)
     picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-MEMORY_BYTES = 1 << 30
-"""Up to here they stay in memory; beyond it they are spilled."""
+MEMORY_BYTES = 1 << 28
+"""Up to here they stay in memory; beyond it they are spilled. A layer has three of them."""
 
 
 class HiddenStates:

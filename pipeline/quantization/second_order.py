@@ -84,16 +84,16 @@ class Curvature:
 
 def prepare(hessian: Tensor, group_size: int, damping: float = DAMPING) -> Curvature:
     """hessian: float [K, K], symmetric and not negative; K a multiple of `group_size`."""
-    matrix = hessian.double()
-    diagonal = matrix.diagonal()
+    diagonal = hessian.diagonal().double()
     mean = diagonal.mean()
     level = damping * (mean if mean > 0 else torch.ones_like(mean))
-    matrix = matrix + torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device) * level
-    groups = matrix.diagonal().view(-1, group_size)
+    groups = diagonal.view(-1, group_size)
     first = groups.sum(1).argsort(descending=True, stable=True)
     columns = groups.argsort(dim=1, descending=True, stable=True)
     order = (first[:, None] * group_size + columns[first]).flatten()
-    matrix = matrix[order][:, order]
+    # Doubles only now: of a wide layer's inputs each matrix of them takes gigabytes.
+    matrix = hessian[order][:, order].double()
+    matrix.diagonal().add_(level)
     own = torch.stack(
         [matrix[i : i + group_size, i : i + group_size] for i in range(0, len(order), group_size)]
     )

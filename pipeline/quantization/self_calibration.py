@@ -2,7 +2,8 @@
 
 What a model writes is what it knows best, so that its inputs are like those of the text it was trained on
 (LLM-QAT: Liu et al. 2023, arXiv 2305.17888). Half of what is read is its own, so that a text which shows few
-of those inputs, or others, does no harm. The whole model is in memory while it writes.
+of those inputs, or others, does no harm. The whole model is in memory while it writes: as it is where it is
+small, otherwise with its linear layers in INT4.
 """
 
 from collections.abc import Mapping
@@ -22,19 +23,25 @@ from ...layouts.files import atomic_path
 from ...layouts.progress import progress_bar
 from ...serving_check.engine.kv_pool import free_memory
 from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.attention_shapes import attention_layers_of
 from ..model_loader.load_model import load_model
+from .rounded_weights import rounded_weights
 
 AT_ONCE = 64
-"""Sequences drawn side by side."""
+"""Sequences drawn side by side, at most."""
 SEED = 20
-MEMORY_FACTOR = 1.5
+LARGEST_PLAIN = {"cpu": 2 << 30, "cuda": 16 << 30}
+"""Bytes of weights up to which a model writes as it is, by the device's type."""
+KV_BYTES = {"cpu": 1 << 30, "cuda": 6 << 30}
+"""Of all keys and values of the sequences that are drawn side by side."""
+PLAIN_MEMORY, ROUNDED_MEMORY = 1.5, 0.6
 """What a model that writes takes, of its weights' bytes."""
 
 
 def can_draw(checkpoint: Checkpoint, device: torch.device) -> bool:
     """Whether the whole model fits into what memory is free."""
-    weights = sum(path.stat().st_size for path in checkpoint.shards)
-    return MEMORY_FACTOR * weights <= free_memory(device)
+    factor = PLAIN_MEMORY if _writes_as_it_is(checkpoint, device) else ROUNDED_MEMORY
+    return factor * _weight_bytes(checkpoint) <= free_memory(device)
 
 
 def beside(text: Tensor, own: Tensor) -> Tensor:
@@ -51,17 +58,34 @@ def drawn_sequences(
     kept: a file that they are read from if it is there, and written to otherwise
     """
     if not kept.is_file():
-        model = load_model(checkpoint.folder, device=str(device), progress=progress).model
+        instead = None if _writes_as_it_is(checkpoint, device) else rounded_weights(checkpoint, device)
+        model = load_model(checkpoint.folder, device=device, progress=progress, instead=instead).model
         count, tokens = shape
+        at_once = sequences_at_once(checkpoint, tokens, device)
         parts = []
         generator = torch.Generator(device).manual_seed(SEED)
         with progress_bar(total=count * tokens, desc="drawing", unit="tok", shown=progress) as bar:
-            for start in range(0, count, AT_ONCE):
-                parts.append(_draw(model, min(AT_ONCE, count - start), tokens, generator, bar))
+            for start in range(0, count, at_once):
+                parts.append(_draw(model, min(at_once, count - start), tokens, generator, bar))
         kept.parent.mkdir(exist_ok=True)
         with atomic_path(kept) as partial:
             save_file({"sequences": torch.cat(parts)}, partial)
     return load_file(kept)["sequences"]
+
+
+def sequences_at_once(checkpoint: Checkpoint, tokens: int, device: torch.device) -> int:
+    """How many sequences of `tokens` are drawn side by side: what their keys and values leave room for."""
+    shapes = [layer.shape for layer in attention_layers_of(checkpoint, None, device).values()]
+    of_a_token = sum(one.heads * (one.key_dim + one.value_dim) * one.dtype.itemsize for one in shapes)
+    return max(1, min(AT_ONCE, KV_BYTES[device.type] // (of_a_token * tokens)))
+
+
+def _writes_as_it_is(checkpoint: Checkpoint, device: torch.device) -> bool:
+    return _weight_bytes(checkpoint) <= LARGEST_PLAIN[device.type]
+
+
+def _weight_bytes(checkpoint: Checkpoint) -> int:
+    return sum(path.stat().st_size for path in checkpoint.shards)
 
 
 def _draw(model: PreTrainedModel, count: int, length: int, generator: torch.Generator, bar: tqdm) -> Tensor:

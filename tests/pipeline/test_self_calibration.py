@@ -1,8 +1,20 @@
 """What a model writes to be calibrated on is drawn from its own distribution."""
 
+import math
+
+import pytest
 import torch
 from scalegate.layouts.progress import progress_bar
-from scalegate.pipeline.quantization.self_calibration import _draw
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.model_loader.skeleton import model_config
+from scalegate.pipeline.quantization import self_calibration
+from scalegate.pipeline.quantization.self_calibration import (
+    AT_ONCE,
+    _draw,
+    drawn_sequences,
+    sequences_at_once,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 COUNT, LENGTH = 6, 24
@@ -33,3 +45,45 @@ def test_tokens_are_those_that_the_whole_model_gives_at_the_same_chances():
             ids = torch.cat([ids, (reached <= chance).sum(1, keepdim=True)], 1)
     assert torch.equal(drawn(model, 7), ids)
     assert not torch.equal(drawn(model, 8), ids)
+
+
+@pytest.fixture
+def too_large(monkeypatch):
+    """Every model is, to write in 16 bits."""
+    monkeypatch.setitem(self_calibration.LARGEST_PLAIN, "cpu", 0)
+
+
+def test_a_model_too_large_in_16_bits_writes_with_its_linears_in_int4(
+    too_large, example_checkpoint, monkeypatch, tmp_path
+):
+    models = []
+
+    def loading(*args, **options):
+        models.append(load_model(*args, **options))
+        return models[-1]
+
+    monkeypatch.setattr(self_calibration, "load_model", loading)
+    checkpoint, device = open_checkpoint(example_checkpoint), torch.device("cpu")
+    kept = tmp_path / "kept" / "drawn.safetensors"
+    drawn = [drawn_sequences(checkpoint, (4, 24), device, kept, progress=False) for _ in range(2)]
+    assert torch.equal(*drawn) and len(models) == 1
+    plain = load_model(example_checkpoint, progress=False).model
+    linears = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]
+    left = [name for name, module in models[0].model.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert len(linears) > 4 and left == ["lm_head"]
+    with torch.inference_mode():
+        chances = plain(drawn[0]).logits.float().log_softmax(-1)[:, :-1]
+    nats = -chances.gather(-1, drawn[0][:, 1:, None]).mean()
+    # What a model writes is as likely to it as its entropy says; tokens at random are far from that.
+    assert nats < 0.6 * math.log(chances.shape[-1])
+
+
+def test_keys_and_values_of_sequences_drawn_side_by_side_are_bounded(example_checkpoint, monkeypatch):
+    checkpoint, device = open_checkpoint(example_checkpoint), torch.device("cpu")
+    assert sequences_at_once(checkpoint, 512, device) == AT_ONCE
+    config = model_config(checkpoint)
+    of_one = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 512
+    monkeypatch.setitem(self_calibration.KV_BYTES, "cpu", 3 * of_one + 1)
+    assert sequences_at_once(checkpoint, 512, device) == 3
+    monkeypatch.setitem(self_calibration.KV_BYTES, "cpu", 1)
+    assert sequences_at_once(checkpoint, 512, device) == 1

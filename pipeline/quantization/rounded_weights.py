@@ -1,0 +1,44 @@
+"""A checkpoint's linear layers in INT4, each rounded when it is loaded: a model that only has to write then
+takes a third of its memory. Not for artifacts: nothing is stored.
+"""
+
+from functools import partial
+
+import torch
+
+from ...layouts.formats.int4 import COMMON_GROUPS, Int4
+from ...layouts.formats.weight_format import Weight
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.default_dtype import default_dtype
+from ..conventions.all_conventions import convention_of
+from ..conventions.convention import StoredWeight
+from .linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
+from .weight_tensors import WeightQuantizer
+
+
+def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, StoredWeight]:
+    """What stands for the linear layers' weights, by module; what is no tensor [N, K] of its own stays out.
+
+    device: where they are rounded
+    """
+    stored = convention_of(checkpoint).modules(checkpoint)
+    quantizer = WeightQuantizer(default_dtype(checkpoint), device)
+    rounded = {}
+    for tensor, parts in find_linear_weights(checkpoint).linears.items():
+        linear, module = parts[0], tensor.removesuffix(WEIGHT)
+        spec = _spec(linear)
+        if len(parts) > 1 or linear.role != LINEAR or linear.transposed or module == tensor or spec is None:
+            continue
+        tensors = stored[module].tensors if module in stored else (tensor,)
+        read = partial(_rounded, checkpoint, linear, spec, quantizer)
+        rounded[module] = StoredWeight(module, (linear.n, linear.k), spec, tensors, read)
+    return rounded
+
+
+def _spec(linear: LinearWeight) -> Int4 | None:
+    sizes = (Int4(size) for size in COMMON_GROUPS)
+    return next((spec for spec in sizes if spec.refuses(linear.n, linear.k) is None), None)
+
+
+def _rounded(checkpoint: Checkpoint, linear: LinearWeight, spec: Int4, quantizer: WeightQuantizer) -> Weight:
+    return quantizer.quantize(checkpoint, linear, spec, {}).weight
