@@ -193,6 +193,5 @@ def _target(weight: Tensor, cross: Tensor | None, curvature: Curvature) -> Tenso
         return weight
     order = curvature.order
     wanted = (weight @ cross)[:, order]
-    factor = torch.linalg.cholesky(curvature.matrix.double())
-    moved = torch.cholesky_solve(wanted.T.double(), factor).T.float()
+    moved = wanted @ curvature.inverse.T @ curvature.inverse
     return weight + CORRECTED * torch.empty_like(moved).index_copy_(1, order, moved)

@@ -91,25 +91,26 @@ def prepare(hessian: Tensor, group_size: int, damping: float = DAMPING) -> Curva
     first = groups.sum(1).argsort(descending=True, stable=True)
     columns = groups.argsort(dim=1, descending=True, stable=True)
     order = (first[:, None] * group_size + columns[first]).flatten()
-    # Doubles only now: of a wide layer's inputs each matrix of them takes gigabytes.
-    matrix = hessian[order][:, order].double()
+    matrix = hessian[order][:, order].float()
     matrix.diagonal().add_(level)
     own = torch.stack(
         [matrix[i : i + group_size, i : i + group_size] for i in range(0, len(order), group_size)]
-    )
+    ).double()
     blocks = torch.cholesky_inverse(torch.linalg.cholesky(own))
     return Curvature(
         order,
-        matrix.float(),
-        _upper(matrix).float(),
+        matrix,
+        _upper(matrix.double()).float(),
         torch.linalg.cholesky(blocks, upper=True).float(),
         blocks.float(),
     )
 
 
 def _upper(matrix: Tensor) -> Tensor:
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-    return torch.linalg.cholesky(inverse, upper=True)
+    # One at a time: of a wide layer's inputs each of these takes gigabytes.
+    matrix = torch.linalg.cholesky(matrix)
+    matrix = torch.cholesky_inverse(matrix)
+    return torch.linalg.cholesky(matrix, upper=True)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ of those inputs, or others, does no harm. The whole model is in memory while it 
 small, otherwise with its linear layers in INT4.
 """
 
+import contextlib
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,8 @@ def drawn_sequences(
         with progress_bar(total=count * tokens, desc="drawing", unit="tok", shown=progress) as bar:
             for start in range(0, count, at_once):
                 parts.append(_draw(model, min(at_once, count - start), tokens, generator, bar))
+        del model
+        _trim()
         kept.parent.mkdir(exist_ok=True)
         with atomic_path(kept) as partial:
             save_file({"sequences": torch.cat(parts)}, partial)
@@ -82,6 +86,12 @@ def sequences_at_once(checkpoint: Checkpoint, tokens: int, device: torch.device)
 
 def _writes_as_it_is(checkpoint: Checkpoint, device: torch.device) -> bool:
     return _weight_bytes(checkpoint) <= LARGEST_PLAIN[device.type]
+
+
+def _trim() -> None:
+    """Have glibc give back what is free: many small tensors leave a heap full of holes."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _weight_bytes(checkpoint: Checkpoint) -> int:
