@@ -4,7 +4,7 @@ Starts nothing; how a server is started is for its engine (`serving_check/engine
 gave are those of the workload, alike on both sides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,20 @@ def placed(device: str, placement: Placement) -> str:
     return f"cuda:{placement.devices[0]}"
 
 
+def gpu_name(index: int) -> str:
+    """UserError where there is no such GPU."""
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise UserError(f"there is no GPU {index}: this torch sees {count}; name others with --devices")
+    return torch.cuda.get_device_name(index)
+
+
 def sides_of(
-    wanted: Sequence[tuple[str, str, Checkpoint, EngineOptions]], placement: Placement
+    wanted: Sequence[tuple[str, str, Checkpoint, EngineOptions]],
+    placement: Placement,
+    name_of: Callable[[int], str] = gpu_name,
 ) -> list[Side]:
-    """The servers with their places.
+    """The servers with their places. UserError where those are GPUs of several kinds.
 
     wanted: name, engine, checkpoint and options of each
     """
@@ -119,6 +129,13 @@ def sides_of(
     if device.type != "cuda":
         return [Side(*each) for each in wanted]
     groups = placement.groups(len(wanted), first=device.index or 0)
+    kinds = {gpu: name_of(gpu) for group in groups for gpu in group}
+    if len(set(kinds.values())) > 1:
+        named = ", ".join(f"{gpu}: {kind}" for gpu, kind in sorted(kinds.items()))
+        raise UserError(
+            f"the servers would run on GPUs of several kinds ({named}), and whatever differs between those "
+            "would count as the models'; name GPUs of one kind with --devices"
+        )
     return [
         Side(*each, devices=group if engine_named(each[1]).starts else ())
         for each, group in zip(wanted, groups, strict=True)

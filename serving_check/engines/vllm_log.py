@@ -91,7 +91,8 @@ exits, so that its exit is not unexpected."""
 
 MONITORED = "JIT monitor activated"
 COMPILED = re.compile(r"(\S[^:\n\]]*?) (?:JIT )?compilation during inference: ([^.(\s]+)")
-AUTOTUNED = re.compile(r"(\S[^:\n\]]*?) (autotuning[^:\n]*) during inference: ([^.(\s]+)")
+AUTOTUNED = re.compile(r"Triton autotuning for function ([^,\s]+),")
+"""Triton's own line, which vLLM's monitor turns on."""
 
 
 stage_of = functools.partial(last_stage, STAGES)
@@ -109,7 +110,7 @@ def compilations_in(path: Path) -> Mapping[str, float]:
     except OSError:
         return {}
     found = Counter((match[1].split()[-1].lower(), match[2]) for match in COMPILED.finditer(log))
-    found.update((match[1].split()[-1].lower(), match[3]) for match in AUTOTUNED.finditer(log))
+    found.update(("autotuning", match[1]) for match in AUTOTUNED.finditer(log))
     if not found and MONITORED not in log:
         return {}
     series = {

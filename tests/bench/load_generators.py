@@ -84,9 +84,14 @@ def row(
 ) -> dict[str, Any]:
     requests = max(LEAST_REQUESTS, WAVES * m)
     figures: dict[str, list[dict[str, float]]] = {"ours": [], "vllm": []}
+    measure = {
+        "ours": lambda seed: by_ours(endpoint, m, requests, seed),
+        "vllm": lambda seed: by_vllm(endpoint, checkpoint, vllm, m, requests, seed, folder),
+    }
+    by_ours(endpoint, m, requests, rounds)  # the server meets this M for the first time
     for seed in range(rounds):
-        figures["ours"].append(by_ours(endpoint, m, requests, seed))
-        figures["vllm"].append(by_vllm(endpoint, checkpoint, vllm, m, requests, seed, folder))
+        for name in sorted(measure, reverse=seed % 2 == 1):
+            figures[name].append(measure[name](seed))
     medians = {name: medians_of(each) for name, each in figures.items()}
     apart = {
         name: round(medians["ours"][name] / medians["vllm"][name] - 1, 4)

@@ -27,7 +27,7 @@ QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_h
 def sides(checkpoint: Path, placement: Placement, engine: str = "vllm") -> list[Side]:
     opened = open_checkpoint(str(checkpoint))
     wanted = [(name, engine, opened, ON_GPU) for name in ("artifact", "baseline")]
-    return sides_of(wanted, placement)
+    return sides_of(wanted, placement, lambda gpu: "H200")
 
 
 def gpu(free: float, total: float = 140.0):
@@ -117,7 +117,18 @@ def test_gpus_are_dealt_out_a_group_to_each_server_or_one_to_all(example_checkpo
         dealt(devices=(0, 1, 2))
     opened = open_checkpoint(str(example_checkpoint))
     second = replace(ON_GPU, device="cuda:1")
-    assert sides_of([("artifact", "vllm", opened, second)], Placement())[0].devices == (1,)
+    [alone] = sides_of([("artifact", "vllm", opened, second)], Placement(), lambda gpu: "H200")
+    assert alone.devices == (1,)
+
+
+def test_gpus_of_several_kinds_and_those_that_are_not_there_are_refused(example_checkpoint: Path):
+    opened, kinds = open_checkpoint(str(example_checkpoint)), ["H200", "H200", "H100"]
+    wanted = [(name, "vllm", opened, ON_GPU) for name in ("artifact", "baseline")]
+    assert len(sides_of(wanted, Placement(devices=(0, 1)), kinds.__getitem__)) == 2
+    with pytest.raises(UserError, match=r"several kinds \(1: H200, 2: H100\)"):
+        sides_of(wanted, Placement(devices=(1, 2)), kinds.__getitem__)
+    with pytest.raises(UserError, match="there is no GPU 97: this torch sees"):
+        sides_of(wanted, Placement(devices=(97,)))
 
 
 def test_a_server_on_its_own_gpu_fits_where_two_would_not(example_checkpoint: Path):

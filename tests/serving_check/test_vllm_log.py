@@ -92,3 +92,7 @@ def test_compilations_are_counted_from_the_log_and_fail_the_check(tmp_path: Path
     check = check_compilations(before, after)
     assert check.status == "fail" and "_topk_kernel" in check.reason
     assert check_compilations(before, before).status == "pass"
+    tuned = "Triton autotuning for function _scan_kernel,\nwith key as (64, 'bf16'),\nfinished after 0.41s,\n"
+    log.write_text(activated + tuned)
+    tuning = compilations(dict(compilations_in(log)), VLLM.series)
+    assert "_scan_kernel" in check_compilations(before, tuning).reason
