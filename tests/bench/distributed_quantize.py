@@ -14,6 +14,7 @@ last. Exit status 1 where bytes differ or a speed-up misses its bar.
 """
 
 import argparse
+import atexit
 import json
 import os
 import shutil
@@ -60,6 +61,7 @@ def main() -> None:
     if options.rank_of is not None:
         one_rank(*options.rank_of, options)
         return
+    signal.signal(signal.SIGTERM, cut_off)
     began = time.monotonic()
     result: dict[str, Any] = {
         "environment": vars(describe_environment(options.device, "auto", "none", "none")),
@@ -187,7 +189,22 @@ def torchrun(count: int, source: Path, out: Path, options: argparse.Namespace) -
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(count), __file__, *map(str, words)]
     threads = str(max(1, available_cores() // count))
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": threads})
+    job = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": threads})
+    atexit.register(end, job)
+    return job
+
+
+def cut_off(*_: object) -> None:
+    # timeout sends it twice, and what is cleaned up meanwhile is not to stop halfway.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """Where the bench is cut off; torchrun ends its processes."""
+    if job.poll() is None:
+        job.terminate()
+        job.wait(60)
 
 
 def kill_and_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
