@@ -21,6 +21,7 @@ from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
 from ..model_loader.skeleton import build_skeleton
 from ..model_loader.weight_loader import LayoutPicker, WeightLoader
+from .freed_memory import return_freed_memory
 from .hidden_states import HiddenStates
 
 SEQUENCES_AT_ONCE = 8
@@ -89,6 +90,7 @@ class LayerStream:
                 if parameter is not None:
                     empty = torch.empty_like(parameter, device="meta")
                     module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+        return_freed_memory()
 
     def run(self, name: str, start: int, states: HiddenStates | None = None) -> Tensor:
         """What the layer makes of the sequences from `start` on: [n, T, hidden] on the device.
@@ -121,12 +123,12 @@ class LayerStream:
         """Logits [n, T, vocab] of what `outputs` gave; the model's own ways with them included."""
         self.loader.tie()
         decoder = self.model.get_decoder()
-        forward = decoder.forward
         try:
             decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
             return self.model(input_ids=self.sequences[: len(hidden)].to(self.device), use_cache=False).logits
         finally:
-            decoder.forward = forward
+            # Its class has the real one; one of its own would be a cycle that keeps the embeddings in memory.
+            del decoder.forward
 
     def hidden(self, start: int, states: HiddenStates | None = None) -> Tensor:
         """What the next layer gets of the sequences from `start` on: [n, T, hidden] on the device."""

@@ -12,6 +12,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
+from .freed_memory import return_freed_memory
 from .linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
 from .weight_tensors import WeightQuantizer
 
@@ -41,4 +42,6 @@ def _spec(linear: LinearWeight) -> Int4 | None:
 
 
 def _rounded(checkpoint: Checkpoint, linear: LinearWeight, spec: Int4, quantizer: WeightQuantizer) -> Weight:
-    return quantizer.quantize(checkpoint, linear, spec, {}).weight
+    weight = quantizer.quantize(checkpoint, linear, spec, {}).weight
+    return_freed_memory()
+    return weight

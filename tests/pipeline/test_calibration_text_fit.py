@@ -1,5 +1,7 @@
 """A calibration text of the wrong kind: named, and kept from harm by what the model writes beside it."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
-from scalegate.pipeline.quantization import calibration_text, job_text
+from scalegate.pipeline.quantization import calibration_text, job_text, text_fit
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.layer_stream import LayerStream
 from scalegate.pipeline.quantization.self_calibration import beside
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import GPTQ, Recipe
@@ -77,3 +80,26 @@ def test_a_text_of_the_model_s_own_kind_is_not_named(
     made = quantize(example_checkpoint, recipe, tmp_path / "code", calibration=heldout_text, device="cpu")
     assert made.quantization["calibration"]["fits"]
     assert "does not fit" not in capsys.readouterr().err
+
+
+def test_a_text_that_was_measured_leaves_no_embeddings_in_memory(
+    example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeddings = []
+
+    def stream(*arguments) -> LayerStream:
+        made = LayerStream(*arguments)
+        embeddings.append(weakref.ref(made.model.get_input_embeddings().weight))
+        assert embeddings[-1]() is not None
+        return made
+
+    monkeypatch.setattr(text_fit, "LayerStream", stream)
+    sequences = torch.arange(64)[None]
+    gc.disable()  # which would come too late for what large embeddings take
+    try:
+        text_fit.measure_fit(
+            open_checkpoint(example_checkpoint), sequences, sequences, 8192, torch.device("cpu")
+        )
+        assert [one() for one in embeddings] == [None, None]
+    finally:
+        gc.enable()

@@ -14,7 +14,13 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration, calibration_text, hidden_states, layer_stream
+from scalegate.pipeline.quantization import (
+    calibration,
+    calibration_text,
+    hidden_states,
+    layer_stream,
+    self_calibration,
+)
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.quantize import quantize
@@ -127,6 +133,26 @@ def test_killed_in_any_layer_the_artifact_is_the_same(
     assert kills == layers - 1
     assert len(looked) == 2 * layers - 1, "a finished layer was looked into again"
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_killed_after_a_large_model_wrote_its_text_the_artifact_is_the_same(
+    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(small, RECIPE, tmp_path / "plain", heldout_text)
+    # From here on the model is too large to write in 16 bits: its linears are in INT4 while it does.
+    monkeypatch.setitem(self_calibration.LARGEST_PLAIN, "cpu", 0)
+    make(small, RECIPE, tmp_path / "whole", heldout_text)
+    look, out = calibration._Visit.look, tmp_path / "killed"
+
+    def without_power(_: calibration._Visit) -> calibration.CalibratedLayer:
+        raise PowerCut
+
+    monkeypatch.setattr(calibration._Visit, "look", without_power)
+    with pytest.raises(PowerCut):
+        make(small, RECIPE, out, heldout_text)
+    monkeypatch.setattr(calibration._Visit, "look", look)
+    make(small, RECIPE, out, heldout_text)
+    assert contents(out) == contents(tmp_path / "whole") != contents(tmp_path / "plain")
 
 
 def test_spilled_hidden_states_give_the_same_bytes(
