@@ -1,9 +1,11 @@
 """What the calibration pass found in one decoder layer, and the file that keeps it for a job that goes on."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -133,26 +135,39 @@ def write_layer(path: Path, layer: CalibratedLayer) -> None:
 
 def read_layer(path: Path) -> CalibratedLayer:
     """Undoes `write_layer`. UserError where the file is damaged."""
+    with _opened(path) as (file, facts):
+        squares = {
+            key.removeprefix(f"{SQUARES}|"): file.get_tensor(key)
+            for key in file.keys()  # noqa: SIM118 - not a mapping
+            if key.startswith(f"{SQUARES}|")
+        }
+        solved = {module: _solved(file, module, one) for module, one in facts["solved"].items()}
+        equalized = {
+            name: Equalized(file.get_tensor(f"{NORM}|{name}"), tuple(modules))
+            for name, modules in facts["equalized"].items()
+        }
+        before_after = facts["learned"]
+        learned = None if before_after is None else (float(before_after[0]), float(before_after[1]))
+        return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"], equalized, learned)
+
+
+def read_solved(path: Path, module: str) -> Solved:
+    """One weight of what `write_layer` wrote. UserError where the file is damaged."""
+    with _opened(path) as (file, facts):
+        return _solved(file, module, facts["solved"][module])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The file, and what it says of its tensors."""
     try:
         with safe_open(path, "pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            squares = {
-                key.removeprefix(f"{SQUARES}|"): file.get_tensor(key)
-                for key in file.keys()  # noqa: SIM118 - not a mapping
-                if key.startswith(f"{SQUARES}|")
-            }
-            solved = {}
-            for module, one in facts["solved"].items():
-                tensors = {name: file.get_tensor(f"{WEIGHT}|{module}|{name}") for name in one["names"]}
-                weight = weight_of(spec_from_json(one["spec"]), tensors)
-                quantized = Quantized(weight, one["error"], one["norm"])
-                solved[module] = Solved(quantized, one["before"], one["after"])
-            equalized = {
-                name: Equalized(file.get_tensor(f"{NORM}|{name}"), tuple(modules))
-                for name, modules in facts["equalized"].items()
-            }
-            before_after = facts["learned"]
-            learned = None if before_after is None else (float(before_after[0]), float(before_after[1]))
+            yield file, json.loads(file.metadata()["facts"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
-    return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"], equalized, learned)
+
+
+def _solved(file: Any, module: str, facts: Mapping[str, Any]) -> Solved:
+    tensors = {name: file.get_tensor(f"{WEIGHT}|{module}|{name}") for name in facts["names"]}
+    weight = weight_of(spec_from_json(facts["spec"]), tensors)
+    return Solved(Quantized(weight, facts["error"], facts["norm"]), facts["before"], facts["after"])

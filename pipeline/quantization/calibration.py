@@ -65,7 +65,7 @@ def calibrate(
                     original_after = visit.original_after
                     if folder is not None:
                         write_layer(layer_path(folder, index), layer)
-                found.add(name, layer)
+                found.add(name, layer, None if folder is None else layer_path(folder, index))
                 if name != LAST and len(done) < len(names):
                     if original is not None and original_after is None:
                         stream.place(name)

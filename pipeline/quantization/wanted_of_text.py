@@ -1,12 +1,16 @@
 """What quantizers want of a text, by module, and what a pass over it has found."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
-from .calibrated_layer import CalibratedLayer, Equalized, Solved
+from .calibrated_layer import CalibratedLayer, Equalized, Solved, read_solved
 from .tasks import WeightTask
+
+ReadSolved = Callable[[], Solved]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Found:
 
     largest: of experts that no token reaches, the largest of their layer's
     squares: float64 [K]; an expert that no token reaches has none
+    solved:  weights that were rounded, read one at a time: together they are as large as the artifact
     scarce:  experts with fewer tokens than they have inputs: solved with all of their layer's in view
     equalized: norms whose weights have taken over scales, by tensor
     learned:  by decoder layer, its error before and after its rounding was learned (`LearnedLayer`)
@@ -46,16 +51,24 @@ class Found:
 
     largest: dict[str, float] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
-    solved: dict[str, Solved] = field(default_factory=dict)
+    solved: dict[str, ReadSolved] = field(default_factory=dict)
     scarce: list[str] = field(default_factory=list)
     equalized: dict[str, Equalized] = field(default_factory=dict)
     learned: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, name: str, layer: CalibratedLayer) -> None:
+    def add(self, name: str, layer: CalibratedLayer, kept: Path | None) -> None:
+        """kept: the file that the layer is in; left out, its weights stay in memory"""
         self.largest |= layer.largest
         self.squares |= layer.squares
-        self.solved |= layer.solved
+        for module, one in layer.solved.items():
+            self.solved[module] = (
+                partial(_itself, one) if kept is None else partial(read_solved, kept, module)
+            )
         self.scarce += layer.scarce
         self.equalized |= layer.equalized
         if layer.learned is not None:
             self.learned[name] = layer.learned
+
+
+def _itself(solved: Solved) -> Solved:
+    return solved

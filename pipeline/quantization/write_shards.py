@@ -20,13 +20,14 @@ from ..artifact import SCALED_BY, FileRecord, sha256_of
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
-from .calibrated_layer import Equalized, Solved
+from .calibrated_layer import Equalized
 from .job import QuantizeJob
 from .progress import byte_bar
 from .ranks import Ranks
 from .shard_writer import ShardWriter, header_room
 from .shared_tensors import Shared
 from .tasks import WeightTask, source_bytes
+from .wanted_of_text import ReadSolved
 from .weight_tensors import read_kept, read_linear, refuse_non_finite
 from .work_record import FinishedShard, WorkRecord
 
@@ -41,7 +42,7 @@ class Known:
 
     shared: Shared
     inputs: Mapping[str, InputFormat]
-    solved: Mapping[str, Solved]
+    solved: Mapping[str, ReadSolved]
     kv_scales: Mapping[str, Tensor]
     """By the tensor's name in the checkpoint, not by module."""
     equalized: Mapping[str, Equalized]
@@ -141,7 +142,8 @@ def _carry_out(
         wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
         writer.add(task.written_name, values.to(torch.bfloat16) if wide else values)
         return {}
-    inputs, solved = known.inputs.get(linear.module), known.solved.get(linear.module)
+    inputs, read_solved = known.inputs.get(linear.module), known.solved.get(linear.module)
+    solved = None if read_solved is None else read_solved()
     if solved is None:
         shared = known.shared.get(linear.module, {})
         quantized = job.quantizer.quantize(checkpoint, linear, task.spec, shared)

@@ -1,14 +1,16 @@
 """A recipe with `method: gptq`, from a text to an artifact: better outputs, equal bytes whatever happened."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from scalegate.layouts.errors import UserError
-from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import Artifact
@@ -153,6 +155,27 @@ def test_killed_after_a_large_model_wrote_its_text_the_artifact_is_the_same(
     monkeypatch.setattr(calibration._Visit, "look", look)
     make(small, RECIPE, out, heldout_text)
     assert contents(out) == contents(tmp_path / "whole") != contents(tmp_path / "plain")
+
+
+def test_rounded_weights_wait_on_disk_until_they_are_written(
+    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["scalegate.pipeline.quantize"]
+    write_shards, counts = module.write_shards, []
+
+    def alive() -> int:
+        return sum(type(one) is Int4Weight for one in gc.get_objects())
+
+    def counting(job: Any, record: Any, shards: Any, known: Any, *rest: Any) -> None:
+        gc.collect()
+        before = alive()
+        kept = [read() for read in known.solved.values()]
+        counts.append((before, alive() - before, len(kept)))
+        write_shards(job, record, shards, known, *rest)
+
+    monkeypatch.setattr(module, "write_shards", counting)
+    make(small, RECIPE, tmp_path / "out", heldout_text)
+    assert counts == [(0, LAYERS * 7, LAYERS * 7)]
 
 
 def test_spilled_hidden_states_give_the_same_bytes(
