@@ -6,8 +6,6 @@ of those inputs, or others, does no harm. The whole model is in memory while it 
 small, otherwise with its linear layers in INT4.
 """
 
-import contextlib
-import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from ...serving_check.engine.kv_pool import free_memory
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.attention_shapes import attention_layers_of
 from ..model_loader.load_model import load_model
+from .freed_memory import return_freed_memory
 from .rounded_weights import rounded_weights
 
 AT_ONCE = 64
@@ -70,7 +69,7 @@ def drawn_sequences(
             for start in range(0, count, at_once):
                 parts.append(_draw(model, min(at_once, count - start), tokens, generator, bar))
         del model
-        _trim()
+        return_freed_memory()
         kept.parent.mkdir(exist_ok=True)
         with atomic_path(kept) as partial:
             save_file({"sequences": torch.cat(parts)}, partial)
@@ -86,12 +85,6 @@ def sequences_at_once(checkpoint: Checkpoint, tokens: int, device: torch.device)
 
 def _writes_as_it_is(checkpoint: Checkpoint, device: torch.device) -> bool:
     return _weight_bytes(checkpoint) <= LARGEST_PLAIN[device.type]
-
-
-def _trim() -> None:
-    """Have glibc give back what is free: many small tensors leave a heap full of holes."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _weight_bytes(checkpoint: Checkpoint) -> int:
