@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 import triton
 from hopper_compiler import assembler_notes, disassembled
 from scalegate.kernels.hopper.packed_operand import x_layout
-from scalegate.kernels.hopper.prefill import OPTIONS, Form, block_of, hopper_prefill_kernel
+from scalegate.kernels.hopper.prefill import OPTIONS, hopper_prefill_kernel
+from scalegate.kernels.hopper.prefill_items import Form, block_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 

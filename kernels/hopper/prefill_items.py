@@ -1,0 +1,148 @@
+"""What programs of prefill attention (`prefill.py`) compute one after another: items, and who takes which.
+
+An item is a kv head and as much of a tile as two warpgroups take. Not for how one is computed.
+"""
+
+from dataclasses import dataclass
+
+from ..prefill_attention import TILE
+from ..triton_imports import aggregate, gl, gluon, triton
+
+ROWS = gl.constexpr(64)
+"""Of queries, a group's heads counted, that a warpgroup takes."""
+
+
+def block_of(dim: int) -> int:
+    """Keys at a time: as many as there are registers for beside the sums of `dim` values."""
+    return 64 if dim == 256 else 128
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the kernel is compiled for.
+
+    page   tokens in a page
+    half   keys and values are fp16, else bf16
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    half: bool
+    window: bool
+    softcap: bool
+
+    @property
+    def dtype(self) -> gl.dtype:
+        return gl.float16 if self.half else gl.bfloat16
+
+    @property
+    def group(self) -> int:
+        """A kv head's query heads, rounded up to a power of two."""
+        return triton.next_power_of_2(self.heads // self.kv_heads)
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile, that an item has."""
+        return 2 * ROWS.value // self.group
+
+    @property
+    def parts(self) -> int:
+        """Items of a tile and kv head."""
+        return TILE // self.tokens
+
+    @property
+    def block(self) -> int:
+        return block_of(self.dim)
+
+    @property
+    def box(self) -> int:
+        """Tokens that one TMA load takes."""
+        return min(self.page, self.block)
+
+
+@aggregate
+class Item:
+    """What a program computes at a time.
+
+    first_token, count       in q
+    start, end               position of the first; where the context ends, 0 for padding
+    request                  row of the block table
+    first_block, num_blocks  of the context; none where there are no tokens
+    masked_from              the first block that not every row sees whole
+    """
+
+    kv_head: gl.tensor
+    first_token: gl.tensor
+    count: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+    request: gl.tensor
+    first_block: gl.tensor
+    num_blocks: gl.tensor
+    masked_from: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, kv_head, first_token, count, start, end, request, first_block, num_blocks, masked_from
+    ):
+        self.kv_head = kv_head
+        self.first_token = first_token
+        self.count = count
+        self.start = start
+        self.end = end
+        self.request = request
+        self.first_block = first_block
+        self.num_blocks = num_blocks
+        self.masked_from = masked_from
+
+
+@aggregate
+class Items:
+    """All that there are, and those of this program."""
+
+    tiles: gl.tensor
+    count: gl.tensor
+    window: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, count, window):
+        self.tiles = tiles
+        self.count = count
+        self.window = window
+
+    @gluon.jit
+    def rounds(self):
+        return (self.count + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+    @gluon.jit
+    def number(self, round):
+        """In one round from the first program to the last, in the next one back."""
+        programs = gl.num_programs(0)
+        program = gl.program_id(0)
+        return round * programs + gl.where(round % 2 == 0, program, programs - 1 - program)
+
+    @gluon.jit
+    def item(self, number, T: gl.constexpr):
+        """Heads of keys first, then parts of a tile, then tiles."""
+        part = number // T.kv_heads
+        tile = self.tiles + part // T.parts * 4
+        offset = part % T.parts * T.tokens
+        count = gl.minimum(gl.load(tile + 1) - offset, T.tokens)
+        start = gl.load(tile + 2)
+        end = start * 0
+        if start >= 0:
+            start += offset
+            end = start + count
+        first_block = end * 0
+        masked_from = gl.minimum(start + 1, end) // T.block
+        if T.window:
+            first_block = gl.maximum(start - self.window + 1, 0) // T.block
+            masked_from = first_block
+        # Padding has a block as well, all of it hidden.
+        num_blocks = gl.maximum((end + T.block - 1) // T.block - first_block, 1)
+        return Item(
+            number % T.kv_heads, gl.load(tile) + offset, count, start, end, gl.load(tile + 3),
+            first_block, gl.where(count > 0, num_blocks, 0), masked_from,
+        )  # fmt: skip
