@@ -11,9 +11,13 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
 from scalegate.pipeline.quantization import calibration_text, job_text, text_fit
-from scalegate.pipeline.quantization.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.calibration_text import CalibrationText, read_calibration_text
+from scalegate.pipeline.quantization.job_text import Reading
 from scalegate.pipeline.quantization.layer_stream import LayerStream
 from scalegate.pipeline.quantization.self_calibration import beside
+from scalegate.pipeline.quantization.tasks import WeightTask
+from scalegate.pipeline.quantization.wanted_of_text import Wanted
+from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import GPTQ, Recipe
 
@@ -71,6 +75,28 @@ def test_random_bytes_are_named_and_do_no_harm(
     assert alone > plain
     assert facts["own"] == 0 and facts["nats_per_token"]["own"] is None
     assert "does not fit the model" in said and "writes nothing to be read beside" in said
+
+
+@pytest.mark.parametrize("steps, alone, beside_text", [(0, 6, 3), (1, 8, 5)])
+def test_half_as_many_sequences_are_read_where_no_rounding_is_learned(
+    example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    steps: int, alone: int, beside_text: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(job_text, "SEQUENCES", 10)
+    monkeypatch.setattr(job_text, "UNLEARNED_SEQUENCES", 6)
+    wanted = Wanted(solved={"linear": WeightTask("linear.weight")}, learning_steps=steps)
+    quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))
+    checkpoint = open_checkpoint(example_checkpoint)
+
+    def read(name: str, sequences: torch.Tensor | None) -> dict:
+        text = CalibrationText(name, (8, 16), sequences, {})
+        made = job_text.read_text(text, wanted, Reading(checkpoint, quantizer, tmp_path / name, False))
+        assert made is not None and len(made.sequences) == made.facts["text"] + made.facts["own"]
+        return made.facts
+
+    (tmp_path / "self").mkdir()
+    assert read("self", None)["own"] == alone
+    assert read("file", torch.arange(8 * 16).view(8, 16))["own"] == beside_text
 
 
 def test_a_text_of_the_model_s_own_kind_is_not_named(

@@ -80,6 +80,16 @@ def test_rows_do_not_depend_on_their_neighbours(weight: Tensor, inputs: Tensor) 
     assert torch.equal(whole.rows(0, 16).dequantize(), part.dequantize())
 
 
+def test_errors_handed_on_late_reach_every_column_of_a_group(
+    weight: Tensor, inputs: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_order, "SWEEPS", 0)
+    late = output_error(both(weight, inputs.T @ inputs, Int4(128))[1], weight, inputs)
+    monkeypatch.setattr(second_order, "LAZY", 128)
+    at_once = output_error(both(weight, inputs.T @ inputs, Int4(128))[1], weight, inputs)
+    assert late == pytest.approx(at_once, rel=0.01)
+
+
 def test_zero_weights_and_dead_inputs_are_taken(inputs: Tensor) -> None:
     dead = inputs.clone()
     dead[:, :40] = 0
