@@ -97,6 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=40.0, help="arrivals per second")
     parser.add_argument("--max-prompt", type=int, default=4000)
+    parser.add_argument("--min-output", type=int, default=1, help="near --max-output more are preempted")
     parser.add_argument("--max-output", type=int, default=512)
     parser.add_argument("--cancelled", type=float, default=0.05, help="share of requests whose client leaves")
     parser.add_argument("--max-num-seqs", type=int, default=128)
@@ -131,7 +132,7 @@ def make_plans(options: argparse.Namespace) -> list[Plan]:
     for index in range(options.requests):
         at += generator.expovariate(options.rate)
         start = generator.randrange(len(text) - options.max_prompt)
-        output_len = generator.randint(1, options.max_output)
+        output_len = generator.randint(options.min_output, options.max_output)
         leaves = generator.random() < options.cancelled
         plans.append(
             Plan(
