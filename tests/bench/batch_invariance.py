@@ -280,6 +280,9 @@ def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for n in options.n:
             seconds, _ = wave(engine, n, INPUT_LEN, greedy(options.output_len))
             rates[numerics][n] = n * options.output_len / seconds
+            tuned = rates.get("tuned", {}).get(n)
+            cost = "" if tuned is None else f", {tuned / rates[numerics][n]:.3f} of tuned's time"
+            print(f"{options.format} {numerics} N={n}: {rates[numerics][n]:.0f} tok/s{cost}", flush=True)
         compiled = engine.stats().compilations
         print(numerics, {n: round(rate) for n, rate in rates[numerics].items()}, *compiled, flush=True)
         del engine
