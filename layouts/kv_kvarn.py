@@ -48,9 +48,8 @@ class KVarN:
         return self.group_size
 
     def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
-        """On a GPU what was decoded and what a prompt brought is summed by two kernels, in two orders; and
-        bits under `pin` have not been compared there."""
-        return ("tuned",) if device.type == "cuda" else NUMERICS
+        """On a GPU what was decoded and what a prompt brought is summed by two kernels, in two orders."""
+        return ("tuned", "pin") if device.type == "cuda" else NUMERICS
 
     def allocate(
         self,

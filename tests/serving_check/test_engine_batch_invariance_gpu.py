@@ -12,14 +12,16 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.grouped_experts import GroupedDequantize, GroupedUnquantized
 from scalegate.layouts.layout import Experts, Problem
+from scalegate.layouts.numerics import NUMERICS
 from scalegate.layouts.routing import Routing
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from .test_engine_batch_invariance import (
     SIZES,
     A,
+    Request,
     alone,
     company,
     drifted,
@@ -47,45 +49,68 @@ def test_no_company_changes_a_bit_unless_tuned():
     assert found["tuned"]["all of them together"], "nothing was proved"
 
 
-@pytest.mark.parametrize("kv_format", ["int4_per_token_head", "nvfp4", "int8_per_token_head"])
-def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
-    """Also where its prompt is read in a step so large that `tuned` decodes its pages first."""
+def with_wide_heads() -> PreTrainedModel:
+    """Heads of 64 channels, as low-bit formats take them."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
     torch.manual_seed(11)
     config = Qwen3Config(**SIZES | sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+
+
+CODED = ["int4_per_token_head", "nvfp4", "int8_per_token_head", "kvarn_k4v2_g64", "kvarn_k4v2_g128"]
+
+
+@pytest.mark.parametrize("kv_format", CODED)
+def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
+    """Also where its prompt is read in a step so large that `tuned` decodes its pages first; the longest have
+    a page of KVarN's codes in either size."""
     options = EngineOptions(
         batch_invariance="pin", max_model_len=320, kv_cache_tokens=48000, kv_cache_dtype=kv_format
     )
-    engine = Engine(model, options, frozenset())
+    engine = Engine(with_wide_heads(), options, frozenset())
     engine.warm_up(progress=False)
-    found = drifted_in_company(engine, [A, *company(24, 3, 250)])
+    found = drifted_in_company(engine, [A, *company(24, 3, 300)])
     assert not any(found.values()), found
 
 
+def drifted_when_preempted(model: PreTrainedModel, requests: list[Request], **options: str) -> int:
+    """Rows of logits that are other bits than alone, where every third step takes a request's pages."""
+    sizes = {"max_model_len": 320, "kv_cache_tokens": 48000, "overlapped": False}
+    engine = Engine(copy.deepcopy(model), EngineOptions(**sizes, **options), frozenset())
+    engine.warm_up(progress=False)
+    expected = alone(engine, requests)
+    step, steps = engine.step, itertools.count(1)
+
+    def preempting():
+        if next(steps) % 3 == 0 and len(engine.scheduler.running) > 1:
+            engine.scheduler._preempt_last()
+        return step()
+
+    engine.step = preempting
+    again = recorded(engine)
+    run(engine, requests)
+    assert engine.scheduler.preemptions > 1
+    return drifted(expected, again)
+
+
 def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tuned():
-    model = model_of("dense", torch.bfloat16).cuda()
-    requests, found = [A, *company(7, 30, 60)], {}
-    for numerics in ("tuned", "pin", "per-token"):
-        options = EngineOptions(
-            batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000, overlapped=False
-        )
-        engine = Engine(copy.deepcopy(model), options, frozenset())
-        engine.warm_up(progress=False)
-        expected = alone(engine, requests)
-        step, steps = engine.step, itertools.count(1)
-
-        def preempting(step=step, steps=steps, scheduler=engine.scheduler):
-            if next(steps) % 3 == 0 and len(scheduler.running) > 1:
-                scheduler._preempt_last()
-            return step()
-
-        engine.step = preempting
-        again = recorded(engine)
-        run(engine, requests)
-        assert engine.scheduler.preemptions > 1
-        found[numerics] = drifted(expected, again)
+    model, requests = model_of("dense", torch.bfloat16).cuda(), [A, *company(7, 30, 60)]
+    found = {
+        numerics: drifted_when_preempted(model, requests, batch_invariance=numerics) for numerics in NUMERICS
+    }
     assert (found["pin"], found["per-token"]) == (0, 0), found
+    assert found["tuned"], "nothing was proved"
+
+
+@pytest.mark.parametrize("kv_format", ["int4_per_token_head", "kvarn_k4v2_g64"])
+def test_codes_that_are_computed_again_after_a_preemption_have_the_same_bits_unless_tuned(kv_format: str):
+    """Requests whose third page of 64 becomes full while they decode."""
+    model, requests = with_wide_heads(), [A, *company(7, 187, 191)]
+    found = {
+        numerics: drifted_when_preempted(model, requests, batch_invariance=numerics, kv_cache_dtype=kv_format)
+        for numerics in ("tuned", "pin")
+    }
+    assert found["pin"] == 0, found
     assert found["tuned"], "nothing was proved"
 
 
