@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...layouts.errors import UserError
-from ...layouts.experts import PackedExperts, pack_unquantized_experts
+from ...layouts.experts import pack_unquantized_experts
 from ...layouts.kv_format import KV_FORMATS, refuse_numerics
 from ...layouts.kv_layer import KVScales
 from ...layouts.linear import packed_layers
@@ -338,10 +338,6 @@ class Engine:
         if not config.compiled:
             raise UserError(
                 f"{asked} needs compiled layers, whose norms sum in one order; leave --no-compiled out"
-            )
-        if any(isinstance(module, PackedExperts) for module in model.modules()):
-            raise unsupported(
-                type(model).__name__, f"that {asked} keeps the bits of experts on a GPU is not proved"
             )
         others = other_products(model)
         if others:

@@ -36,8 +36,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PLAIN_EXPERTS = {GroupedUnquantized.name, GroupedDequantize.name}
 
 
-def test_no_company_changes_a_bit_unless_tuned():
-    model = model_of("dense", torch.bfloat16).cuda()
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_no_company_changes_a_bit_unless_tuned(kind: str):
+    model = model_of(kind, torch.bfloat16).cuda()
     everyone, found = [A, *company(24, 3, 250)], {}
     for numerics in ("tuned", "pin", "per-token"):
         options = EngineOptions(batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000)
@@ -93,8 +94,9 @@ def drifted_when_preempted(model: PreTrainedModel, requests: list[Request], **op
     return drifted(expected, again)
 
 
-def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tuned():
-    model, requests = model_of("dense", torch.bfloat16).cuda(), [A, *company(7, 30, 60)]
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tuned(kind: str):
+    model, requests = model_of(kind, torch.bfloat16).cuda(), [A, *company(7, 30, 60)]
     found = {
         numerics: drifted_when_preempted(model, requests, batch_invariance=numerics) for numerics in NUMERICS
     }
