@@ -7,8 +7,9 @@ On a machine with so many GPUs, in one call of nine minutes:
 
 Weights of Qwen3-32B's shapes are drawn on the GPU into files in memory, so no disk is timed; `--layers` cuts
 them. `--parts` chooses: `speed` quantizes all of them on each number of GPUs; `resume` a cut of
-`--resume-layers` by two processes of which one is killed, and finishes it on one GPU. What no longer fits
-into `--seconds` is left out and said. The seconds are those of `quantize`, without Python's imports; those of
+`--resume-layers` by two processes of which one is killed, and finishes it on one GPU; `make` writes the
+weights to `--source` alone, where `speed` then takes them from. What no longer fits into `--seconds` is left
+out and said. The seconds are those of `quantize`, without Python's imports; those of
 the whole command stand beside them. Each result is printed and kept as soon as it is there; the table comes
 last. Exit status 1 where bytes differ or a speed-up misses its bar.
 """
@@ -33,6 +34,7 @@ import torch
 from safetensors.torch import save_file
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
+from scalegate.pipeline.checkpoints.checkpoint import INDEX_NAME
 from scalegate.pipeline.cores import available_cores
 from scalegate.pipeline.quantization.work_record import FINISHED_SUFFIX, PARTS_FOLDER
 from scalegate.pipeline.quantize import MAX_SHARD_BYTES, quantize
@@ -47,7 +49,7 @@ BARS = {2: 1.8, 4: 3.4}
 SHARD_BYTES = 4 << 30
 WRITERS = 4
 SECONDS_NAME = "seconds.json"
-SPEED, RESUME = "speed", "resume"
+MAKE, SPEED, RESUME = "make", "speed", "resume"
 ARTIFACTS_SHARE = 0.3
 """Of the source's bytes: what an artifact takes, at most."""
 SLACK = 1.5
@@ -70,14 +72,15 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         folder = Path(work)
+        source = options.source or folder / "source"
+        if {MAKE, SPEED} & set(options.parts):
+            result["source_bytes"] = source_made(source, folder, options)
         if SPEED in options.parts:
-            result["source_bytes"] = made(folder / "source", options.layers, options)
-            touch(folder, result["source_bytes"])
             result["runs"] = []
-            for row in runs(folder, options, began):
+            for row in runs(source, folder, options, began):
                 result["runs"].append(row)
                 keep(result, options)
-            shutil.rmtree(folder / "source")
+            shutil.rmtree(source)
         if RESUME in options.parts:
             made(folder / "cut", options.resume_layers, options)
             result["resume"] = kill_and_resume(folder, options)
@@ -94,7 +97,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=[SPEED, RESUME], default=[SPEED, RESUME])
+    parser.add_argument("--parts", nargs="+", choices=[MAKE, SPEED, RESUME], default=[SPEED, RESUME])
+    parser.add_argument("--source", type=Path, help="where the weights are kept between two calls")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"])
     parser.add_argument("--resume-layers", type=int, default=6)
@@ -105,7 +109,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1, help="a divisor of the shapes, to try the script out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank-of", type=Path, nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if MAKE in options.parts and options.source is None:
+        parser.error("--parts make needs --source")
+    return options
+
+
+def source_made(source: Path, folder: Path, options: argparse.Namespace) -> int:
+    """The bytes of the weights to quantize; they are made where they are not there, and so is room."""
+    index = source / INDEX_NAME
+    if index.is_file():
+        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+    source_bytes = made(source, options.layers, options)
+    touch(folder, source_bytes)
+    return source_bytes
 
 
 def made(folder: Path, layers: int, options: argparse.Namespace) -> int:
@@ -143,7 +160,7 @@ def made(folder: Path, layers: int, options: argparse.Namespace) -> int:
     total = 2 * sum(shape.numel() for shape in shapes.values())
     weight_map = {name: names[number] for number, group in enumerate(groups) for name in group}
     write_json(
-        folder / "model.safetensors.index.json",
+        folder / INDEX_NAME,
         {"metadata": {"total_size": total}, "weight_map": weight_map},
     )
     say(f"{total / 1e9:.1f} GB of weights in {len(groups)} shards: {time.monotonic() - started:.0f} s")
@@ -240,7 +257,7 @@ def kill_and_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     return found
 
 
-def runs(folder: Path, options: argparse.Namespace, began: float) -> Iterator[dict[str, Any]]:
+def runs(source: Path, folder: Path, options: argparse.Namespace, began: float) -> Iterator[dict[str, Any]]:
     """The whole checkpoint on each number of GPUs; artifacts are compared and not kept."""
     first = folder / "on-one"
     on_one = 0.0
@@ -251,7 +268,7 @@ def runs(folder: Path, options: argparse.Namespace, began: float) -> Iterator[di
             continue
         out = folder / f"on-{count}" if first.exists() else first
         started = time.monotonic()
-        finish(torchrun(count, folder / "source", out, options))
+        finish(torchrun(count, source, out, options))
         whole = time.monotonic() - started
         on_one = on_one or whole * count
         seconds = json.loads(out.with_name(f"{out.name}-{SECONDS_NAME}").read_text(encoding="utf-8"))

@@ -8,12 +8,17 @@ vLLM has to be on PATH or importable here. In calls of nine minutes, on one GPU 
 
 Each row is a process of its own with a limit, and is printed and kept in `--out` as soon as it has ended;
 whatever it leaves running is found by a mark in its environment, also where SIGTERM cuts the bench off. The
-failures run four at a time and are not timed; GPU memory is compared after all of them. The weights are those
-of `verdict_gpu.py` but for the bundled checkpoint's, and lie in memory (`--folder`). The table comes
-last; the logs of what went wrong are in `--logs`. Exit status 1 where a row misses its bar.
+failures run four at a time and are not timed; GPU memory is compared after all of them, unless `--shared`
+says that others use the GPUs meanwhile. Servers that take turns are a model's whose steps are the GPU's
+time: each start is one sample, and little else than they may vary. The weights are those of `verdict_gpu.py`
+but for the bundled checkpoint's, and lie in memory (`--folder`); with `--made` they are kept there, and taken
+from there where another process has made them (`--only` with no row makes them alone). No row runs past
+`--seconds`. The table comes last; the logs of what went wrong are in `--logs`. Exit status 1 where a row
+misses its bar.
 """
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -27,14 +32,17 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import psutil
 import torch
 from scalegate.layouts.files import write_json
 from scalegate.layouts.outside_files import read_json_object
+from scalegate.pipeline.artifact import MANIFEST_NAME
 from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
 from scalegate.serving_check.environment import describe_environment
 
@@ -46,6 +54,8 @@ RUNNING = "vllm:num_requests_running"
 LEFT_MIB = 256
 """GPU memory that may differ between two readings with nothing left: a driver's own."""
 DECIDED, UNUSABLE = (0, 1), (2,)
+ENDING_SECONDS = 30
+"""For a row past its limit to end what it has started."""
 SERVER = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main"]
 LOAD = "--m 1,8,32"
 SMALL_LOAD = "--m 1 --quality-tokens 1024 --max-repeats 12"
@@ -76,7 +86,9 @@ class Part:
 PARTS = {
     "example": Part("example", "", 240),
     "qwen3-8b": Part("qwen3-8b", "", 420),
-    "turns": Part("example", '--engine-args "--gpu-memory-utilization 0.6"', 530, must_say="took turns"),
+    "turns": Part(
+        "qwen3-4b-untied", '--engine-args "--gpu-memory-utilization 0.6"', 530, must_say="took turns"
+    ),
     "two-gpus": Part("example", "--devices 0,1", 240, gpus=2),
     "two-gpus-8b": Part("qwen3-8b", "--devices 0,1", 420, gpus=2),
     "tensor-parallel": Part("70b-16-layers", "--tensor-parallel-size 2", 420, gpus=2),
@@ -133,6 +145,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: (end_marked(RUN), os._exit(128 + signal.SIGTERM)))
     options.logs.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    for shape in options.make:
+        made(shape, options.made / shape, options.device)
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         folder = Path(work)
         real = shutil.which("vllm") or script(folder / "vllm", f'#!/bin/sh\nexec {shlex.join(SERVER)} "$@"\n')
@@ -143,7 +157,9 @@ def main() -> None:
                 keep(rows, options)
                 continue
             part = PARTS[name]
-            if part.shape not in sources:
+            if options.made is not None:
+                sources[part.shape] = made(part.shape, options.made / part.shape, options.device)
+            elif part.shape not in sources:
                 for other in sources.values():
                     shutil.rmtree(other)
                 sources = {part.shape: made(part.shape, folder / part.shape, options.device)}
@@ -169,17 +185,27 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, FAILURES], default=["example", FAILURES])
+    parser.add_argument("--only", nargs="*", choices=[*PARTS, FAILURES], default=["example", FAILURES])
     parser.add_argument("--cases", nargs="+", help="of the failures, these; default all")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the checkpoints lie")
+    parser.add_argument("--made", type=Path, help="a folder to keep checkpoints in, and to take them from")
+    parser.add_argument("--make", nargs="+", default=[], help="first make these shapes, in --made")
+    parser.add_argument("--shared", action="store_true", help="others use the GPUs meanwhile")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="from now, for all rows")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "engines_gpu")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.make and options.made is None:
+        parser.error("--make needs --made")
+    options.ends = time.monotonic() + options.seconds
+    return options
 
 
 def made(shape: str, folder: Path, device: str) -> Path:
-    """A folder with `source`, and the INT4 artifact made of it."""
+    """A folder with `source`, and the INT4 artifact made of it; taken as it is where both are there."""
+    if (folder / "int4-hqq" / MANIFEST_NAME).is_file():
+        return folder
     if shape == "example":
         shutil.copytree(EXAMPLE, folder / "source")
     else:
@@ -202,12 +228,12 @@ def one_verdict(name: str, part: Part, folder: Path, real: str, options: argpars
     words = f"{LOAD} {part.words} --report {shlex.quote(str(report))}"
     before = gpu_mib_used()
     row, printed = validate(name, folder / "int4-hqq", words, real, part.bar, options)
-    row.gpu_mib_left = gpu_mib_used() - before
+    row.gpu_mib_left = None if options.shared else gpu_mib_used() - before
     verdict = report / "serving_check.json"
     if verdict.is_file():
         row.verdict = told(read_json_object(verdict))
     decided = row.status in DECIDED and row.verdict is not None
-    row.held = decided and part.must_say in printed and not row.left and row.gpu_mib_left < LEFT_MIB
+    row.held = decided and part.must_say in printed and not row.left and (row.gpu_mib_left or 0) < LEFT_MIB
     return row
 
 
@@ -219,6 +245,12 @@ def told(verdict: dict[str, Any]) -> dict[str, Any]:
         "ratios": {
             point["m"]: [point["ratio"], point["ratio_low"], point["ratio_high"], len(point["log_ratios"])]
             for point in verdict["curve"]
+        },
+        # What a 95% interval's width follows from, whenever the blocks were enough.
+        "spread": {
+            point["m"]: stdev(point["log_ratios"])
+            for point in verdict["curve"]
+            if len(point["log_ratios"]) > 1
         },
     }
 
@@ -241,6 +273,8 @@ def all_failures(work: Path, real: str, options: argparse.Namespace) -> list[Row
 
     with ThreadPoolExecutor(4) as threads:
         rows = list(threads.map(one, chosen, chosen.values()))
+    if options.shared:
+        return rows
     left = gpu_mib_used() - before
     return [*rows, Row("GPU memory after all failures", None, 0.0, "", left < LEFT_MIB, [], left)]
 
@@ -274,15 +308,17 @@ def validate(
             watcher.start()
         status: int | None = None
         try:
-            status = process.wait(limit)
+            status = process.wait(max(0.0, min(limit, options.ends - started)))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_SECONDS)
         ended.set()
         if watcher is not None:
             watcher.join()
     seconds = time.monotonic() - started
     left = end_marked(mark)
+    process.wait()
     printed = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in printed.replace("\r", "\n").splitlines() if line.strip()]
     return Row(name, status, round(seconds, 1), lines[-1] if lines else "", False, left), printed
@@ -392,7 +428,8 @@ def line_of(row: Row) -> str:
 
 def ratios(verdict: dict[str, Any]) -> str:
     text = ", ".join(
-        f"M={m} {ratio:.3f} [{low:.3f}, {high:.3f}], {high / low:.3f}× wide, of {blocks} blocks"
+        f"M={m} {ratio:.3f} [{low:.3f}, {high:.3f}], {high / low:.3f}× wide, of {blocks} blocks "
+        f"that spread {verdict['spread'].get(m, math.nan):.1%}"
         for m, (ratio, low, high, blocks) in verdict["ratios"].items()
         if None not in (ratio, low, high)
     )

@@ -100,7 +100,12 @@ def row(
     }
     failed = sum(one["failed"] for each in figures.values() for one in each)
     passed = not failed and all(abs(apart[name]) <= APART for name in BOUND)
-    print(f"M={m}: ours {medians['ours']}, vllm bench serve {medians['vllm']}, apart {apart}", flush=True)
+    said = "ok" if passed else "MISS"
+    print(
+        f"{said:>4} M={m}: ours {medians['ours']}, vllm bench serve {medians['vllm']}, apart {apart}, "
+        f"{failed} failed",
+        flush=True,
+    )
     return {
         "m": m,
         "requests": requests,
@@ -134,6 +139,8 @@ def by_vllm(
     command = [*vllm, "bench", "serve", "--base-url", endpoint.base_url, "--model", NAME]
     command += ["--tokenizer", str(checkpoint), "--num-prompts", str(requests), "--max-concurrency", str(m)]
     command += ["--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT), "--ignore-eos"]
+    # Left out, it is the server's default, and what is asked of the server would differ.
+    command += ["--temperature", str(WorkloadSpec.temperature)]
     command += ["--num-warmups", "1", "--seed", str(seed), "--save-result", "--result-dir", str(folder)]
     subprocess.run([*command, "--result-filename", "vllm.json"], check=True, stdout=sys.stderr)
     told = json.loads((folder / "vllm.json").read_text(encoding="utf-8"))
