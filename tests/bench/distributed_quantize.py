@@ -204,6 +204,8 @@ def torchrun(count: int, source: Path, out: Path, options: argparse.Namespace) -
     words = ["--rank-of", source, out, "--recipe", options.recipe, "--device", options.device]
     words += ["--width", options.width]
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    # Left out, it is the machine's name, which need not be known on one without a network.
+    command += ["--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(count), __file__, *map(str, words)]
     threads = str(max(1, available_cores() // count))
     job = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": threads})

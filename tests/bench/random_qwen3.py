@@ -18,9 +18,6 @@ _SHARED = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {**_SHARED, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "qwen3-4b-untied": {
-        **_SHARED, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": False,
-    },
     "qwen3-8b": {**_SHARED, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
     "qwen3-30b-a3b-8-layers": {
         **_SHARED,
@@ -45,6 +42,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "70b-16-layers": {
         **_SHARED,
         "num_hidden_layers": 16,
+        "num_attention_heads": 64,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "tie_word_embeddings": False,
+    },
+    "70b-8-layers": {
+        **_SHARED,
+        "num_hidden_layers": 8,
         "num_attention_heads": 64,
         "hidden_size": 8192,
         "intermediate_size": 28672,
