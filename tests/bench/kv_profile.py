@@ -1,4 +1,5 @@
 """What a GPU does for prompts and their answers, by kernel, and how long they take without a profiler.
+When it does nothing is shown too, by what came before.
 
     python -P tests/bench/kv_profile.py unquantized kvarn_k4v2_g128 --cells 16x512x1 1x32x256
 
@@ -16,6 +17,7 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.request import SamplingParams
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +25,7 @@ from kv_decode import engine_of
 from random_qwen3 import random_prompts
 
 MODEL = "qwen3-4b"
-SHOWN = 12
+SHOWN, SHOWN_PAUSES = 16, 8
 
 
 def milliseconds(engine: Engine, count: int, length: int, output: int) -> float:
@@ -48,7 +50,29 @@ def show(name: str, engine: Engine, cell: tuple[int, int, int]) -> None:
     print(f"{name}, {cell}: {clock:.1f} ms, kernels {total:.1f} ms")
     for one in kernels[:SHOWN]:
         print(f"  {one.self_device_time_total / 1000:8.2f} ms {one.count:>6} {one.key[:60]}")
+    show_gaps(trace)
     sys.stdout.flush()
+
+
+def show_gaps(trace: profile) -> None:
+    """Between the first kernel and the last, when nothing ran: in all, in how many pauses, and after what."""
+    ran = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in trace.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    after: dict[str, list[float]] = {}
+    until, last = ran[0][1], ran[0][2]
+    for start, end, name in ran[1:]:
+        if start > until:
+            after.setdefault(last, []).append((start - until) / 1000)
+        if end > until:
+            until, last = end, name
+    longest = sorted(after.items(), key=lambda item: -sum(item[1]))
+    pauses = [one for gaps in after.values() for one in gaps]
+    print(f"  idle {sum(pauses):.2f} ms in {len(pauses)} pauses, after:")
+    for name, gaps in longest[:SHOWN_PAUSES]:
+        print(f"  {sum(gaps):8.2f} ms {len(gaps):>6} at most {max(gaps):.3f} {name[:60]}")
 
 
 def main() -> None:
