@@ -85,21 +85,25 @@ class CudaLayerKV:
         self._append(key, value, metadata.slot_mapping)
         query, kernel_options = query.contiguous(), self._options(options, sinks)
         output = torch.empty_like(query)
-        # It writes zeros for requests that do not decode; prefill attention overwrites those it computes.
-        rows = min(len(query), len(metadata.decode_seq_lens))
-        pages = self.key_pages, self.value_pages, metadata.block_table
-        lengths = metadata.decode_seq_lens
-        if metadata.numerics == "per-token":
-            prefill_attention(
-                query[:rows], *pages, lengths[:rows], out=output[:rows], one_form=True, **kernel_options
-            )
-        else:
-            decode_attention(
-                query[:rows], *pages, lengths, self._workspace, out=output[:rows], **kernel_options
-            )
+        if metadata.host is None or metadata.host.num_decodes:
+            self._decode(query, metadata, output, kernel_options)
         if metadata.prefill_tiles is not None:
             self._prefill(query, metadata, metadata.prefill_tiles, output, kernel_options)
         return output[..., :value_dim]
+
+    def _decode(
+        self, query: Tensor, metadata: AttentionMetadata, output: Tensor, options: dict[str, Any]
+    ) -> None:
+        """And zeros for the other requests; prefill attention overwrites those it computes."""
+        lengths = metadata.decode_seq_lens
+        rows = min(len(query), len(lengths))
+        pages = self.key_pages, self.value_pages, metadata.block_table
+        if metadata.numerics == "per-token":
+            prefill_attention(
+                query[:rows], *pages, lengths[:rows], out=output[:rows], one_form=True, **options
+            )
+        else:
+            decode_attention(query[:rows], *pages, lengths, self._workspace, out=output[:rows], **options)
 
     def _append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))

@@ -31,9 +31,10 @@ SHOWN, SHOWN_PAUSES = 16, 8
 def milliseconds(engine: Engine, count: int, length: int, output: int) -> float:
     """Until all prompts, of one length, are computed and answered."""
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    prompts = random_prompts(count, length, MODEL)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for index, prompt in enumerate(random_prompts(count, length, MODEL)):
+    for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     while engine.has_work:
         engine.step()
