@@ -26,6 +26,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.attention_shapes import attention_layers_of
 from ..model_loader.load_model import load_model
 from .freed_memory import return_freed_memory
+from .recorded_drawing import RecordedDrawing, chosen
 from .rounded_weights import rounded_weights
 
 AT_ONCE = 64
@@ -63,12 +64,18 @@ def drawn_sequences(
         model = load_model(checkpoint.folder, device=device, progress=progress, instead=instead).model
         count, tokens = shape
         at_once = sequences_at_once(checkpoint, tokens, device)
+        if device.type == "cuda":
+            # What loading took on the way stays reserved otherwise, beside keys and values.
+            torch.cuda.empty_cache()
+        recorded = _recorded(model, min(at_once, count), tokens)
         parts = []
         generator = torch.Generator(device).manual_seed(SEED)
         with progress_bar(total=count * tokens, desc="drawing", unit="tok", shown=progress) as bar:
             for start in range(0, count, at_once):
-                parts.append(_draw(model, min(at_once, count - start), tokens, generator, bar))
-        del model
+                few = min(at_once, count - start)
+                drawn = few if recorded is None else recorded.count
+                parts.append(_draw(model, drawn, tokens, generator, bar, recorded)[:few])
+        del model, recorded
         return_freed_memory()
         kept.parent.mkdir(exist_ok=True)
         with atomic_path(kept) as partial:
@@ -91,8 +98,27 @@ def _weight_bytes(checkpoint: Checkpoint) -> int:
     return sum(path.stat().st_size for path in checkpoint.shards)
 
 
-def _draw(model: PreTrainedModel, count: int, length: int, generator: torch.Generator, bar: tqdm) -> Tensor:
-    """int64 [count, length] on the CPU; each begins as the model's texts do, or anywhere where none does."""
+def _recorded(model: PreTrainedModel, count: int, length: int) -> RecordedDrawing | None:
+    """A step of `model` that is recorded; None where it cannot be."""
+    if model.device.type == "cpu" or not RecordedDrawing.can_record(model):
+        return None
+    drawing = RecordedDrawing(model, count, length)
+    with torch.inference_mode():
+        return drawing if drawing.record() else None
+
+
+def _draw(
+    model: PreTrainedModel,
+    count: int,
+    length: int,
+    generator: torch.Generator,
+    bar: tqdm,
+    recorded: RecordedDrawing | None = None,
+) -> Tensor:
+    """int64 [count, length] on the CPU; each begins as the model's texts do, or anywhere where none does.
+
+    recorded: a step for as many sequences of that length, where there is one
+    """
     config = model.config.get_text_config()
     device = model.device
     first = config.bos_token_id
@@ -100,15 +126,20 @@ def _draw(model: PreTrainedModel, count: int, length: int, generator: torch.Gene
         ids = torch.full((count, 1), first, device=device)
     else:
         ids = torch.randint(config.vocab_size, (count, 1), generator=generator, device=device)
+    drawn = [ids]
+    if recorded is not None:
+        with torch.inference_mode():
+            recorded.begin(ids)
+            for _ in range(length - 1):
+                drawn.append(recorded.next(torch.rand(count, 1, generator=generator, device=device)))
+                bar.update(count)
+        return torch.cat(drawn, 1).cpu()
     cache = DynamicCache(config=config)
     cache.layers = [_Roomy(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    drawn = [ids]
     with torch.inference_mode(), _HeadsTogether():
         for _ in range(length - 1):
             logits = model(input_ids=drawn[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
-            reached = logits.softmax(-1).cumsum(-1)
-            aim = torch.rand(count, 1, generator=generator, device=device) * reached[:, -1:]
-            drawn.append(torch.searchsorted(reached, aim, right=True).clamp(max=logits.shape[-1] - 1))
+            drawn.append(chosen(logits, torch.rand(count, 1, generator=generator, device=device)))
             bar.update(count)
     return torch.cat(drawn, 1).cpu()
 

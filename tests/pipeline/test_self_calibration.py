@@ -9,6 +9,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.skeleton import model_config
 from scalegate.pipeline.quantization import self_calibration
+from scalegate.pipeline.quantization.recorded_drawing import RecordedDrawing
 from scalegate.pipeline.quantization.self_calibration import (
     AT_ONCE,
     _draw,
@@ -30,9 +31,9 @@ def peaked_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def drawn(model: PreTrainedModel, seed: int) -> torch.Tensor:
+def drawn(model: PreTrainedModel, seed: int, recorded: RecordedDrawing | None = None) -> torch.Tensor:
     with progress_bar(total=COUNT * LENGTH, desc="drawing", unit="tok", shown=False) as bar:
-        return _draw(model, COUNT, LENGTH, torch.Generator().manual_seed(seed), bar)
+        return _draw(model, COUNT, LENGTH, torch.Generator().manual_seed(seed), bar, recorded)
 
 
 def test_tokens_are_those_that_the_whole_model_gives_at_the_same_chances():
@@ -45,6 +46,28 @@ def test_tokens_are_those_that_the_whole_model_gives_at_the_same_chances():
             ids = torch.cat([ids, (reached <= chance).sum(1, keepdim=True)], 1)
     assert torch.equal(drawn(model, 7), ids)
     assert not torch.equal(drawn(model, 8), ids)
+
+
+def test_a_step_that_can_be_recorded_draws_the_same_tokens_again_and_again():
+    model = peaked_model()
+    assert RecordedDrawing.can_record(model)
+    recorded = RecordedDrawing(model, COUNT, LENGTH)
+    with torch.inference_mode():
+        recorded.step()
+    assert recorded.attended == recorded.layers == 3
+    # The second time, keys of the first lie beyond the position.
+    for seed in (7, 8):
+        assert torch.equal(drawn(model, seed, recorded), drawn(model, seed))
+
+
+def test_a_step_that_waits_for_its_numbers_is_not_recorded():
+    model = peaked_model()
+    model.config.num_experts = 4
+    assert not RecordedDrawing.can_record(model)
+    model.config.num_experts = 0
+    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    model.config.sliding_window = 4
+    assert not RecordedDrawing.can_record(model)
 
 
 @pytest.fixture

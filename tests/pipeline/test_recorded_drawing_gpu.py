@@ -1,0 +1,32 @@
+"""A model's step, recorded on a GPU and replayed for each token: the tokens of launching it each time."""
+
+import pytest
+import torch
+from scalegate.layouts.progress import progress_bar
+from scalegate.pipeline.quantization.self_calibration import _draw, _recorded
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+pytestmark = pytest.mark.gpu
+
+COUNT, LENGTH = 6, 40
+
+
+def drawn(model: PreTrainedModel, seed: int, *recorded) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with progress_bar(total=COUNT * LENGTH, desc="drawing", unit="tok", shown=False) as bar:
+        return _draw(model, COUNT, LENGTH, generator, bar, *recorded)
+
+
+def test_a_replayed_step_draws_the_tokens_of_a_launched_one():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=16, vocab_size=48, bos_token_id=1, max_position_embeddings=64,
+        initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().cuda()
+    recorded = _recorded(model, COUNT, LENGTH)
+    assert recorded is not None
+    for seed in (7, 8):
+        assert torch.equal(drawn(model, seed, recorded), drawn(model, seed))
+    assert not torch.equal(drawn(model, 7, recorded), drawn(model, 8, recorded))
