@@ -1,4 +1,5 @@
-"""The hidden states of a text between two decoder layers: in memory, or in a file where they are many.
+"""The hidden states of a text between two decoder layers: on the GPU, in memory, or in a file where they are
+many.
 
 Read and written a few sequences at a time. The file is unlinked as soon as it is open, so nothing is left of
 it whatever happens.
@@ -10,22 +11,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 MEMORY_BYTES = 1 << 28
 """Up to here they stay in memory; beyond it they are spilled. A layer has three of them."""
+GPU_BYTES, GPU_SHARE = 3 << 30, 1 / 16
+"""Up to here, and to that share of its memory, they stay on a GPU: copies to it and back take longer than a
+layer does."""
 
 
 class HiddenStates:
-    """[sequences, tokens, hidden] in one dtype; on the CPU or on disk."""
+    """[sequences, tokens, hidden] in one dtype; on a GPU, on the CPU or on disk."""
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, folder: Path | None = None):
-        """folder: where they are spilled; the system's own for temporary files if left out"""
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        folder: Path | None = None,
+        device: torch.device = CPU,
+    ):
+        """folder: where they are spilled; the system's own for temporary files if left out
+        device: where the layers run
+        """
         self.shape, self.dtype = shape, dtype
         self.bytes_each = shape[1] * shape[2] * dtype.itemsize
-        self.is_spilled = shape[0] * self.bytes_each > MEMORY_BYTES
+        whole = shape[0] * self.bytes_each
+        self.device = device if device.type != "cpu" and whole <= gpu_room(device) else CPU
+        self.is_spilled = self.device == CPU and whole > MEMORY_BYTES
         if self.is_spilled:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the last reference
         else:
-            self._tensor = torch.empty(shape, dtype=dtype)
+            self._tensor = torch.empty(shape, dtype=dtype, device=self.device)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Sequences `start:stop`, as many of them as there are, in memory of their own."""
@@ -40,9 +55,14 @@ class HiddenStates:
 
     def write(self, start: int, values: Tensor) -> None:
         """values: [n, tokens, hidden] on any device, the sequences from `start` on."""
-        values = values.to("cpu", self.dtype).contiguous()
+        values = values.to(self.device, self.dtype).contiguous()
         if not self.is_spilled:
             self._tensor[start : start + len(values)] = values
             return
         self._file.seek(start * self.bytes_each)
         self._file.write(values.view(torch.uint8).numpy().data)
+
+
+def gpu_room(device: torch.device) -> int:
+    """Bytes of a GPU's memory that the states before one layer may take."""
+    return min(GPU_BYTES, int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory))

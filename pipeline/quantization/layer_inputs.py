@@ -21,15 +21,20 @@ LAST = "output projection"
 class Inputs:
     """Sums over the inputs that some linears have in common.
 
+    most:    the largest magnitude, where they lie: asking for its number waits for a GPU
     hessian: fp32 [K, K], the sum of x xᵀ, where a weight is solved; tokens: how many inputs there were
     paired:  fp32 [K, K], the sum of x₀ xᵀ, x₀ being the inputs of the original model
     """
 
-    largest: float = 0.0
+    most: Tensor | None = None
     squares: Tensor | None = None
     hessian: Tensor | None = None
     paired: Tensor | None = None
     tokens: int = 0
+
+    @property
+    def largest(self) -> float:
+        return 0.0 if self.most is None else float(self.most)
 
     @property
     def cross(self) -> Tensor | None:
@@ -37,7 +42,8 @@ class Inputs:
         return None if self.paired is None or self.hessian is None else self.paired - self.hessian
 
     def see(self, x: Tensor, wants_squares: bool, wants_hessian: bool) -> None:
-        self.largest = max(self.largest, float(x.abs().amax()))
+        most = x.abs().amax()
+        self.most = most if self.most is None else torch.maximum(self.most, most)
         self.tokens += x.numel() // x.shape[-1]
         if wants_squares:
             squares = x.flatten(0, -2).float().square().sum(0, dtype=torch.float64)

@@ -136,7 +136,7 @@ class LayerStream:
 
     def empty_states(self) -> HiddenStates:
         """Room for the hidden states of the sequences."""
-        return HiddenStates(self._shape, self.model.dtype, self._spill)
+        return HiddenStates(self._shape, self.model.dtype, self._spill, self.device)
 
     def _through(self, start: int, name: str, forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         """What `forward` gives in the place of layer `name`, and the decoder's output were it the last."""

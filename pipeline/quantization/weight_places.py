@@ -67,9 +67,9 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
 
 def _patched(stream: LayerStream, tensor: str, parts: Sequence[tuple[LinearWeight, Weight]]) -> Tensor:
     """A checkpoint's tensor with solved weights in their places."""
-    whole = stream.checkpoint.read(tensor)
     if len(parts) == 1 and parts[0][0].expert is None and parts[0][0].rows is None:
-        return parts[0][1].dequantize(stream.model.dtype)
+        return parts[0][1].to(stream.device).dequantize(stream.model.dtype)
+    whole = stream.checkpoint.read(tensor)
     for linear, weight in parts:
         part = whole if linear.expert is None else whole[linear.expert]
         lying = part.T if linear.transposed else part
