@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,7 @@ def learn_rounding(
             ],
             betas=BETAS,
             eps=SMALLEST,
+            fused=stream.device.type == "cuda" or None,
         )
         for step, start in zip(range(1, steps + 1), _shuffled(read), strict=False):
             for group in optimizer.param_groups:
@@ -116,6 +118,9 @@ class _Part:
         ideal = levels.positions(values)
         self.positions = torch.minimum(torch.maximum(ideal, chosen - NEAREST), chosen + NEAREST)
         self.factors = torch.ones(len(chosen), levels.groups, device=chosen.device)
+        self._least = (chosen - 1).clamp(min=0).to(torch.uint8)
+        self._most = (chosen + 1).clamp(max=levels.top).to(torch.uint8)
+        self._values: Tensor | None = None
 
     def state(self) -> tuple[Tensor, Tensor]:
         """The levels [N, K] that the positions are nearest to, and the factors [N, groups]; copies."""
@@ -125,15 +130,19 @@ class _Part:
         """Of the weight, as that of the positions and the factors."""
         gradient = self.place.gradient
         self.positions.grad = gradient
-        values = self.levels.values(self.positions.round(), self.factors)
+        values = self._now() if self._values is None else self._values
         self.factors.grad = (gradient * values).unflatten(1, (self.levels.groups, -1)).sum(-1)
 
     def put(self) -> None:
         """Into the model; no number goes further than to the next level."""
-        chosen = self.levels.chosen
-        torch.minimum(self.positions, (chosen + 1).clamp(max=self.levels.top), out=self.positions)
-        torch.maximum(self.positions, (chosen - 1).clamp(min=0), out=self.positions)
-        self.place.put(self.levels.values(self.positions.round(), self.factors))
+        torch.clamp(self.positions, self._least, self._most, out=self.positions)
+        values = self._now()
+        # Kept for the next gradient where time counts more than memory.
+        self._values = values if values.is_cuda else None
+        self.place.put(values)
+
+    def _now(self) -> Tensor:
+        return self.levels.values(self.positions.round(), self.factors)
 
 
 @dataclass(frozen=True)
@@ -201,7 +210,7 @@ def _parameters(
         first = 0
         for linear in linears:
             place = _Place(parameter, expert, slice(first, first + linear.n))
-            expected = found[linear.module].dequantize(stream.model.dtype).to(stream.device)
+            expected = found[linear.module].to(stream.device).dequantize(stream.model.dtype)
             if torch.equal(place.of(parameter.data), expected):
                 yield linear.module, place
             first += linear.n
@@ -218,7 +227,10 @@ def _shuffled(starts: Sequence[int]) -> Iterator[int]:
 @contextmanager
 def _repeatable() -> Iterator[None]:
     """Within it, a GPU adds up gradients in one order: a job taken up again learns the same."""
-    before = torch.are_deterministic_algorithms_enabled()
+    deterministic: Any = torch.utils.deterministic
+    before, filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    # Whatever is made here is written before it is read: to fill all of it first is a pass over each tensor.
+    deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
@@ -226,3 +238,4 @@ def _repeatable() -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before)
+        deterministic.fill_uninitialized_memory = filled
