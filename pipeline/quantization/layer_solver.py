@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from .weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
 CORRECTED = 0.5
 """The share of earlier layers' error that a layer makes up for: on a development split of 5M, KL 0.0208
 at none of it, 0.0190 at half and 0.0204 at all."""
+STACKED = ("cuda",)
+"""Types of device on which weights with the same inputs are solved as one: few rows take as long as many."""
 
 
 @dataclass(frozen=True)
@@ -106,25 +109,55 @@ class LayerSolver:
     ) -> dict[str, Solved]:
         """scales: fp32 [K] of the columns, by module, where a norm has taken them over"""
         solved: dict[str, Solved] = {}
-        for module in solving:
-            problem = self.problem(module, inputs[module], scales.get(module))
-            before = None
-            if problem.columns is not None:
-                rounded = self._rounded(module, self._values(module))
-                before = _share_of_output(rounded, problem.target / problem.columns, problem.hessian)
-            candidates = [self._plain(module, problem.values)]
-            if self.wanted.corrects:
-                candidates.append(
-                    self._corrector(module).correct(
-                        problem.target,
-                        self.wanted.solved[module].spec,
-                        self.quantizer.scale_dtype,
-                        self._shared(module),
-                        problem.curvature,
-                    )
-                )
-            solved[module] = Solved.of(problem.values, problem.target, candidates, problem.curvature, before)
+        for modules in self._together(inputs, solving, scales):
+            problems = [self.problem(module, inputs[module], scales.get(module)) for module in modules]
+            corrected = self._corrected(modules, problems) if self.wanted.corrects else []
+            for index, (module, problem) in enumerate(zip(modules, problems, strict=True)):
+                before = None
+                if problem.columns is not None:
+                    rounded = self._rounded(module, self._values(module))
+                    before = _share_of_output(rounded, problem.target / problem.columns, problem.hessian)
+                candidates = [self._plain(module, problem.values), *corrected[index : index + 1]]
+                target, curvature = problem.target, problem.curvature
+                solved[module] = Solved.of(problem.values, target, candidates, curvature, before)
         return solved
+
+    def _together(
+        self, inputs: Mapping[str, Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
+    ) -> list[list[str]]:
+        """Modules whose rows are solved at once: neighbours with the same inputs in one format."""
+
+        def alike(module: str) -> tuple[object, ...]:
+            spec = self.wanted.solved[module].spec
+            alone = self.quantizer.device.type not in STACKED or spec.shared
+            columns = scales.get(module)
+            k = self.places.linears[module].k
+            return (module if alone else None, id(inputs[module].hessian), id(columns), spec, k)
+
+        return [list(modules) for _, modules in groupby(solving, alike)]
+
+    def _corrected(self, modules: Sequence[str], problems: Sequence["Problem"]) -> list[Quantized]:
+        """What second-order correction makes of weights that are solved together."""
+        module, targets = modules[0], [problem.target for problem in problems]
+        whole = self._corrector(module).correct(
+            targets[0] if len(targets) == 1 else torch.cat(targets),
+            self.wanted.solved[module].spec,
+            self.quantizer.scale_dtype,
+            self._shared(module),
+            problems[0].curvature,
+        )
+        if len(targets) == 1:
+            return [whole]
+        stops = list(accumulate(map(len, targets)))
+        return [
+            # `Solved.of` measures how far a weight is from its own values.
+            Quantized(
+                whole.weight.rows(stop - len(target), stop),
+                0.0,
+                float(target.square().sum(1).sum(dtype=torch.float64)),
+            )
+            for stop, target in zip(stops, targets, strict=True)
+        ]
 
     def problem(self, module: str, inputs: Inputs, columns: Tensor | None) -> "Problem":
         """columns: fp32 [K], the scales of the weight's columns, where a norm has taken them over"""

@@ -25,7 +25,7 @@ from .replayed import Choose, replayed
 DAMPING = 0.01
 """Of the mean of H's diagonal, added to all of it: as GPTQ has it."""
 SWEEPS = 2
-CPU_NUMBERS, GPU_NUMBERS = 1 << 19, 1 << 25
+CPU_NUMBERS, GPU_NUMBERS = 1 << 19, 1 << 26
 """Numbers [candidates, rows, group] rounded together: so many that each operation is worth its call on a CPU,
 and what fills a GPU."""
 LAZY = 16

@@ -20,6 +20,8 @@ from scalegate.pipeline.quantization import (
     calibration,
     calibration_text,
     hidden_states,
+    int4_second_order,
+    layer_solver,
     layer_stream,
     self_calibration,
 )
@@ -185,6 +187,37 @@ def test_spilled_hidden_states_give_the_same_bytes(
     monkeypatch.setattr(hidden_states, "MEMORY_BYTES", 1000)
     make(small, RECIPE, tmp_path / "disk", heldout_text)
     assert contents(tmp_path / "memory") == contents(tmp_path / "disk")
+
+
+def test_weights_with_the_same_inputs_are_solved_as_one_to_the_same_bytes(
+    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    solve = int4_second_order.solve
+
+    def counting(weight: torch.Tensor, *rest: object) -> object:
+        rows.append(len(weight))
+        return solve(weight, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(int4_second_order, "solve", counting)
+    make(small, RECIPE, tmp_path / "alone", heldout_text)
+    alone = rows.copy()
+    rows.clear()
+    monkeypatch.setattr(layer_solver, "STACKED", ("cpu",))
+    make(small, RECIPE, tmp_path / "stacked", heldout_text)
+    assert sum(rows) == sum(alone) and len(alone) == LAYERS * 7 and len(rows) == LAYERS * 4
+    assert contents(tmp_path / "stacked") == contents(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(("room", "on_gpu"), [(4096, True), (4095, False)])
+def test_hidden_states_stay_on_a_gpu_where_they_fit(
+    room: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "gpu_room", lambda device: room)
+    monkeypatch.setattr(hidden_states, "MEMORY_BYTES", 1000)
+    states = hidden_states.HiddenStates((4, 8, 64), torch.bfloat16, device=torch.device("meta"))
+    assert states.is_spilled != on_gpu
+    assert states.device.type == ("meta" if on_gpu else "cpu")
 
 
 def test_with_no_text_the_model_writes_one(
