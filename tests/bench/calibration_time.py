@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,20 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantization import calibration, self_calibration
+from scalegate.pipeline.quantization import (
+    calibration,
+    layer_solver,
+    learned_rounding,
+    second_order,
+    self_calibration,
+)
 from scalegate.pipeline.quantization.calibration_text import SEQUENCE_TOKENS, SEQUENCES
+from scalegate.pipeline.quantization.hidden_states import HiddenStates
 from scalegate.pipeline.quantization.job import prepare
 from scalegate.pipeline.quantization.job_text import UNLEARNED_SEQUENCES
-from scalegate.pipeline.quantization.layer_inputs import LayerInputs
+from scalegate.pipeline.quantization.layer_inputs import Inputs, LayerInputs
 from scalegate.pipeline.quantization.layer_solver import LayerSolver
+from scalegate.pipeline.quantization.layer_stream import LayerStream
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import load_recipe
 
@@ -55,6 +63,28 @@ STAGES = {
     "solving": (LayerSolver, "solve"),
     "learning": (calibration._Visit, "_learn"),
 }
+PARTS = {
+    "a layer's weights placed": (LayerStream, "place"),
+    "a layer's weights dropped": (LayerStream, "drop"),
+    "states after the layer": (LayerStream, "advance"),
+    "layer file": (calibration, "write_layer"),
+    "states read": (HiddenStates, "read"),
+    "states written": (HiddenStates, "write"),
+    "through the model": (LayerStream, "_through"),
+    "sums of inputs": (Inputs, "see"),
+    "sums beside the original's": (Inputs, "see_original"),
+    "weights read": (LayerSolver, "_values"),
+    "rounded by itself": (LayerSolver, "_plain"),
+    "problems": (LayerSolver, "problem"),
+    "of those, factors": (layer_solver, "prepare"),
+    "GPTQ": (second_order, "_first_pass"),
+    "descent": (second_order, "_descend"),
+    "gradients": (learned_rounding._Layer, "differentiate"),
+    "loss": (learned_rounding._Layer, "loss"),
+    "steps of Adam": (torch.optim.Adam, "step"),
+    "values put": (learned_rounding._Part, "put"),
+}
+"""Of those stages, and between them: timed with --profile, which waits for the GPU after each."""
 
 
 def main() -> None:
@@ -79,6 +109,7 @@ def main() -> None:
             command += ["--checkpoint", str(checkpoint), "--device", options.device]
             command += ["--sequences", options.sequences, "--layers", str(options.layers)]
             command += ["--drawn", str(options.drawn), "--folder", temporary]
+            command += ["--profile"] if options.profile else []
             subprocess.run(command, check=True)
             results["jobs"][job] = json.loads(out.read_text(encoding="utf-8"))
             if options.out:
@@ -103,6 +134,7 @@ def arguments() -> argparse.Namespace:
         help="recipes of INT4, 'drawing'; none makes the checkpoint and no more",
     )
     parser.add_argument("--written", dest="jobs", action="append_const", const=WRITING)
+    parser.add_argument("--profile", action="store_true", help="times of parts as well, which adds to them")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
@@ -166,8 +198,10 @@ def calibrated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     spent: dict[str, float] = defaultdict(float)
     layers = _Layers(options.layers, spent, device)
     calibration.progress_bar = layers.of  # type: ignore[assignment]
-    stages = [timed(owner, name, spent, device, stage) for stage, (owner, name) in STAGES.items()]
-    with stages[0], stages[1], stages[2], suppress(_Enough):
+    timed_ones = STAGES | PARTS if options.profile else STAGES
+    with ExitStack() as stages, suppress(_Enough):
+        for stage, (owner, name) in timed_ones.items():
+            stages.enter_context(timed(owner, name, spent, device, stage))
         calibration.calibrate(
             checkpoint, linears, job.wanted, sequences, job.quantizer, {}, folder / "work", True
         )
