@@ -65,10 +65,10 @@ class RecordedDrawing:
 
     def record(self) -> bool:
         """Record a step, which has to be begun again after it; whether that could be done."""
-        self.step()
-        if self.attended != self.layers:
-            return False
         try:
+            self.step()
+            if self.attended != self.layers:
+                return False
             self.position.zero_()
             self.graphs.capture(STEP, self.step)
         except RuntimeError:

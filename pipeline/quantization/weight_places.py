@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ...layouts.formats.unquantized import Unquantized
@@ -52,6 +53,12 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
         linear = places.linears[module]
         by_tensor[linear.tensor].append((linear, weight))
     before = dict(stream.loader.stored)
+    # What is put together from several tensors is so on the CPU.
+    whole = {
+        one.names[0]: stream.device
+        for one in stream.assignments
+        if one.converter is None and one.expert_parts() is None
+    }
     for tensor, parts in by_tensor.items():
         linear = parts[0][0]
         stream.loader.stored[tensor] = StoredWeight(
@@ -59,16 +66,18 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
             (linear.n, linear.k),
             Unquantized(),
             (tensor,),
-            partial(_patched, stream, tensor, parts),
+            partial(_patched, stream, tensor, parts, whole.get(tensor, torch.device("cpu"))),
         )
     yield
     stream.loader.stored = before
 
 
-def _patched(stream: LayerStream, tensor: str, parts: Sequence[tuple[LinearWeight, Weight]]) -> Tensor:
-    """A checkpoint's tensor with solved weights in their places."""
+def _patched(
+    stream: LayerStream, tensor: str, parts: Sequence[tuple[LinearWeight, Weight]], device: torch.device
+) -> Tensor:
+    """A checkpoint's tensor with solved weights in their places; on `device` where it is one weight."""
     if len(parts) == 1 and parts[0][0].expert is None and parts[0][0].rows is None:
-        return parts[0][1].to(stream.device).dequantize(stream.model.dtype)
+        return parts[0][1].to(device).dequantize(stream.model.dtype)
     whole = stream.checkpoint.read(tensor)
     for linear, weight in parts:
         part = whole if linear.expert is None else whole[linear.expert]
