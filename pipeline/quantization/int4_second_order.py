@@ -6,7 +6,7 @@ from torch import Tensor
 from ...layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbles
 from .int4_least_squares import MAX_CODE
 from .quantizer import Quantized
-from .second_order import Curvature, solve
+from .second_order import Curvature, Round, solve
 
 RATIOS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
 """Of the scale that clips nothing: tried one column at a time, to find where to look with feedback."""
@@ -60,9 +60,15 @@ class Int4Grid:
         scale, zero = parameters
         return torch.stack([self._stored(scale * factor), zero])
 
-    def round(self, values: Tensor, parameters: Tensor) -> Tensor:
+    def rounder(self, parameters: Tensor) -> Round:
         scale, zero = parameters
-        return torch.clamp((values / scale).round(), -zero, MAX_CODE - zero) * scale
+        low, high = -zero, MAX_CODE - zero
+
+        def round_into(values: Tensor, rounded: Tensor) -> None:
+            torch.div(values, scale, out=rounded).round_()
+            torch.clamp(rounded, low, high, out=rounded).mul_(scale)
+
+        return round_into
 
     def _stored(self, scale: Tensor) -> Tensor:
         return scale.to(self.scale_dtype).float().clamp(min=SMALLEST)

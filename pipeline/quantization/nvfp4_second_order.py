@@ -7,7 +7,7 @@ from ...layouts.formats.int4 import pack_nibbles
 from ...layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP_SIZE, NVFP4, NVFP4Weight
 from .nvfp4_least_squares import CODES_ABOVE, CODES_BELOW, LARGEST_E4M3, codes_of
 from .quantizer import Quantized
-from .second_order import Curvature, solve
+from .second_order import Curvature, Round, solve
 
 SMALLEST = 2.0**-120
 
@@ -32,12 +32,18 @@ class NVFP4Grid:
     def rescaled(self, parameters: Tensor, factor: Tensor) -> Tensor:
         return self._bytes(parameters[0] * factor).view(torch.float8_e4m3fn).float()[None] * self.global_scale
 
-    def round(self, values: Tensor, parameters: Tensor) -> Tensor:
+    def rounder(self, parameters: Tensor) -> Round:
         step = parameters[0]
-        y = values / step.clamp(min=SMALLEST)
-        magnitude = y.abs().clamp_(max=E2M1_MAX)
-        spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-        return torch.copysign((magnitude / spacing).round_() * spacing, y) * step
+        divisor = step.clamp(min=SMALLEST)
+
+        def round_into(values: Tensor, rounded: Tensor) -> None:
+            y = values / divisor
+            magnitude = y.abs().clamp_(max=E2M1_MAX)
+            spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+            magnitude.div_(spacing).round_().mul_(spacing)
+            torch.copysign(magnitude, y, out=rounded).mul_(step)
+
+        return round_into
 
     def _around(self, step: Tensor) -> Tensor:
         first = self._bytes(step).to(torch.int16)

@@ -12,6 +12,7 @@ Rows do not depend on each other, so blocks of rows are solved side by side. Not
 what its numbers are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -30,6 +31,8 @@ CPU_NUMBERS, GPU_NUMBERS = 1 << 19, 1 << 26
 and what fills a GPU."""
 LAZY = 16
 """Columns whose errors are handed on to those after them at once (GPTQ's lazy updates, within a group)."""
+
+Round = Callable[[Tensor, Tensor], object]
 
 
 class Grid(Protocol):
@@ -55,8 +58,8 @@ class Grid(Protocol):
         """Parameters [P, rows] under which the same codes are about `factor` [rows] times as large."""
         ...
 
-    def round(self, values: Tensor, parameters: Tensor) -> Tensor:
-        """The nearest values [n] that parameters [P, n] offer to values [n]."""
+    def rounder(self, parameters: Tensor) -> Round:
+        """Puts the nearest values [n] that parameters [P, n] offer to values [n] into others [n]."""
         ...
 
 
@@ -218,10 +221,11 @@ def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Te
     errors = torch.empty_like(wanted[:LAZY])
     cost = torch.zeros_like(wanted[0])
     scales = factor.diagonal().reciprocal()
+    round_into = grid.rounder(parameters)
     for start in range(0, g, LAZY):
         stop = min(start + LAZY, g)
         for column in range(start, stop):
-            rounded[column] = grid.round(wanted[column], parameters)
+            round_into(wanted[column], rounded[column])
             error = torch.sub(wanted[column], rounded[column], out=errors[column - start])
             error.mul_(scales[column])
             cost.addcmul_(error, error)
