@@ -25,6 +25,7 @@ from .layer_solver import LayerSolver, Problem
 from .layer_stream import LayerStream
 from .learned_rounding import learn_rounding
 from .linear_weights import LM_HEAD, LinearWeight
+from .second_order import forget_recordings
 from .shared_tensors import Shared
 from .wanted_of_text import Found, Wanted
 from .weight_places import Places, kind_of, serve
@@ -80,6 +81,7 @@ def calibrate(
                         stream.drop(name)
                 bar.set_postfix_str(layer.progress, refresh=False)
                 bar.update()
+    forget_recordings()
     missing = [one for one in linears if one.module in wanted.largest and one.module not in found.largest]
     found.largest |= _unreached(checkpoint, missing, found.largest)
     return found

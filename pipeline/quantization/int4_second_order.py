@@ -22,6 +22,16 @@ class Int4Grid:
         self.zero_offsets = (0,) if spec.symmetric else (0, -1, 1)
         self.candidates = len(SCALES_NEAR) + len(self.zero_offsets) - 1
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Int4Grid) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[int, bool, torch.dtype]:
+        return self.group_size, self.symmetric, self.scale_dtype
+
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
         """The neighbours of the best by least squares, each weight by itself (`int4_least_squares.py`)."""
         low, high = target.amin(1).clamp(max=0), target.amax(1).clamp(min=0)

@@ -14,7 +14,7 @@ what its numbers are.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -44,6 +44,10 @@ class Grid(Protocol):
     group_size: int
     candidates: int
     """How many `first` gives; `near` gives no more."""
+
+    def __hash__(self) -> int:
+        """The same for grids that are equal: those that do the same operations."""
+        ...
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
         """Parameters worth trying [P, candidates, rows] for values [rows, g] whose squared errors count
@@ -136,7 +140,7 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
     g = grid.group_size
     values = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     found: dict[int, Tensor] = {}
-    first, again = replayed(partial(_first_choice, grid)), replayed(partial(_next_choice, grid))
+    first, again = _choices(grid)
 
     def solve_block(rows: slice) -> None:
         target = weight[rows].float()[:, curvature.order]
@@ -151,6 +155,17 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
     chunks = (CPU_NUMBERS, GPU_NUMBERS)
     solve_rows(solve_block, n, g * 2 * grid.candidates, weight.device, chunks)
     return Solution(values, torch.cat([found[start] for start in sorted(found)], 1))
+
+
+@lru_cache(maxsize=1)
+def _choices(grid: Grid) -> tuple[Choose, Choose]:
+    """What is recorded for one weight serves those after it, under a grid that is equal."""
+    return replayed(partial(_first_choice, grid)), replayed(partial(_next_choice, grid))
+
+
+def forget_recordings() -> None:
+    """Give back what was recorded on a GPU, about a gigabyte for wide layers."""
+    _choices.cache_clear()
 
 
 def _first_pass(target: Tensor, curvature: Curvature, g: int, choose: Choose) -> tuple[Tensor, Tensor]:
