@@ -34,7 +34,7 @@ AT_ONCE = 64
 SEED = 20
 LARGEST_PLAIN = {"cpu": 2 << 30, "cuda": 16 << 30}
 """Bytes of weights up to which a model writes as it is, by the device's type."""
-KV_BYTES = {"cpu": 1 << 30, "cuda": 6 << 30}
+KV_BYTES = {"cpu": 1 << 30, "cuda": 7 << 29}
 """Of all keys and values of the sequences that are drawn side by side."""
 PLAIN_MEMORY, ROUNDED_MEMORY = 1.5, 0.6
 """What a model that writes takes, of its weights' bytes."""
