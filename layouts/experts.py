@@ -15,6 +15,7 @@ from .errors import UserError
 from .fixed_rows import FixedRows
 from .formats.input_format import InputFormat
 from .formats.unquantized import Unquantized, UnquantizedWeight
+from .gated_experts import gated_experts, is_served_whole
 from .grouped_experts import GroupedUnquantized
 from .layout import ExpertsLayout, PackedWeight
 from .linear import spec_of_text, spec_text
@@ -74,6 +75,10 @@ class PackedExperts(nn.Module):
             for part_name, part in zip(self.parts[name], parts, strict=True):
                 self._add(part_name, part)
         self.num_experts = self._packed[self.parts["down_proj"][0]].shape[0]
+        weights = {name: [self._packed[part] for part in parts] for name, parts in self.parts.items()}
+        self.is_served_whole = (
+            numerics == "tuned" and not self.input_formats and is_served_whole(experts, weights)
+        )
 
     def _add(self, name: str, part: ExpertsPart) -> None:
         self._packed[name] = part.packed
@@ -110,6 +115,13 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H]."""
+        if self.is_served_whole:
+            gate_up, down = self.parts["gate_up_proj"][0], self.parts["down_proj"][0]
+            weights, specs = (
+                (self._packed[gate_up], self._packed[down]),
+                (self.specs[gate_up], self.specs[down]),
+            )
+            return gated_experts(hidden_states, top_k_index, top_k_weights, weights, specs)
         experts: Any = self.experts
         sorted_experts = torch.ops.scalegate.route_experts(top_k_index, self.num_experts, self.numerics)
         first = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.experts import int4, nvfp4, unquantized
+from ..kernels.experts import gated, int4, nvfp4, one_token, unquantized
 from ..kernels.experts import packed as packed_experts
 from ..kernels.nvfp4.packing import FACTOR
 from .formats.int4 import Int4, Int4Weight, unpack_nibbles
@@ -82,6 +82,26 @@ class GroupedInt4:
         tensors, attributes = packed.tensors, packed.attributes
         rest = packed.shape[1], attributes["group_size"], bool(attributes["fractional"])
         return int4.grouped_matmul(x, tensors["words"], tensors["scale_words"], routing.blocks, *rest)
+
+    def serves_gated(self, gate_up: PackedWeight, down: PackedWeight) -> bool:
+        """Where one token has kernels of its own; see `gated_experts.py`."""
+        return one_token.serves(_operand(gate_up), _operand(down))
+
+    def gated_experts(
+        self, x: Tensor, expert: Tensor, weight: Tensor, gate_up: PackedWeight, down: PackedWeight
+    ) -> Tensor:
+        return gated.gated_experts(x, expert, weight, _operand(gate_up), _operand(down))
+
+
+def _operand(packed: PackedWeight) -> one_token.Int4Operand:
+    return one_token.Int4Operand(
+        words=packed.tensors["words"],
+        scale_words=packed.tensors["scale_words"],
+        n=packed.shape[1],
+        k=packed.shape[2],
+        group_size=packed.attributes["group_size"],
+        fractional=bool(packed.attributes["fractional"]),
+    )
 
 
 class GroupedNVFP4:

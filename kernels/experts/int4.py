@@ -91,9 +91,18 @@ def magic(dtype: torch.dtype) -> float:
 
 
 def reference_weight(
-    words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool, dtype: torch.dtype
+    words: Tensor,
+    scale_words: Tensor,
+    n: int,
+    group_size: int,
+    fractional: bool,
+    dtype: torch.dtype,
+    rounded: bool = True,
 ) -> Tensor:
-    """The weight the kernel multiplies by, [E, N, K] in `dtype`, K in whole tiles; undoes `pack`."""
+    """The weight the kernel multiplies by, [E, N, K] in `dtype`, K in whole tiles; undoes `pack`.
+
+    rounded: else in fp32, before it is rounded to `dtype`, which is that of the activations
+    """
     experts, tiles_n, tiles_k = words.shape[:3]
     octets = words.contiguous().view(torch.uint8).view(experts, tiles_n, tiles_k, TILE_N, 8, 2, 2, 2)
     nibbles = torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
@@ -108,7 +117,7 @@ def reference_weight(
         for part in (scale_words >> 16, scale_words)
     )
     weight = (codes - 8.0) * high + low if fractional else (codes + (low + magic(dtype))) * high
-    return weight.to(dtype)[:, :n]
+    return (weight.to(dtype) if rounded else weight)[:, :n]
 
 
 @triton.constexpr_function

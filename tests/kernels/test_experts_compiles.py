@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.experts import int4, nvfp4, packed, routing, unquantized
+from scalegate.kernels.experts import gated, int4, nvfp4, one_token, packed, routing, unquantized
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,7 +26,9 @@ SPILLING = 5
 MOST_INSTRUCTIONS = {8: 3.3, 16: 3.1, 32: 3.4, 64: 3.6, 128: 4.9}
 """Of the INT4 loop a weight, by rows of a block, groups of 128."""
 NVFP4_MOST_INSTRUCTIONS = {8: 3.1, 16: 3.1, 32: 3.3, 64: 3.6, 128: 4.3}
-DIVISIBLE = ("N", "K", "x_stride", "rows", "expert_stride", "n_stride")
+DIVISIBLE = ("N", "K", "x_stride", "rows", "expert_stride", "n_stride", "inner")
+REGISTERS = 65536
+"""Of an SM."""
 
 
 def compiled(kernel, types: dict[str, str], constants: dict[str, object], tile: Tile, capability: int):
@@ -212,3 +214,153 @@ def test_routing_compiles_and_uses_no_global_atomics(bucket, tmp_path):
     instructions = disassembled(kernel, tmp_path)
     check_no_local_memory(kernel, instructions)
     assert not [line for _, line in instructions if re.search(r"\b(ATOMG|RED|REDG)\b", line)]
+
+
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+"""Qwen3-30B-A3B, whose shape the tunings of one token are for."""
+
+
+def one_token_kernel(
+    name: str, warps: int, types: dict[str, str], constants: dict, half=False, capability=90
+):
+    element = "*fp16" if half else "*bf16"
+    kernel = {"gate_up": one_token.gate_up_kernel, "down": one_token.down_kernel}[name]
+    pointers = (
+        "x",
+        "activation",
+        "y",
+        "weight",
+        "words",
+        "scale_words",
+        "next_words",
+        "next_scales",
+        "expert",
+    )
+    types = dict.fromkeys(pointers, element) | types | {"expert": "*i64"}
+    types |= dict.fromkeys(("words", "scale_words", "next_words", "next_scales"), "*i32")
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    constants = {"HALF": half, "ASM": True} | constants
+    return compiled(kernel, types, constants, Tile(0, 0, 1, warps), capability)
+
+
+@functools.cache
+def gate_up_of_one_token(
+    splits=2, steps=8, rounds=1, even=True, fractional=False, half=False, prefetch=True, capability=90
+):
+    constants = {"PROGRAMS": INTERMEDIATE // 16, "SPLITS": splits, "STEPS": steps, "ROUNDS": rounds}
+    constants |= {"EVEN": even, "FRACTIONAL": fractional, "PREFETCH": prefetch and capability >= 90}
+    return one_token_kernel("gate_up", 2 * splits, {}, constants, half, capability)
+
+
+@functools.cache
+def down_of_one_token(
+    splits=1, steps=6, rounds=1, even=True, fractional=False, half=False, taken=8, padded=8, capability=90
+):
+    constants = {"TAKEN": taken, "PADDED": padded, "SPLITS": splits, "STEPS": steps, "ROUNDS": rounds}
+    constants |= {"EVEN": even, "FRACTIONAL": fractional}
+    return one_token_kernel("down", padded * splits, {}, constants, half, capability)
+
+
+def kernels_of(tuning: one_token.Tuning, **form):
+    steps = [
+        one_token.steps_and_rounds(k // packed.TILE_K, splits)
+        for k, splits in ((HIDDEN, tuning.gate_up_splits), (INTERMEDIATE, tuning.down_splits))
+    ]
+    return (
+        gate_up_of_one_token(tuning.gate_up_splits, *steps[0], prefetch=tuning.prefetch, **form),
+        down_of_one_token(tuning.down_splits, *steps[1], **form),
+    )
+
+
+def places(instructions: list[tuple[int, str]], opcode: str) -> list[int]:
+    return [at for at, (_, line) in enumerate(instructions) if re.search(rf"(^|\s){opcode}", line)]
+
+
+@pytest.mark.parametrize("tuning", one_token.CANDIDATES, ids=str)
+def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_them(tuning, tmp_path):
+    for kernel, k, splits in zip(
+        kernels_of(tuning),
+        (HIDDEN, INTERMEDIATE),
+        (tuning.gate_up_splits, tuning.down_splits),
+        strict=True,
+    ):
+        instructions = disassembled(kernel, tmp_path)
+        check_no_local_memory(kernel, instructions)
+        assert not [line for _, line in instructions if CONVERSION.search(line) and "F2FP.BF16" not in line]
+        steps = k // packed.TILE_K // splits
+        words, products = places(instructions, r"LDG\.E\.EF\.128"), places(instructions, "HMMA")
+        assert len(words) == 2 * steps
+        assert max(words) < min(products)
+        # Besides decoding: addresses, x by way of shared memory, scales, and the sums of warps.
+        assert len(instructions) <= 72 * steps + 550
+        assert len(places(instructions, r"BAR\.SYNC")) <= 5
+        assert len(places(instructions, "STS")) <= 16
+
+
+def test_down_reads_words_before_it_waits_and_gate_up_lets_it_begin_before_it_multiplies(tmp_path):
+    gate_up, down = (disassembled(kernel, tmp_path) for kernel in kernels_of(one_token.TUNING))
+    waits, begins = (
+        [places(instructions, opcode) for instructions in (gate_up, down)]
+        for opcode in ("ACQBULK", "PREEXIT")
+    )
+    assert [len(found) for found in (*waits, *begins)] == [1, 1, 1, 1]
+    assert waits[0][0] < min(places(gate_up, "LDG")), "which experts, and x, come from the kernel before"
+    words = r"LDG\.E\.EF\.128"
+    assert max(places(gate_up, words)) < begins[0][0] < min(places(gate_up, "HMMA"))
+    assert max(places(down, words)) < waits[1][0] < min(places(down, "HMMA"))
+    # Until then `down` has read what is older than `gate_up` alone: experts, shares, words and scales.
+    early = [line for at, line in enumerate(down) if "LDG" in line[1] and at < waits[1][0]]
+    late = [line for at, line in enumerate(down) if "LDG" in line[1] and at > waits[1][0]]
+    assert late and all("LDG.E.128" in line for _, line in late), "x alone"
+    assert len(early) >= 12
+
+
+def test_all_of_gate_up_fits_the_device_at_once_and_down_beside_it_as_it_ends(tmp_path):
+    def registers(kernel, warps: int) -> int:
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [TOOLS / "cuobjdump", "-res-usage", cubin]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return -(-int(re.search(r"REG:(\d+)", used)[1]) // 8) * 8 * 32 * warps
+
+    tuning = one_token.TUNING
+    gate_up, down = kernels_of(tuning)
+    programs = TOP_K * INTERMEDIATE // one_token.ROWS
+    per_sm = triton.cdiv(programs, 132)
+    of_gate_up = registers(gate_up, 2 * tuning.gate_up_splits)
+    assert per_sm * of_gate_up <= REGISTERS
+    assert (per_sm - 1) * of_gate_up + registers(down, 8 * tuning.down_splits) <= REGISTERS
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("fractional", [False, True])
+def test_every_form_of_one_tokens_weights_spills_nothing(half, fractional, tmp_path):
+    for kernel in (
+        *kernels_of(one_token.TUNING, fractional=fractional, half=half),
+        gate_up_of_one_token(2, 8, 3, even=False, fractional=fractional, half=half),
+        down_of_one_token(1, 5, 2, even=False, fractional=fractional, half=half, taken=6),
+        down_of_one_token(1, 4, 1, fractional=fractional, half=half, taken=10, padded=16),
+        down_of_one_token(8, 1, 1, fractional=fractional, half=half, taken=1, padded=1),
+    ):
+        check_no_local_memory(kernel, disassembled(kernel, tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 100, 120])
+def test_one_tokens_kernels_compile_for_other_chips(capability):
+    for kernel in (gate_up_of_one_token(capability=capability), down_of_one_token(capability=capability)):
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= 99 * 1024
+
+
+def test_what_lies_between_grouped_products_is_loaded_eight_numbers_at_a_time(tmp_path):
+    pointers = {"gate_up": "*bf16", "y": "*bf16", "rows": "*bf16", "weight": "*bf16"}
+    for kernel, constants, warps in (
+        (gated.silu_and_multiply_kernel, {"BLOCK": gated.SILU_BLOCK}, 4),
+        (gated.weighted_sum_kernel, {"BLOCK": gated.SUM_BLOCK, "TAKEN": 8}, 2),
+    ):
+        types = {name: kind for name, kind in pointers.items() if name in kernel.arg_names}
+        built = compiled(kernel, types, constants, Tile(0, 0, 1, warps), 90)
+        instructions = disassembled(built, tmp_path)
+        check_no_local_memory(built, instructions)
+        assert len(places(instructions, r"LDG\.E\.128")) == (8 if "TAKEN" in constants else 2)
+        assert len(places(instructions, r"STG\.E\.128")) == 1

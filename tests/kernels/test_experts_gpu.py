@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 import torch
 import triton
-from scalegate.kernels.experts import int4, unquantized
+from scalegate.kernels.experts import gated, int4, one_token, unquantized
 from scalegate.kernels.experts.routing import route, route_reference
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.nvfp4 import NVFP4
@@ -209,6 +209,103 @@ def test_a_graph_is_right_for_routings_it_was_not_captured_with(tokens):
         check(answers[0], expected_of(x, dense, other), "first")
         check(answers[1], expected_of(answers[0], down, other), "second")
         check(answers[2], expected_of(x, dequantized(*parts, 128), other), "int4")
+
+
+def one_token_operands(fractional: bool, dtype: torch.dtype, hidden: int, inner: int, group_size: int = 128):
+    return [
+        one_token.Int4Operand(
+            *int4.pack(*random_int4(EXPERTS, n, k, group_size, fractional), group_size, dtype),
+            *(n, k, group_size, fractional),
+        )
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fractional"), [(torch.bfloat16, False), (torch.float16, True)], ids=["bf16", "fp16 fractional"]
+)
+@pytest.mark.parametrize(
+    ("hidden", "inner", "group_size"),
+    [(2048, 768, 128), (2944, 640, 128), (4608, 1280, 256), (256, 128, 128)],
+)
+def test_experts_of_one_token_are_right_whichever_and_however_many_it_takes(
+    hidden, inner, group_size, fractional, dtype
+):
+    gate_up, down = one_token_operands(fractional, dtype, hidden, inner, group_size)
+    tuned = hidden == 2048
+    for top_k in (8, 1, 2, 5, 10) if tuned else (8,):
+        x = (torch.randn(1, hidden, device="cuda") + 0.3).to(dtype)
+        expert, weight = chosen(1, top_k=top_k), torch.rand(1, top_k, device="cuda").to(dtype)
+        given = weight, gate_up, down
+        expected = one_token.experts_reference(x, expert, *given).double()
+        for tuning in one_token.CANDIDATES if tuned and top_k == 8 else (one_token.TUNING,):
+            poison(top_k, inner, dtype)
+            poison(1, hidden, dtype)
+            y = one_token.experts(x, expert, *given, tuning)
+            check(y, expected, (top_k, tuning))
+            assert torch.equal(y, one_token.experts(x, expert, *given, tuning))
+        with pytest.raises(AssertionError):
+            check(one_token.experts(x, (expert + 1) % EXPERTS, *given), expected, "other experts")
+
+
+def test_layers_of_one_token_one_after_another_in_a_graph_wait_for_what_they_read():
+    """Each launch begins while the one before it runs: of what that writes, none may be read too early."""
+    hidden, inner, layers = 2048, 768, 6
+    weights = [one_token_operands(False, torch.bfloat16, hidden, inner) for _ in range(3)]
+    router = torch.randn(EXPERTS, hidden, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, hidden, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> list[tuple[torch.Tensor, ...]]:
+        """Which experts a layer takes depends on the layer before: what each was given, and its answer."""
+        state, told = x, []
+        for i in range(layers):
+            share, expert = (state @ router.t()).float().softmax(-1).topk(TOP_K)
+            y = one_token.experts(state, expert, share, *weights[i % 3])
+            told.append((state, expert, share, y))
+            state = torch.nn.functional.rms_norm(y + state, (hidden,))
+        return told
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        told = step()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, (state, expert, share, answer) in enumerate(told):
+            y = one_token.experts(state, expert, share, *weights[i % 3])
+            torch.cuda.synchronize()
+            assert torch.equal(answer, y)
+            check(y, one_token.experts_reference(state, expert, share, *weights[i % 3]).double(), i)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 100, 1100])
+def test_a_whole_layer_is_the_same_by_both_ways_and_at_every_number_of_tokens(tokens):
+    hidden, inner = PROJECTIONS["down"]
+    gate_up, down = one_token_operands(False, torch.bfloat16, hidden, inner)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    expert, weight = chosen(tokens), torch.rand(tokens, TOP_K, device="cuda").bfloat16()
+    y = gated.gated_experts(x, expert, weight, gate_up, down)
+    for i in {0, tokens // 2, tokens - 1}:
+        row = slice(i, i + 1)
+        expected = one_token.experts_reference(x[row], expert[row], weight[row], gate_up, down)
+        # Grouped products round their outputs and weights once more.
+        assert (y[row].double() - expected.double()).norm() <= 2 * MAX_ERROR * expected.double().norm()
+
+
+@pytest.mark.parametrize("count", [8, 1000])
+def test_silu_and_the_sum_over_experts_are_those_of_the_references(count):
+    gate_up = torch.randn(count, 1536, device="cuda", dtype=torch.bfloat16) * 4
+    expected = gated.silu_and_multiply_reference(gate_up)
+    torch.testing.assert_close(gated.silu_and_multiply(gate_up), expected, rtol=1e-2, atol=1e-6)
+    rows, share = gate_up[:, :1100].contiguous(), torch.rand(count // 8, 8, device="cuda")
+    expected = gated.weighted_sum_reference(rows, share)
+    torch.testing.assert_close(gated.weighted_sum(rows, share), expected, rtol=1e-2, atol=1e-5)
 
 
 def test_nothing_compiles_for_another_number_of_tokens_of_a_bucket():

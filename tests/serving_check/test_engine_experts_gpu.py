@@ -134,10 +134,44 @@ def test_packed_experts_are_the_dequantized_ones(architecture: str, spec, layout
         assert (y - expected).norm() / expected.norm() <= MAX_ERROR
 
 
-@pytest.mark.parametrize(("spec", "layout"), [(Int4(32), "grouped_int4"), (NVFP4(), "grouped_nvfp4")])
-def test_quantized_experts_are_served_from_graphs_and_nothing_compiles(spec, layout: str):
+@pytest.mark.parametrize("tokens", [1, 5, 64, 700])
+@pytest.mark.parametrize("zero_point", ["integer", "fractional"])
+@torch.inference_mode()
+def test_experts_that_are_served_whole_are_the_dequantized_ones_in_float32(zero_point: str, tokens: int):
     config = copy.deepcopy(ARCHITECTURES["qwen3_moe"])
-    config.hidden_size, config.moe_intermediate_size = 128, 96
+    config.hidden_size, config.moe_intermediate_size = 256, 128
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    exact = copy.deepcopy(model).float()
+    served = packed(model, Int4(128, zero_point=zero_point), "grouped_int4")
+    modules = [module for module in exact.modules() if is_experts(module)]
+    for (dequantized, module), theirs in zip(served, modules, strict=True):
+        assert module.is_served_whole
+        for name, parts in dequantized.parts.items():
+            theirs.get_parameter(name).copy_(dequantized.packed[parts[0]].tensors["weight"])
+        in_float32 = PackedExperts(theirs, {})
+        x = torch.randn(tokens, 256, device="cuda").bfloat16()
+        expert = torch.rand(tokens, module.num_experts, device="cuda").topk(2).indices
+        weights = torch.rand(tokens, 2, device="cuda").bfloat16()
+        y = module(x, expert, weights).float()
+        expected = in_float32(x.float(), expert, weights.float())
+        # Grouped products round what lies between them twice more.
+        bound = MAX_ERROR if tokens == 1 else 1.25 * MAX_ERROR
+        assert (y - expected).norm() / expected.norm() <= bound
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "sizes"),
+    [
+        (Int4(32), "grouped_int4", (128, 96)),
+        (Int4(128), "grouped_int4", (256, 128)),
+        (NVFP4(), "grouped_nvfp4", (128, 96)),
+    ],
+    ids=["int4", "int4 served whole", "nvfp4"],
+)
+def test_quantized_experts_are_served_from_graphs_and_nothing_compiles(spec, layout: str, sizes):
+    config = copy.deepcopy(ARCHITECTURES["qwen3_moe"])
+    config.hidden_size, config.moe_intermediate_size = sizes
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
     packed(model, spec, layout)
@@ -146,5 +180,6 @@ def test_quantized_experts_are_served_from_graphs_and_nothing_compiles(spec, lay
     prompts = exactness.ragged_prompts()
     together = [answer.token_ids for answer in engine.generate(prompts, GREEDY)]
     assert [len(one) for one in together] == [NEW_TOKENS] * len(prompts) and len(set(together)) > 1
+    assert len(engine.generate(prompts[:1], GREEDY)[0].token_ids) == NEW_TOKENS
     assert engine.stats().compilations == ()
     assert engine.runner.graphs.captured

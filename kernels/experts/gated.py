@@ -1,0 +1,110 @@
+"""A layer's INT4 experts whole, for any number of tokens; Triton kernels of what lies between the products.
+
+    x        [T, K]          bf16 or fp16
+    expert   int [T, top_k]  0 .. E-1
+    weight   [T, top_k]      the router's, any floating type
+    y        [T, N]          sum_j weight[t, j] * down_j(silu(gate_j(x[t])) * up_j(x[t])), x's type
+
+One token takes `one_token.py`, more take grouped products, with SiLU and the sum over a token's experts as
+kernels here: a graph that is traced once for any T can then leave the choice to the number of tokens.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..decode_attention import compute_capability
+from ..triton_imports import tl, triton
+from . import int4, one_token
+from .one_token import Int4Operand
+from .routing import route
+
+SILU_BLOCK, SUM_BLOCK = 1024, 512
+"""Columns of a program, eight of a thread."""
+
+
+def silu_and_multiply_reference(gate_up: Tensor) -> Tensor:
+    """[A, I] of [A, 2I], gate first; one rounding."""
+    gate, up = gate_up.float().chunk(2, dim=1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def weighted_sum_reference(rows: Tensor, weight: Tensor) -> Tensor:
+    """[T, N] of rows [T * top_k, N] and weight [T, top_k]; one rounding."""
+    of_token = rows.view(*weight.shape, -1).float() * weight.float().unsqueeze(-1)
+    return of_token.sum(dim=1).to(rows.dtype)
+
+
+@triton.jit
+def silu_and_multiply_kernel(gate_up, y, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    gate = tl.load(gate_up + row * 2 * inner + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + column, mask=inside, other=0.0).to(tl.float32)
+    number = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y + row * inner + column, number.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted_sum_kernel(rows, weight, y, N, TAKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Experts are added in the order in which the token took them."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for taken in tl.static_range(TAKEN):
+        assignment = token * TAKEN + taken
+        share = tl.load(weight + assignment).to(tl.float32)
+        total += tl.load(rows + assignment * N + column, mask=inside, other=0.0).to(tl.float32) * share
+    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=inside)
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """[A, I] of [A, 2I]."""
+    count, inner = len(gate_up), gate_up.shape[1] // 2
+    y = torch.empty((count, inner), dtype=gate_up.dtype, device=gate_up.device)
+    pdl = compute_capability(gate_up.device) >= (9, 0)
+    silu_and_multiply_kernel[(count, triton.cdiv(inner, SILU_BLOCK))](
+        gate_up, y, inner, BLOCK=SILU_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return y
+
+
+def weighted_sum(rows: Tensor, weight: Tensor) -> Tensor:
+    """[T, N] of rows [T * top_k, N] and weight [T, top_k]."""
+    (tokens, taken), n = weight.shape, rows.shape[1]
+    y = torch.empty((tokens, n), dtype=rows.dtype, device=rows.device)
+    pdl = compute_capability(rows.device) >= (9, 0)
+    weighted_sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
+        rows, weight.contiguous(), y, n, TAKEN=taken, BLOCK=SUM_BLOCK, PDL=pdl, num_warps=2, launch_pdl=pdl
+    )
+    return y
+
+
+def gated_experts(
+    x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
+) -> Tensor:
+    """y [T, N]; shapes as in the file's docstring."""
+    if len(x) == 1 and expert.shape[1] <= one_token.MOST_TAKEN and one_token.serves(gate_up, down):
+        return one_token.experts(x, expert, weight, gate_up, down)
+    return grouped_experts(x, expert, weight, gate_up, down)
+
+
+def grouped_experts(
+    x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
+) -> Tensor:
+    """The same by grouped products, whatever the number of tokens."""
+    routing = route(expert, len(gate_up.words))
+
+    def multiply(rows: Tensor, operand: Int4Operand) -> Tensor:
+        form = operand.n, operand.group_size, operand.fractional
+        return int4.grouped_matmul(rows, operand.words, operand.scale_words, routing, *form)
+
+    return weighted_sum(multiply(silu_and_multiply(multiply(x, gate_up)), down), weight)
