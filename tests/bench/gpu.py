@@ -96,6 +96,7 @@ PARTS = [
     bench("nvfp4-solver", 60, "solver.py", "--device", "cuda", "--format", "nvfp4"),
     bench("rival", 500, "rival.py", *IN_MEMORY),
     bench("experts", 120, "experts.py"),
+    bench("experts-one-token", 100, "experts_one_token.py"),
     bench("moe", 180, "moe.py"),
     bench("chooser", 170, "chooser.py"),
     bench("load", 70, "load.py", *IN_MEMORY),
