@@ -49,7 +49,7 @@ def silu_and_multiply_kernel(gate_up, y, inner, BLOCK: tl.constexpr, PDL: tl.con
     tl.store(y + row * inner + column, number.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def weighted_sum_kernel(rows, weight, y, N, TAKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Experts are added in the order in which the token took them."""
     if PDL:

@@ -234,7 +234,7 @@ def add_pairs(gate, up, more_gate, more_up):
     return gate + more_gate, up + more_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["expert"])
 def gate_up_kernel(
     x, words, scale_words, expert, activation, next_words, next_scales, E, inner, K, rows, k_tiles,
     next_word_bytes, next_scale_bytes,
@@ -289,7 +289,7 @@ def gate_up_kernel(
     tl.store(activation + to, number.to(activation.dtype.element_ty), mask=to < inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["expert", "weight"])
 def down_kernel(
     activation, words, scale_words, expert, weight, y, E, N, K, rows, k_tiles,
     TAKEN: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
