@@ -149,6 +149,17 @@ def codes_of(words, WARPS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def zeros_of(words, ASM: tl.constexpr):
+    """As many zeros, which the compiler does not know to be one number: it would then unpack a single word,
+    without the one beside it."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r,r", (words,), dtype=tl.int32, is_pure=True, pack=1
+        )
+    return words * 0
+
+
+@triton.jit
 def load_words(at, tile, k_tiles, STEPS: tl.constexpr, EVEN: tl.constexpr):
     """The words of STEPS tiles from `tile` on, each [8, WARPS, 2, 16]; zeros beyond the last."""
     words = ()
@@ -180,7 +191,7 @@ def scaled_sums(
         product = tl.dot(codes_of(words[step], WARPS, HALF, ASM), x)
         sums = tl.where(group == step, product, sums)
     # Codes of zero are all 128 (fp16: 1024); a matrix of ones would want x in other registers.
-    x_sums = tl.dot(codes_of(tl.zeros([8, WARPS, 2, 16], tl.int32), WARPS, HALF, ASM), x)
+    x_sums = tl.dot(codes_of(zeros_of(words[0], ASM), WARPS, HALF, ASM), x)
     x_sums *= 1 / 1024 if HALF else 1 / 128
     scale_words = tl.reshape(tl.permute(scale_words, [2, 3, 1, 0, 4]), [WARPS, 16, 8])
     scale = (scale_words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)

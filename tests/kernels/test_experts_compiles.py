@@ -297,6 +297,16 @@ def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_the
         assert len(places(instructions, "STS")) <= 16
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_no_word_is_unpacked_without_the_one_beside_it(half):
+    """As the compiler does with a tensor that is one number: what would have been beside it is anything."""
+    for kernel in (gate_up_of_one_token(half=half), down_of_one_token(half=half)):
+        unpacked = re.findall(
+            r"elementwise_inline_asm .*lop3.*packed_element = 2.* : (\S+)", kernel.asm["ttgir"]
+        )
+        assert unpacked and all(kind.startswith("tensor<") for kind in unpacked)
+
+
 def test_down_reads_words_before_it_waits_and_gate_up_lets_it_begin_before_it_multiplies(tmp_path):
     gate_up, down = (disassembled(kernel, tmp_path) for kernel in kernels_of(one_token.TUNING))
     waits, begins = (
