@@ -4,7 +4,9 @@ import pytest
 import torch
 from scalegate.layouts.progress import progress_bar
 from scalegate.pipeline.quantization.self_calibration import _draw, _recorded
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
+
+from .test_self_calibration import peaked_model
 
 pytestmark = pytest.mark.gpu
 
@@ -18,13 +20,7 @@ def drawn(model: PreTrainedModel, seed: int, *recorded) -> torch.Tensor:
 
 
 def test_a_replayed_step_draws_the_tokens_of_a_launched_one():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=16, vocab_size=48, bos_token_id=1, max_position_embeddings=64,
-        initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().cuda()
+    model = peaked_model().cuda()
     recorded = _recorded(model, COUNT, LENGTH)
     assert recorded is not None
     for seed in (7, 8):

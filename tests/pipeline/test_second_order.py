@@ -90,6 +90,15 @@ def test_errors_handed_on_late_reach_every_column_of_a_group(
     assert late == pytest.approx(at_once, rel=0.01)
 
 
+def test_what_is_kept_for_one_format_is_not_taken_for_another(weight: Tensor, inputs: Tensor) -> None:
+    second_order.forget_recordings()
+    alone = both(weight, inputs.T @ inputs, Int4(64))[1].weight
+    second_order.forget_recordings()
+    for spec in (Int4(64, symmetric=True), Int4(64)):
+        after_another = both(weight, inputs.T @ inputs, spec)[1].weight
+    assert torch.equal(after_another.dequantize(), alone.dequantize())
+
+
 def test_zero_weights_and_dead_inputs_are_taken(inputs: Tensor) -> None:
     dead = inputs.clone()
     dead[:, :40] = 0
