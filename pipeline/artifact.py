@@ -21,6 +21,7 @@ from ..layouts.outside_names import file_refusal, require_file, require_inside
 from ..layouts.plan import LayoutPlan
 from ..serving_check.artifact_figures import PARTS
 from ..serving_check.engine.options import UNQUANTIZED
+from .file_digests import digest_of, sha256_of_all
 
 MANIFEST_NAME = "scalegate.json"
 VERDICT_NAME = "serving_check.json"
@@ -96,6 +97,7 @@ class Artifact:
     def changed_files(self, folder: Path) -> list[str]:
         """What differs between the manifest and the folder now, one line each; empty where all match."""
         problems = []
+        to_read = {}
         for name, record in self.files.items():
             path = folder / name
             if not path.exists():
@@ -104,8 +106,14 @@ class Artifact:
                 problems.append(f"{name}: {refusal}")
             elif path.stat().st_size != record.size:
                 problems.append(f"{name}: {path.stat().st_size} bytes, {record.size} recorded")
-            elif sha256_of(path) != record.sha256:
-                problems.append(f"{name}: sha256 differs from the recorded one")
+            else:
+                to_read[path] = name
+        digests = sha256_of_all(to_read)
+        problems += [
+            f"{name}: sha256 differs from the recorded one"
+            for path, name in to_read.items()
+            if digests[path] != self.files[name].sha256
+        ]
         problems += [f"{name}: not recorded" for name in published_files(folder) if name not in self.files]
         return problems
 
@@ -227,21 +235,9 @@ def record_files(folder: Path, known: Mapping[str, FileRecord] | None = None) ->
 
     known: those that this process has taken already
     """
-    known = known or {}
+    known, names = known or {}, published_files(folder)
+    digests = sha256_of_all(folder / name for name in names if name not in known)
     return {
-        name: known.get(name) or FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
-        for name in published_files(folder)
+        name: known.get(name) or FileRecord((folder / name).stat().st_size, digests[folder / name])
+        for name in names
     }
-
-
-def digest_of(sha256s: Mapping[str, str]) -> str:
-    """One sha256 over names and sha256s."""
-    digest = hashlib.sha256()
-    for name in sorted(sha256s):
-        digest.update(f"{name}\0{sha256s[name]}\n".encode())
-    return digest.hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

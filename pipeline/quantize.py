@@ -19,9 +19,10 @@ import torch
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX
 from ..layouts.formats.weight_format import spec_to_json
-from .artifact import SCALED_BY, Artifact, FileRecord, record_files, sha256_of
+from .artifact import SCALED_BY, Artifact, FileRecord, record_files
 from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from .file_digests import sha256_of_each
 from .publishing.card_engines import kv_cache_commands
 from .quantization.allocation import Budget
 from .quantization.base_metadata import read_base_metadata
@@ -264,8 +265,9 @@ def _parameters(
         sizes = {path: path.stat().st_size for path in paths}
         with byte_bar(sum(sizes.values()), "checking the source", ranks, progress) as read:
             mine = {}
-            for path in ranks.deal("checking the source", paths, sizes.__getitem__):
-                mine[path.relative_to(checkpoint.folder).as_posix()] = sha256_of(path)
+            dealt = ranks.deal("checking the source", paths, sizes.__getitem__)
+            for path, digest in sha256_of_each(dealt):
+                mine[path.relative_to(checkpoint.folder).as_posix()] = digest
                 read(sizes[path])
         digests: dict[str, str] = {}
         for theirs in ranks.gather("source digests", mine):

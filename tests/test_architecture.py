@@ -54,6 +54,7 @@ ROOMS = {
     ],
     "pipeline": [
         "cores",
+        "file_digests",
         INIT,
         "device",
         "name_patterns",

@@ -11,7 +11,8 @@ from pathlib import Path
 from ...layouts.errors import UserError
 from ...layouts.files import atomic_path
 from ...layouts.outside_files import read_outside
-from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord, digest_of, sha256_of
+from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord
+from ..file_digests import digest_of, sha256_of_all
 from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 
 MAX_PATH_BYTES = 1 << 16
@@ -69,11 +70,14 @@ def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> s
 
     known: records of its files that were taken already; the others are read
     """
-    digests = {}
-    for path in (checkpoint.folder / CONFIG_NAME, *checkpoint.shards):
-        name = path.relative_to(checkpoint.folder).as_posix()
-        digests[name] = known[name].sha256 if name in known else sha256_of(path)
-    return digest_of(digests)
+    paths = {
+        path.relative_to(checkpoint.folder).as_posix(): path
+        for path in (checkpoint.folder / CONFIG_NAME, *checkpoint.shards)
+    }
+    read = sha256_of_all(path for name, path in paths.items() if name not in known)
+    return digest_of(
+        {name: known[name].sha256 if name in known else read[path] for name, path in paths.items()}
+    )
 
 
 def remember_source(artifact: Path, source: Checkpoint) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...serving_check.verdict import Verdict
-from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
+from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..file_digests import sha256_of
 
 CARD_NAME = "README.md"
 CHUNK = 1 << 20

@@ -15,7 +15,8 @@ from ...layouts.errors import UserError
 from ...layouts.files import fsync_directory
 from ...layouts.outside_names import file_refusal
 from ...layouts.progress import progress_bar
-from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
+from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..file_digests import sha256_of
 from .bundle import CARD_NAME, CHUNK, BundleFile, bundle_digest
 from .push_result import Operation, PushResult, file_action
 

@@ -30,8 +30,8 @@ from ..artifact import (
     VERDICT_NAME,
     Artifact,
     FileRecord,
-    sha256_of,
 )
+from ..file_digests import sha256_of
 
 RECORD_NAME = ".scalegate-quantize.json"
 LOCK_NAME = ".scalegate-quantize.lock"

@@ -16,10 +16,11 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv_format import KVScales
 from ...layouts.outside_names import parent_leads_out
-from ..artifact import SCALED_BY, FileRecord, sha256_of
+from ..artifact import SCALED_BY, FileRecord
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
+from ..file_digests import sha256_of
 from .calibrated_layer import Equalized
 from .job import QuantizeJob
 from .progress import byte_bar

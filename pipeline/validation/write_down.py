@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...serving_check.verdict import Verdict
-from ..artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
+from ..artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..file_digests import sha256_of
 from ..signature import sign_file
 
 

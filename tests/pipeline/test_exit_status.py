@@ -15,8 +15,9 @@ import click
 import pytest
 from click.testing import CliRunner
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline.artifact import VERDICT_NAME, Artifact, sha256_of
+from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.cli.main import COMMANDS, main
+from scalegate.pipeline.file_digests import sha256_of
 from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from scalegate.layouts.errors import UserError
-from scalegate.pipeline.artifact import SOURCE_NAME, Artifact, sha256_of
+from scalegate.pipeline.artifact import SOURCE_NAME, Artifact
 from scalegate.pipeline.checkpoints.baseline import weights_digest
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.validate import command
+from scalegate.pipeline.file_digests import sha256_of
 from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.signature import check_signature

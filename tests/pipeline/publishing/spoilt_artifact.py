@@ -16,7 +16,8 @@ from passed_artifact import (
     passing_verdict,
 )
 from scalegate.layouts.files import write_json
-from scalegate.pipeline.artifact import MANIFEST_NAME, SIGNATURE_NAME, VERDICT_NAME, Artifact, sha256_of
+from scalegate.pipeline.artifact import MANIFEST_NAME, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from scalegate.pipeline.file_digests import sha256_of
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 
