@@ -11,9 +11,9 @@ whatever it leaves running is found by a mark in its environment, also where SIG
 failures run four at a time and are not timed; GPU memory is compared after all of them, unless `--shared`
 says that others use the GPUs meanwhile. The weights are those of `verdict_gpu.py` but for the bundled
 checkpoint's, and lie in memory (`--folder`); with `--made` they are kept there, and taken from there where
-another process has made them (`--only` with no row makes them alone). Servers take turns with few layers,
-which start quickly, but wide ones, so that a step is the GPU's time and INT4 far ahead: each start is one
-sample only. No row runs past `--seconds`. The table comes last; the logs of what went wrong are in `--logs`.
+another process has made them (`--only` with no row makes them alone). Servers take turns with
+Qwen3-8B's shape: a group of blocks takes 40 seconds then, nearly all of them a start, and INT4 is surely ahead
+after few. No row runs past `--seconds`. The table comes last; the logs of what went wrong are in `--logs`.
 Exit status 1 where a row misses its bar.
 """
 
@@ -86,7 +86,7 @@ class Part:
 PARTS = {
     "example": Part("example", "", 240),
     "qwen3-8b": Part("qwen3-8b", "", 420),
-    "turns": Part("70b-8-layers", '--engine-args "--gpu-memory-utilization 0.6"', 530, must_say="took turns"),
+    "turns": Part("qwen3-8b", '--engine-args "--gpu-memory-utilization 0.6"', 530, must_say="took turns"),
     "two-gpus": Part("example", "--devices 0,1", 240, gpus=2),
     "two-gpus-8b": Part("qwen3-8b", "--devices 0,1", 420, gpus=2),
     "tensor-parallel": Part("70b-16-layers", "--tensor-parallel-size 2", 420, gpus=2),

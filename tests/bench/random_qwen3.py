@@ -47,14 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "tie_word_embeddings": False,
     },
-    "70b-8-layers": {
-        **_SHARED,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 64,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "tie_word_embeddings": False,
-    },
     "tiny": {
         **_SHARED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 8192,
     },

@@ -1,17 +1,18 @@
 #!/bin/bash
-# What needs vLLM and two GPUs, in two calls of ten minutes, each GPU and each core with a part of its own.
+# What needs vLLM and two GPUs, in calls of ten minutes, each GPU and each core with a part of its own.
 #
-#   tests/bench/two_gpus.sh one OUT    GPU 0: Qwen3-8B's verdict, then load generators; GPU 1: servers that take turns
-#   tests/bench/two_gpus.sh two OUT    servers on a GPU each; torchrun on one and two; tensor parallel, failures, a killed rank
+#   tests/bench/two_gpus.sh one OUT     GPU 0: Qwen3-8B's verdict, then load generators; GPU 1: servers that take turns
+#   tests/bench/two_gpus.sh two OUT     servers on a GPU each, tensor parallel, then a killed rank beside the failures
+#   tests/bench/two_gpus.sh three OUT   torchrun on one and two GPUs, quietly (265 s)
 #
-# scalegate and vLLM have to be importable, `vllm` on PATH. Weights are made in memory (WORK, 170 GB for `two`). LIMIT
+# scalegate and vLLM have to be importable, `vllm` on PATH. Weights are made in memory (WORK, 110 GB for `three`). LIMIT
 # seconds (565) end it. Rows are printed as they end, tables last; logs are in OUT. NCCL's multicast stays off.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 BEGAN=$(date +%s) LIMIT=${LIMIT:-565}
 left() { echo $(( BEGAN + LIMIT - $(date +%s) - ${1:-0} )); }
 say() { echo "[$(( $(date +%s) - BEGAN )) s] $*"; }
-[ $# = 2 ] && [[ $1 =~ ^(one|two)$ ]] || { sed -n '2,9s|^# \{0,1\}||p' "$0"; exit 2; }
+[ $# = 2 ] && [[ $1 =~ ^(one|two|three)$ ]] || { sed -n '2,10s|^# \{0,1\}||p' "$0"; exit 2; }
 command -v vllm >/dev/null || { echo "vllm is not on PATH" >&2; exit 2; }
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
 OUT=$(mkdir -p "$2" && cd "$2" && pwd); LOGS=$OUT/logs; mkdir -p "$LOGS"
@@ -38,7 +39,6 @@ quantizing() {
 }
 
 one() {
-  engines turns "$HIGH" 1 "$(left 14)" --only turns --seconds "$(left 30)" --out "$OUT/engines_turns.json" &
   (
     engines 8b "$LOW" 0 "$(left 14)" --only qwen3-8b --made "$WORK" --seconds "$(left 60)" --out "$OUT/engines_8b.json"
     model=qwen3-8b
@@ -46,24 +46,18 @@ one() {
     [ "$(left)" -gt 110 ] && lane load-generators "$LOW" 0 "$(left 14)" python3 -P tests/bench/load_generators.py "$model" \
       --device cuda --m 64 1 32 --rounds 3 --vllm vllm --folder "$WORK/tmp" --out "$OUT/load_generators.json"
   ) &
+  for _ in $(seq 150); do [ -f "$WORK/qwen3-8b/int4-hqq/scalegate.json" ] && break; sleep 1; done
+  engines turns "$HIGH" 1 "$(left 14)" --only turns --made "$WORK" --seconds "$(left 30)" --out "$OUT/engines_turns.json" &
   wait
 }
 
 two() {
-  local shape=70b-16-layers cut=""
-  engines make-70b "$HIGH" 1 170 --only --make $shape --made "$WORK" & local make70b=$!
-  ( for _ in $(seq 60); do [ -f "$WORK/$shape/source/tokenizer_config.json" ] && break; sleep 1; done
-    quantizing make-32b "$HIGH" 0 150 --parts make --source "$WORK/32b" ) & local make32b=$!
-  engines two-gpus "$ALL" 0,1 270 --only two-gpus --shared --seconds 245 --out "$OUT/engines_two.json"
-  wait $make70b $make32b
-  [ -f "$WORK/32b/model.safetensors.index.json" ] || { rm -rf "$WORK/32b"; cut="--layers 24"; say "no weights of 32B: $cut"; }
-  # shellcheck disable=SC2086
-  quantizing speed "$ALL" 0,1 "$(left 14)" --parts speed --source "$WORK/32b" $cut --gpus 1 2 --seconds "$(left 60)" \
-    --out "$OUT/distributed_2.json" & local speed=$!
-  # What is timed has ended when both have written their seconds; what follows compares bytes.
-  while kill -0 $speed 2>/dev/null && ! ls "$WORK"/tmp/*/on-2-seconds.json >/dev/null 2>&1; do sleep 0.3; done
-  engines tensor-parallel "$LOW" 0,1 "$(left 14)" --only tensor-parallel --made "$WORK" --shared --seconds "$(left 25)" \
-    --out "$OUT/engines_tp.json" &
+  engines make-70b "$HIGH" 1 170 --only --make 70b-16-layers --made "$WORK" & local make70b=$!
+  engines make-8b "$LOW" 0 170 --only --make qwen3-8b --made "$WORK"
+  wait $make70b
+  engines two-gpus "$ALL" 0,1 270 --only two-gpus-8b --made "$WORK" --seconds 245 --out "$OUT/engines_two.json"
+  engines tensor-parallel "$ALL" 0,1 "$(left 14)" --only tensor-parallel --made "$WORK" --seconds "$(left 25)" \
+    --out "$OUT/engines_tp.json"
   engines failures "$HALF-$(( CORES - 7 ))" 1 "$(left 14)" --only failures --shared --seconds "$(left 35)" \
     --out "$OUT/engines_failures.json" & local failures=$!
   # "share too small" measures free memory, which nobody may give back meanwhile.
@@ -72,8 +66,13 @@ two() {
     kill -0 $failures 2>/dev/null || break
     sleep 1
   done
-  quantizing resume "$(( CORES - 6 ))-$(( CORES - 1 ))" 0,1 "$(left 14)" --parts resume --out "$OUT/distributed_resume.json"
+  quantizing resume "$LOW" 0,1 "$(left 14)" --parts resume --out "$OUT/distributed_resume.json"
   wait
+}
+
+three() {
+  quantizing speed "$ALL" 0,1 "$(left 14)" --parts make speed --source "$WORK/32b" --gpus 1 2 --seconds "$(left 30)" \
+    --out "$OUT/distributed_2.json"
 }
 
 "$1"
