@@ -11,8 +11,9 @@ whatever it leaves running is found by a mark in its environment, also where SIG
 failures run four at a time and are not timed; GPU memory is compared after all of them, unless `--shared`
 says that others use the GPUs meanwhile. The weights are those of `verdict_gpu.py` but for the bundled
 checkpoint's, and lie in memory (`--folder`); with `--made` they are kept there, and taken from there where
-another process has made them (`--only` with no row makes them alone). Servers take turns with Qwen3-8B's
-shape: a group of blocks takes 40 seconds then, nearly all of them a start, and INT4 is soon ahead. No row runs past `--seconds`. The table comes last; the logs of what went wrong are in `--logs`.
+another process has made them (`--only` with no row makes them alone). Servers take turns
+with Qwen3-8B's shape: a group of blocks takes 40 seconds then, nearly all of them a start, and INT4 is soon
+ahead. No row runs past `--seconds`. The table comes last; the logs of what went wrong are in `--logs`.
 Exit status 1 where a row misses its bar.
 """
 
