@@ -134,6 +134,10 @@ class _Visit:
         if not (self.wanted.learning_steps and solved and self.original_after):
             return None
 
+        if torch.cuda.is_available():
+            # What solving took stays reserved otherwise, in blocks that learning does not fit into.
+            torch.cuda.empty_cache()
+
         def problem(module: str) -> Problem:
             return solver.problem(module, inputs.by_module[module], scales.get(module))
 
