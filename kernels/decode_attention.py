@@ -22,6 +22,7 @@ At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device'
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,19 @@ def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.conste
 def _split_tokens(length, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens a split of a context: a tile up to four tiles, two up to eight, SPLIT beyond."""
     return tl.where(length <= 4 * BLOCK, BLOCK, tl.where(length <= 8 * BLOCK, 2 * BLOCK, SPLIT))
+
+
+@triton.jit
+def even_splits(length, first_token, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The first split of a context that holds tokens which are seen, and where its splits end."""
+    return first_token // SPLIT, tl.cdiv(length, SPLIT)
+
+
+@triton.jit
+def fine_splits(length, first_token, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The same, short contexts being cut finer."""
+    split_tokens = _split_tokens(length, SPLIT, BLOCK)
+    return first_token // split_tokens, tl.cdiv(length, split_tokens)
 
 
 @triton.jit
@@ -268,11 +282,12 @@ def _attend_splits(
 def _merge_splits(
     partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    FINE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS_OF: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     ROTATED: tl.constexpr, LOG_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add a head's splits, always in the order of the context and in the same grouping.
+    """Add a head's splits, always in the order of their numbers and in the same grouping.
 
+    SPLITS_OF: `even_splits`, or another rule that says which ones a context has.
     ROTATED: they are of rotated values, and also an only split is still to be rotated back.
     """
     if PDL:
@@ -285,10 +300,9 @@ def _merge_splits(
     first_token = 0
     if WINDOW:
         first_token = tl.maximum(length - window, 0)
-    split_tokens = _split_tokens(length, SPLIT, BLOCK) if FINE else SPLIT
-    if _is_only_split(length, first_token, split_tokens, SINKS or ROTATED):
+    first_split, end_split = SPLITS_OF(length, first_token, SPLIT, BLOCK)
+    if (end_split - first_split == 1) & (not (SINKS or ROTATED)):
         return
-    first_split = first_token // split_tokens
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
     largest = -float("inf")
@@ -297,9 +311,9 @@ def _merge_splits(
         largest = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         total = 1.0
     acc = tl.zeros([DIM], tl.float32)
-    for first in range(first_split, tl.cdiv(length, split_tokens), SPLITS_AT_ONCE):
+    for first in range(first_split, end_split, SPLITS_AT_ONCE):
         split = first + tl.arange(0, SPLITS_AT_ONCE)
-        valid = split * split_tokens < length
+        valid = split < end_split
         at = (row * HEADS + head) * max_splits + split
         lse = tl.load(lse_ptr + at, mask=valid, other=-float("inf"))
         partial = tl.load(
@@ -336,10 +350,17 @@ class DecodeWorkspace:
 
     @classmethod
     def allocate(
-        cls, max_batch: int, heads: int, head_dim: int, max_context: int, device: torch.device | str
+        cls,
+        max_batch: int,
+        heads: int,
+        head_dim: int,
+        max_context: int,
+        device: torch.device | str,
+        further_splits: int = 0,
     ) -> "DecodeWorkspace":
+        """further_splits: that a rule makes beside those of `fine_splits`."""
         split_tokens = decode_split_tokens(max_context)
-        splits = max(SHORT_SPLITS, triton.cdiv(max_context, split_tokens))
+        splits = max(SHORT_SPLITS, triton.cdiv(max_context, split_tokens)) + further_splits
         partial = torch.empty(max_batch, heads, splits, head_dim, dtype=torch.float32, device=device)
         lse = torch.empty(max_batch, heads, splits, dtype=torch.float32, device=device)
         return cls(partial, lse, split_tokens)
@@ -424,7 +445,8 @@ def decode_attention(
         ASM=compute_capability(q.device) >= (8, 9), PDL=pdl,
         PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
-    merge_splits(workspace, lengths, sinks, out, block=tile, window=window, fine=fine)
+    splits_of = fine_splits if fine else even_splits
+    merge_splits(workspace, lengths, sinks, out, block=tile, window=window, splits_of=splits_of)
     return out
 
 
@@ -436,12 +458,12 @@ def merge_splits(
     *,
     block: int,
     window: int = 0,
-    fine: bool = True,
+    splits_of: Any = fine_splits,
     is_rotated: bool = False,
 ) -> None:
     """Launch the second kernel: `out` [B, H, D] from what the splits left in the workspace.
 
-    block: tokens of the shortest split of a short context; fine: whether short contexts have such.
+    block: tokens of the shortest split of a short context; splits_of: the kernels' rule of splits.
     is_rotated: the splits are of rotated values
     """
     batch, heads, head_dim = out.shape
@@ -450,6 +472,6 @@ def merge_splits(
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
         HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, BLOCK=block,
-        FINE=fine, SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, ROTATED=is_rotated,
+        SPLITS_OF=splits_of, SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, ROTATED=is_rotated,
         LOG_DIM=log2(dim), PDL=pdl, num_warps=1 if dim <= 128 else 2, launch_pdl=pdl,
     )  # fmt: skip

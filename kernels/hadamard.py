@@ -37,6 +37,23 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
     return x * (1.0 / DIM) ** 0.5
 
 
+@triton.jit
+def rotate_slices(x0, x1, x2, x3, matrix_ptr, WIDTH: tl.constexpr):
+    """Columns times H, fp32: slices [D/4, M] of neighbouring channels, each multiplied, then added.
+
+    H of D is H of four (x) H of D/4. matrix: fp16 [D/4, D/4] of +-1
+    """
+    line = tl.arange(0, WIDTH)
+    matrix = tl.load(matrix_ptr + line[:, None] * WIDTH + line[None, :])
+    x0 = tl.dot(matrix, x0.to(tl.float32).to(tl.float16))
+    x1 = tl.dot(matrix, x1.to(tl.float32).to(tl.float16))
+    x2 = tl.dot(matrix, x2.to(tl.float32).to(tl.float16))
+    x3 = tl.dot(matrix, x3.to(tl.float32).to(tl.float16))
+    by: tl.constexpr = (0.25 / WIDTH) ** 0.5
+    sum0, difference0, sum1, difference1 = (x0 + x1) * by, (x0 - x1) * by, (x2 + x3) * by, (x2 - x3) * by
+    return sum0 + sum1, difference0 + difference1, sum0 - sum1, difference0 - difference1
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_rows(
     x_ptr, matrix_ptr, out_ptr, num_rows, token_stride,

@@ -1,42 +1,46 @@
 """Prefill attention over KVarN pages, a prompt's chunk over its context; Triton.
 
-    turned_q, turned_k, turned_v   fp16 [T, heads, D]   the step's tokens, rotated (`turn.py`)
+    query                          [T, H, D]      the step's tokens, not rotated, contiguous; any float dtype
+    key, value                     [T, H_kv, D]   alike, a token's heads contiguous
     pages, held, block_table       as in `kvarn_decode.py`; pages that the chunk fills are written already
     tiles                          int32 [N, 4] as in `prefill_attention.py`
     seq_lens, query_start_loc      int32 [R], [R + 1]: context of each request, and its tokens in the step
-    turned_out                     fp16 [T, H, D]       still rotated; written where a tile says so
+    out                            [T, H, D]      written where a tile says so
 
-A token sees the pages before its own as codes, its own page and page 0 in 16 bits: what is in the chunk as it
-was turned, what is older from `held`. So it does not matter how a prompt was cut into chunks.
+A token sees the pages before its own as codes, its own page and page 0 as they came: what is in the chunk
+from the step, what is older from `held`. So it does not matter how a prompt was cut into chunks.
 
 A program takes up to 64 queries, all heads of a group for some tokens; pages are multiplied as they are
-packed, as in decoding.
+packed, as in decoding. What is not coded comes first. Where codes follow, queries and results so far are
+rotated for them, and results back at the end.
 """
 
+import torch
 from torch import Tensor
 
 from ..decode_attention import LOG2_E, compute_capability
+from ..hadamard import _matrix, rotate_slices
 from ..prefill_attention import TILE
 from ..triton_imports import tl, triton
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
-from .softmax import attend_plain, load_columns, load_slices, store_columns
+from .softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
 from .turn import held_at
 
 QUERIES = 64
 PLAIN_BLOCK = 32
-"""Tokens in 16 bits at a time."""
+"""Tokens that are not coded, at a time."""
 
 
 @triton.jit
 def _older_or_new(
-    held_ptr, new_ptr, row, token, side, first, chunk_start, kv_head, is_token,
+    held_ptr, new_ptr, row, token, side, first, new_stride, chunk_start, kv_head, is_token,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Four slices of keys or values in 16 bits of the tokens [N] of a context."""
+    """Four slices of keys or values of the tokens [N] of a context, as they came."""
     is_new = token >= chunk_start
     older = held_at(row, token, side, kv_head, KV_HEADS, DIM, GROUP_SIZE)
-    new = ((first + token - chunk_start).to(tl.int64) * KV_HEADS + kv_head) * DIM
+    new = (first + token - chunk_start).to(tl.int64) * new_stride + kv_head * DIM
     o0, o1, o2, o3 = load_slices(held_ptr, older, is_token & ~is_new, DIM // 4)
     n0, n1, n2, n3 = load_slices(new_ptr, new, is_token & is_new, DIM // 4)
     return o0 + n0, o1 + n1, o2 + n2, o3 + n3
@@ -44,12 +48,12 @@ def _older_or_new(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_tiles(
-    q_ptr, new_k_ptr, new_v_ptr, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, held_ptr,
+    q_ptr, key_ptr, value_ptr, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, held_ptr, matrix_ptr,
     block_table_ptr, tiles_ptr, seq_lens_ptr, starts_ptr, rows_ptr, sinks_ptr, out_ptr,
-    scale_log2, softcap, table_stride,
+    scale_log2, softcap, key_stride, value_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, PLAIN_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, ASM: tl.constexpr,
+    SINKS: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of a tile with one kv head's group of query heads."""
     WIDTH: tl.constexpr = DIM // 4
@@ -98,11 +102,11 @@ def _attend_tiles(
         )
         key = block + tl.arange(0, PLAIN_BLOCK)
         k0, k1, k2, k3 = _older_or_new(
-            held_ptr, new_k_ptr, row, key, 0, first_in_step, chunk_start, kv_head, key < end,
+            held_ptr, key_ptr, row, key, 0, first_in_step, key_stride, chunk_start, kv_head, key < end,
             KV_HEADS, DIM, GROUP_SIZE,
         )  # fmt: skip
         v0, v1, v2, v3 = _older_or_new(
-            held_ptr, new_v_ptr, row, key, 1, first_in_step, chunk_start, kv_head, key < end,
+            held_ptr, value_ptr, row, key, 1, first_in_step, value_stride, chunk_start, kv_head, key < end,
             KV_HEADS, DIM, GROUP_SIZE,
         )  # fmt: skip
         in_plain = (key[:, None] < GROUP_SIZE) | (
@@ -110,11 +114,27 @@ def _attend_tiles(
         )
         acc0, acc1, acc2, acc3, largest, total = attend_plain(
             q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
-            in_plain & (key[:, None] <= position[None, :]), scale_log2, softcap, SOFTCAP,
+            in_plain & (key[:, None] <= position[None, :]), scale_log2, softcap, SOFTCAP, PRECISION,
         )  # fmt: skip
+    by = (1.0 / total)[None, :]
+    last_page = (end - 1) // GROUP_SIZE
+    if last_page <= 1:
+        store_columns(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, channel, WIDTH)
+        return
+    q0, q1, q2, q3 = rotate_slices(q0, q1, q2, q3, matrix_ptr, WIDTH)
+    # By way of memory, as in decoding; where their results are to be.
+    scratch_ptr = out_ptr.to(tl.pointer_type(tl.float16))
+    at_scratch = at_row * (out_ptr.dtype.element_ty.primitive_bitwidth // 16)
+    store_columns(scratch_ptr, at_scratch, is_row, q0, q1, q2, q3, channel, WIDTH)
+    tl.debug_barrier()
+    q0, q1, q2, q3 = load_columns(scratch_ptr, at_scratch, is_row, channel, WIDTH)
+    # As averages, which 16 bits hold whatever the context's length.
+    acc0, acc1, acc2, acc3 = rotate_slices(acc0 * by, acc1 * by, acc2 * by, acc3 * by, matrix_ptr, WIDTH)
+    back = total[None, :]
+    acc0, acc1, acc2, acc3 = acc0 * back, acc1 * back, acc2 * back, acc3 * back
     # Rows past the tile's end count as its last one.
     own_page = tl.minimum(position, end - 1) // GROUP_SIZE
-    for page in range(1, (end - 1) // GROUP_SIZE):
+    for page in range(1, last_page):
         acc0, acc1, acc2, acc3, largest, total = attend_page(
             q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
             tl.load(table_ptr + page).to(tl.int64) * KV_HEADS + kv_head,
@@ -122,13 +142,14 @@ def _attend_tiles(
             VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, True, ASM,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
-    store_columns(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, channel, WIDTH)
+    r0, r1, r2, r3 = rotate_slices(acc0 * by, acc1 * by, acc2 * by, acc3 * by, matrix_ptr, WIDTH)
+    store_columns(out_ptr, at_row, is_row, r0, r1, r2, r3, channel, WIDTH)
 
 
 def kvarn_prefill(
-    turned_q: Tensor,
-    turned_k: Tensor,
-    turned_v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pages: KVarNTile,
     held: Tensor,
     block_table: Tensor,
@@ -141,19 +162,19 @@ def kvarn_prefill(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    turned_out: Tensor,
+    out: Tensor,
 ) -> None:
-    """Write the tiles' tokens of `turned_out`; arguments as in the file's docstring."""
-    _, heads, dim = turned_q.shape
+    """Write the tiles' tokens of `out`; arguments as in the file's docstring."""
+    _, heads, dim = query.shape
     kv_heads, group_size = held.shape[3:5]
     group = triton.next_power_of_2(heads // kv_heads)
     tokens = max(1, QUERIES // group)
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
-        turned_q, turned_k, turned_v, *vars(pages).values(), held,
-        block_table, tiles, seq_lens, query_start_loc, request_rows, sinks, turned_out,
-        scale * LOG2_E, softcap * LOG2_E, block_table.stride(0),
+        query, key, value, *vars(pages).values(), held, _matrix(dim // 4, query.device, torch.float16),
+        block_table, tiles, seq_lens, query_start_loc, request_rows, sinks, out,
+        scale * LOG2_E, softcap * LOG2_E, key.stride(0), value.stride(0), block_table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, DIM=dim, VALUE_BITS=value_bits,
         GROUP_SIZE=group_size, PLAIN_BLOCK=min(PLAIN_BLOCK, group_size), SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, ASM=compute_capability(turned_q.device) >= (8, 0),
-        num_warps=4, num_stages=2,
+        SINKS=sinks is not None, ASM=compute_capability(query.device) >= (8, 0),
+        PRECISION=precision_of(query), num_warps=4, num_stages=2,
     )  # fmt: skip

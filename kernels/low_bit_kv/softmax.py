@@ -6,7 +6,10 @@ Keys, or values' channels, are rows of every product, and each query is a column
 columns at least and sixteen rows, and a group of query heads is small. Scores are in log2.
 """
 
-from ..decode_attention import PROGRAMS_WANTED
+import torch
+from torch import Tensor
+
+from ..decode_attention import PROGRAMS_WANTED, compute_capability
 from ..triton_imports import tl, triton
 
 
@@ -59,6 +62,22 @@ def capped(scores, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b of what a model computes with; PRECISION as `precision_of` says."""
+    if PRECISION == "ieee":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+def precision_of(x: Tensor) -> str:
+    """Of products of x: bf16 is multiplied as fp32 by interpreters and by GPUs before sm_80."""
+    if x.dtype == torch.float32:
+        return "tf32x3"
+    is_wide = x.dtype == torch.bfloat16 and compute_capability(x.device) < (8, 0)
+    return "ieee" if is_wide else "tf32"
+
+
+@triton.jit
 def dot4(k0, k1, k2, k3, q0, q1, q2, q3):
     """Products [N, M] of keys [N, D/4] with queries [D/4, M], over all four slices."""
     scores = tl.dot(k0, q0)
@@ -70,20 +89,24 @@ def dot4(k0, k1, k2, k3, q0, q1, q2, q3):
 @triton.jit
 def attend_plain(
     q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
-    visible, scale_log2, softcap, SOFTCAP: tl.constexpr,
+    visible, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values in 16 bits, [N, D/4] each; `visible` [N, 1 or M]. Every query must have seen a key."""
-    scores = capped(dot4(k0, k1, k2, k3, q0, q1, q2, q3) * scale_log2, softcap, SOFTCAP)
+    """Keys and values as they are, [N, D/4] each; `visible` [N, 1 or M]. Every query must have seen a key."""
+    scores = product(k0, q0, None, PRECISION)
+    scores = product(k1, q1, scores, PRECISION)
+    scores = product(k2, q2, scores, PRECISION)
+    scores = product(k3, q3, scores, PRECISION)
+    scores = capped(scores * scale_log2, softcap, SOFTCAP)
     scores = tl.where(visible, scores, -float("inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=0))
     rescale = tl.exp2(largest - new_largest)
     probability = tl.exp2(scores - new_largest[None, :])
     total = total * rescale + tl.sum(probability, axis=0)
-    probability = probability.to(tl.float16)
-    acc0 = tl.dot(v0.T, probability, acc0 * rescale[None, :])
-    acc1 = tl.dot(v1.T, probability, acc1 * rescale[None, :])
-    acc2 = tl.dot(v2.T, probability, acc2 * rescale[None, :])
-    acc3 = tl.dot(v3.T, probability, acc3 * rescale[None, :])
+    probability = probability.to(v0.dtype)
+    acc0 = product(v0.T, probability, acc0 * rescale[None, :], PRECISION)
+    acc1 = product(v1.T, probability, acc1 * rescale[None, :], PRECISION)
+    acc2 = product(v2.T, probability, acc2 * rescale[None, :], PRECISION)
+    acc3 = product(v3.T, probability, acc3 * rescale[None, :], PRECISION)
     return acc0, acc1, acc2, acc3, new_largest, total
 
 

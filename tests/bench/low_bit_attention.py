@@ -15,7 +15,7 @@ import torch
 import triton
 from scalegate.kernels.decode_attention import DecodeWorkspace
 from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded
-from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode
+from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from scalegate.kernels.low_bit_kv.token_decode import token_decode
 from scalegate.layouts.files import write_json
 from scalegate.layouts.kv_format import KV_FORMATS, KVFormat
@@ -46,9 +46,12 @@ def measure(name: str, batch: int, context: int, copy: float) -> dict:
     tables = torch.randperm(pages, device="cuda").int().view(copies, batch, per_request)
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     rows = torch.arange(batch, device="cuda")
-    q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.float16)
-    out = torch.empty_like(q, dtype=torch.bfloat16)
-    workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, MAX_CONTEXT, "cuda")
+    is_kvarn = isinstance(form, KVarN)
+    # Where a format rotates queries beforehand, they come in fp16.
+    q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=SHAPE.dtype if is_kvarn else torch.float16)
+    out = torch.empty_like(q, dtype=SHAPE.dtype)
+    further = plain_splits(page) if is_kvarn else 0
+    workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, MAX_CONTEXT, "cuda", further)
 
     def call(table: torch.Tensor) -> None:
         if isinstance(form, KVarN):

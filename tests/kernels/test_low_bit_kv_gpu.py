@@ -138,7 +138,7 @@ class Layer:
             return tuple(self.dequantized(*self.in_pages(side, row, length)) for side in self.sides)
         key, value = rotate_reference(key), rotate_reference(value)
         whole = length // self.page * self.page
-        back = [x.half().float() for x in (key, value)]
+        back = [key.clone(), value.clone()]
         if whole > self.page:
             tiles = [
                 x[self.page : whole].half().unflatten(0, (-1, self.page)).transpose(1, 2)
@@ -154,11 +154,8 @@ class Layer:
         rotates = self.name != "nvfp4"
         is_kvarn = isinstance(self.form, KVarN)
         key, value = self.stored(row, position // self.page * self.page if is_kvarn else position + 1)
-        if is_kvarn:  # its own page is in 16 bits
-            own = [
-                rotate_reference(x[len(key) : position + 1].float()).half().float()
-                for x in self.data[row][1:]
-            ]
+        if is_kvarn:  # its own page is held as it came
+            own = [rotate_reference(x[len(key) : position + 1].float()) for x in self.data[row][1:]]
             key, value = torch.cat([key, own[0]]), torch.cat([value, own[1]])
         query = self.data[row][0][position].float()
         query = rotate_reference(query) if rotates else query
