@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_attention import DecodeWorkspace
+from ..kernels.low_bit_kv.rotate_back import rotate_back
 from ..kernels.low_bit_kv.token_decode import token_decode
 from ..kernels.low_bit_kv.token_prefill import token_prefill
 from ..kernels.low_bit_kv.token_store import TokenPages, rotate_heads, store_tokens
 from ..kernels.low_bit_kv.token_widen import widen_tokens
-from ..kernels.low_bit_kv.turn import turn_back
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata
@@ -97,5 +97,5 @@ class CodedCudaLayerKV:
                 token_prefill(query, *pages, metadata.prefill_tiles, out=prompts, **settings)
             if self.rotated:
                 num_decodes = None if host is None else host.num_decodes
-                turn_back(prompts, lengths, output, num_decodes)
+                rotate_back(prompts, lengths, output, num_decodes)
         return output[..., :value_dim]

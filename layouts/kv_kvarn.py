@@ -68,8 +68,7 @@ class KVarN:
             return TokenByToken().allocate(shape, size, device, None, workspaces)
         if device.type == "cuda":
             refuse_gpu_head_size(self.name, shape.padded().key_dim)
-        held_dtype = torch.float16 if device.type == "cuda" else shape.dtype
-        storage = KVarNStorage.allocate(shape.padded(), size, self.value_bits, device, held_dtype)
+        storage = KVarNStorage.allocate(shape.padded(), size, self.value_bits, device)
         if device.type == "cuda":
             # Imported only where there is a GPU to need its kernels.
             from .kv_kvarn_cuda import KVarNCudaLayerKV

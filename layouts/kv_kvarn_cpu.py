@@ -27,8 +27,8 @@ class KVarNStorage:
     """One layer's pages, rotated and quantized, and what each request keeps as it is.
 
     pages: a KVarNTile of [pages, H_kv] tiles
-    held:  [rows + 1, 2, 2, H_kv, G, D]: the first page and the one being written, keys and values; fp16 and
-           rotated on a GPU, as they come on a CPU, which then rotates nothing for contexts without codes
+    held:  [rows + 1, 2, 2, H_kv, G, D]: the first page and the one being written, keys and values; the
+           model's dtype, not rotated, so that nothing is for contexts without codes
     """
 
     pages: KVarNTile
@@ -37,12 +37,7 @@ class KVarNStorage:
 
     @classmethod
     def allocate(
-        cls,
-        shape: KVShape,
-        size: PoolSize,
-        value_bits: int,
-        device: torch.device,
-        held_dtype: torch.dtype = torch.float16,
+        cls, shape: KVShape, size: PoolSize, value_bits: int, device: torch.device
     ) -> "KVarNStorage":
         """shape: padded."""
         group, dim, tiles = size.page_size, shape.key_dim, (size.num_pages, shape.heads)
@@ -53,7 +48,7 @@ class KVarNStorage:
             zeros((*tiles, 3, group), torch.float16, device),
         )
         held = (size.max_requests + 1, 2, 2, shape.heads, group, dim)
-        return cls(pages, zeros(held, held_dtype, device), value_bits)
+        return cls(pages, zeros(held, shape.dtype, device), value_bits)
 
     @property
     def group_size(self) -> int:

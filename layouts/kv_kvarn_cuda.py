@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ..kernels.decode_attention import DecodeWorkspace
 from ..kernels.low_bit_kv.flush import addresses, flush_decoded, flush_prompts
-from ..kernels.low_bit_kv.kvarn_decode import kvarn_decode
+from ..kernels.low_bit_kv.held import append_held, hold
+from ..kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from ..kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from ..kernels.low_bit_kv.kvarn_widen import widen_kvarn
-from ..kernels.low_bit_kv.turn import hold, turn, turn_back
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import tiles_of
 from ..kernels.prompt_attention import prompt_attention
@@ -49,7 +49,7 @@ class KVarNLayers:
 
 
 class PlainPages:
-    """The pages in 16 bits that a step's prefill chunks see, laid out by the first layer that asks.
+    """The plain pages that a step's prefill chunks see, laid out by the first layer that asks.
 
     A query sees its own page and the first one as they are, the ones between as codes. So each page that a
     chunk touches is a context of its own, with a row of its own in a block table.
@@ -117,10 +117,11 @@ class KVarNCudaLayerKV:
         )
         self._layers.storages.append(storage)
         heads, max_context = shape.query_heads, size.max_pages * size.page_size
+        further, device = plain_splits(storage.group_size), storage.held.device
         self._workspace = workspaces.get(
-            (DecodeWorkspace, heads, shape.key_dim),
+            (DecodeWorkspace, heads, shape.key_dim, further),
             lambda: DecodeWorkspace.allocate(
-                size.max_requests, heads, shape.key_dim, max_context, storage.held.device
+                size.max_requests, heads, shape.key_dim, max_context, device, further
             ),
         )
         self._plain_pages = workspaces.get(PlainPages, PlainPages)
@@ -138,60 +139,68 @@ class KVarNCudaLayerKV:
         if self._layers.storages[0] is storage:
             self._layers.flush(metadata)
         query, key, value = (by_token(widened(x, storage.dim)) for x in (query, key, value))
-        where = metadata.positions, metadata.slot_mapping, metadata.token_rows, lengths, storage.held
-        # Where bits are kept large steps are computed as small ones are.
-        host = metadata.host if metadata.numerics == "tuned" else None
-        num_decodes = None if host is None else host.num_decodes
-        turned_q, turned_k, turned_v = turn(query, key, value, *where, num_decodes)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        query = query.contiguous()
+        output = torch.empty_like(query)
         settings: dict[str, Any] = {
-            "value_bits": storage.value_bits,
             "scale": options.scale,
             "softcap": options.softcap or 0.0,
             "sinks": sinks,
         }
-        # Zeros for requests that do not decode; those of prompts are written over.
-        rows = min(len(query), len(lengths))
-        kvarn_decode(
-            turned_q[:rows],
-            storage.pages,
-            storage.held,
-            metadata.block_table,
-            lengths,
-            metadata.request_rows,
-            self._workspace,
-            out=output[:rows],
-            **settings,
-        )
+        if metadata.host is None or metadata.host.num_decodes:
+            append_held(key, value, metadata.positions, metadata.token_rows, lengths, storage.held)
+            # Zeros for requests that do not decode; those of prompts are written over.
+            rows = min(len(query), len(lengths))
+            kvarn_decode(
+                query[:rows],
+                storage.pages,
+                storage.held,
+                metadata.block_table,
+                lengths,
+                metadata.request_rows,
+                self._workspace,
+                value_bits=storage.value_bits,
+                out=output[:rows],
+                **settings,
+            )
         if metadata.prefill_tiles is not None:
-            flush_prompts(turned_k, turned_v, *where, storage.pages, storage.value_bits)
-            turned_out = torch.empty_like(turned_q)
-            if host is not None:
-                # A step so large that it is no graph reads each page many times: it is decoded once.
-                spans, table, tiles = self._plain_pages.of(host, len(query), query.device)
-                pages = widen_kvarn(
-                    spans, turned_k, turned_v, storage.pages, storage.held, storage.value_bits
-                )
-                del settings["value_bits"]
-                one_form = metadata.numerics != "tuned"
-                prompt_attention(
-                    turned_q, *pages, table, tiles, out=turned_out, one_form=one_form, **settings
-                )
-            else:
-                kvarn_prefill(
-                    turned_q,
-                    turned_k,
-                    turned_v,
-                    storage.pages,
-                    storage.held,
-                    metadata.block_table,
-                    metadata.prefill_tiles,
-                    metadata.seq_lens,
-                    metadata.query_start_loc,
-                    metadata.request_rows,
-                    turned_out=turned_out,
-                    **settings,
-                )
-            turn_back(turned_out, lengths, output, num_decodes)
-            hold(turned_k, turned_v, *where, self._layers.written)
+            self._prefill(query, key, value, metadata, metadata.prefill_tiles, output, settings)
         return output[..., :value_dim]
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        tiles: Tensor,
+        output: Tensor,
+        settings: dict[str, Any],
+    ) -> None:
+        storage = self.storage
+        pages, held, value_bits = storage.pages, storage.held, storage.value_bits
+        where = metadata.positions, metadata.slot_mapping, metadata.token_rows, metadata.decode_seq_lens, held
+        flush_prompts(key, value, *where, pages, value_bits)
+        # Where bits are kept large steps are computed as small ones are.
+        host = metadata.host if metadata.numerics == "tuned" else None
+        if host is not None:
+            # A step so large that it is no graph reads each page many times: it is decoded once.
+            spans, table, tiles = self._plain_pages.of(host, len(query), query.device)
+            plain = widen_kvarn(spans, key, value, pages, held, value_bits)
+            prompt_attention(query, *plain, table, tiles, out=output, one_form=False, **settings)
+        else:
+            kvarn_prefill(
+                query,
+                key,
+                value,
+                pages,
+                held,
+                metadata.block_table,
+                tiles,
+                metadata.seq_lens,
+                metadata.query_start_loc,
+                metadata.request_rows,
+                value_bits=value_bits,
+                out=output,
+                **settings,
+            )
+        hold(key, value, *where, self._layers.written)

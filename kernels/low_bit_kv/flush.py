@@ -4,7 +4,8 @@ The reference is `quantize_reference` in `kvarn.py`. A page is due once its last
 next token is a decoding request's, its step begins by writing the page before, in every layer at once
 (`flush_decoded`); nothing is read on the host, and a launch without a page due ends at once. Prompts write
 the pages that they fill while they are computed, since their own later tokens see them (`flush_prompts`).
-Either way the page is made of the same fp16 numbers, so that it holds the same codes. From sm_80 on the
+Rows come as the model made them and are rotated here. Either way a page is made of the same numbers, rotated
+by the same products, so that it holds the same codes. From sm_80 on the
 kernels of `flush_pages.py` do it; those here are for older GPUs and for Triton's interpreter.
 """
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..decode_attention import compute_capability
+from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
 from .flush_pages import decoded_kernel, launch, prompts_kernel
+from .held import held_at
 from .kvarn import ITERATIONS, KVarNTile
-from .turn import held_at
 
 REQUESTS = 32
 """That one program looks at: without a page due, a launch takes as long as its programs take to start."""
@@ -190,10 +192,12 @@ def _write_values(
 
 @triton.jit
 def _write_tile(
-    tile, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
-    VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr,
+    rows, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
+    VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
+    ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Keys (side 0) or values."""
+    """Keys (side 0) or values, not rotated."""
+    tile = rotate(rows.to(tl.float32), GROUP_SIZE, DIM, LOG_DIM).to(tl.float16)
     if side == 0:
         _write_keys(tile, at, words_k_ptr, channels_ptr, tokens_ptr, GROUP_SIZE, DIM, ITERATIONS)
     else:
@@ -204,11 +208,14 @@ def _write_tile(
 
 @triton.jit(do_not_specialize=["table_stride", "num_requests"])
 def _flush_decoded(
-    layers_ptr, lengths_ptr, rows_ptr, written_ptr, table_ptr, table_stride, num_requests,
+    layers_ptr, held_ptr, lengths_ptr, rows_ptr, written_ptr, table_ptr, table_stride, num_requests,
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
-    ITERATIONS: tl.constexpr, REQUESTS: tl.constexpr,
+    LOG_DIM: tl.constexpr, ITERATIONS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head."""
+    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head.
+
+    held_ptr: of any layer; says what all of them hold
+    """
     one_of = tl.program_id(2) * REQUESTS + tl.arange(0, REQUESTS)
     position = tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) - 1
     due = (position % GROUP_SIZE == 0) & (position >= 2 * GROUP_SIZE)
@@ -225,25 +232,25 @@ def _flush_decoded(
         page = (tl.load(lengths_ptr + request) - 1) // GROUP_SIZE - 1
         row = tl.load(rows_ptr + request)
         at = tl.load(table_ptr + request * table_stride + page).to(tl.int64) * KV_HEADS + head
-        held_ptr = tl.multiple_of(tl.load(layer + 4).to(tl.pointer_type(tl.float16)), 16)
+        pages_ptr = tl.multiple_of(tl.load(layer + 4).to(held_ptr.dtype), 16)
         source = held_at(row, GROUP_SIZE + token, side, head, KV_HEADS, DIM, GROUP_SIZE)
-        tile = tl.load(held_ptr + source[:, None] + tl.arange(0, DIM)[None, :])
+        rows = tl.load(pages_ptr + source[:, None] + tl.arange(0, DIM)[None, :])
         _write_tile(
-            tile, at, side,
+            rows, at, side,
             tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.int16)), 16),
             tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(tl.int16)), 16),
             tl.load(layer + 2).to(tl.pointer_type(tl.float16)),
             tl.load(layer + 3).to(tl.pointer_type(tl.float16)),
-            VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
+            VALUE_BITS, GROUP_SIZE, DIM, LOG_DIM, ITERATIONS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_requests", "count"])
 def _flush_prompts(
     key_ptr, value_ptr, positions_ptr, slots_ptr, token_rows_ptr, lengths_ptr, held_ptr,
-    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count,
+    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
-    ITERATIONS: tl.constexpr,
+    LOG_DIM: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """The pages that GROUP_SIZE tokens of a step's prompts fill: keys or values of one head."""
     offset = tl.arange(0, GROUP_SIZE)
@@ -263,15 +270,17 @@ def _flush_prompts(
         token = last - (GROUP_SIZE - 1) + offset
         # Those before the chunk, from the page as it was kept.
         is_new = tl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
-        new = (token * KV_HEADS + head)[:, None] * DIM + dim
+        in_step, of_head = token[:, None], head * DIM + dim
         old = held_at(row, GROUP_SIZE + offset, side, head, KV_HEADS, DIM, GROUP_SIZE)[:, None] + dim
-        tile = tl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
-        tile += tl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
-        tile += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
+        new = in_step * key_stride + of_head
+        rows = tl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
+        new = in_step * value_stride + of_head
+        rows += tl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
+        rows += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
         at = tl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head
         _write_tile(
-            tile, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
-            VALUE_BITS, GROUP_SIZE, DIM, ITERATIONS,
+            rows, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
+            VALUE_BITS, GROUP_SIZE, DIM, LOG_DIM, ITERATIONS,
         )  # fmt: skip
 
 
@@ -296,18 +305,19 @@ def flush_decoded(
 ) -> None:
     """Write the pages that decoding requests have just left, in every layer; `held` is one layer's.
 
-    written: as in `turn.py`; a prompt has written the page that it ended with
+    written: as in `held.py`; a prompt has written the page that it ended with
     """
     kv_heads, group_size, dim = held.shape[3:]
     grid = 2 * kv_heads, len(layers), triton.cdiv(len(lengths), REQUESTS)
-    where = layers, lengths, request_rows, written, block_table, block_table.stride(0), len(lengths)
+    where = layers, held, lengths, request_rows, written, block_table, block_table.stride(0), len(lengths)
     sizes = {"KV_HEADS": kv_heads, "VALUE_BITS": value_bits, "GROUP_SIZE": group_size, "DIM": dim}
     if compute_capability(held.device) >= (8, 0):
         decoded_kernel[grid](*where, **sizes, REQUESTS=REQUESTS, **launch(group_size, dim))
     else:
         _flush_decoded[grid](
-            *where, **sizes, REQUESTS=REQUESTS, ITERATIONS=ITERATIONS, num_warps=_warps(group_size, dim)
-        )
+            *where, **sizes, LOG_DIM=log2(dim), REQUESTS=REQUESTS, ITERATIONS=ITERATIONS,
+            num_warps=_warps(group_size, dim),
+        )  # fmt: skip
 
 
 def flush_prompts(
@@ -321,14 +331,16 @@ def flush_prompts(
     pages: KVarNTile,
     value_bits: int,
 ) -> None:
-    """Write one layer's pages that a step's prompts fill; key and value rotated, fp16 [T, H_kv, D]."""
+    """Write one layer's pages that a step's prompts fill; key and value [T, H_kv, D] as in `held.py`."""
     kv_heads, group_size, dim = held.shape[3:]
     grid = 2 * kv_heads, triton.cdiv(len(key), group_size)
     where = key, value, positions, slots, token_rows, lengths, held, *vars(pages).values()
+    numbers = len(lengths), len(key), key.stride(0), value.stride(0)
     sizes = {"KV_HEADS": kv_heads, "VALUE_BITS": value_bits, "GROUP_SIZE": group_size, "DIM": dim}
     if compute_capability(held.device) >= (8, 0):
-        prompts_kernel[grid](*where, len(lengths), len(key), **sizes, **launch(group_size, dim))
+        prompts_kernel[grid](*where, *numbers, **sizes, **launch(group_size, dim))
     else:
         _flush_prompts[grid](
-            *where, len(lengths), len(key), **sizes, ITERATIONS=ITERATIONS, num_warps=_warps(group_size, dim)
-        )
+            *where, *numbers, **sizes, LOG_DIM=log2(dim), ITERATIONS=ITERATIONS,
+            num_warps=_warps(group_size, dim),
+        )  # fmt: skip

@@ -4,6 +4,7 @@ Which pages are due, and when, `flush.py` says.
 """
 
 from ..triton_imports import gl, gluon
+from .flush_rotate import rotate_rows, rows_layout
 from .flush_tile import accumulator, write_tile
 
 REGISTERS = 128
@@ -13,11 +14,6 @@ REGISTERS = 128
 @gluon.constexpr_function
 def _tile_layout(dim: int):
     return gl.SwizzledSharedLayout(8, max(1, 64 // dim), min(8, dim // 8), [1, 0])
-
-
-@gluon.constexpr_function
-def _loads(dim: int, warps: int):
-    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -40,7 +36,8 @@ def _write(
     x, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scratch,
     VALUE_BITS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Keys (side 0) or values."""
+    """Keys (side 0) or values, not rotated."""
+    x = rotate_rows(x)
     if side == 0:
         write_tile(x, at, words_k_ptr, channels_ptr, tokens_ptr, scratch, True, 4, MMA)
     else:
@@ -49,19 +46,22 @@ def _write(
 
 @gluon.jit
 def _held_at(row, side, head, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr):
-    """Where the page that a request is writing begins in `held`, as `turn.py` describes it."""
+    """Where the page that a request is writing begins in `held`, as `held.py` describes it."""
     return (((row * 2 + 1) * 2 + side) * KV_HEADS + head) * GROUP_SIZE * DIM
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_requests"])
 def decoded_kernel(
-    layers_ptr, lengths_ptr, rows_ptr, written_ptr, table_ptr, table_stride, num_requests,
+    layers_ptr, held_ptr, lengths_ptr, rows_ptr, written_ptr, table_ptr, table_stride, num_requests,
     KV_HEADS: gl.constexpr, VALUE_BITS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):  # fmt: skip
-    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head."""
+    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head.
+
+    held_ptr: of any layer; says what all of them hold
+    """
     MMA: gl.constexpr = accumulator(gl.num_warps())
-    LOADS: gl.constexpr = _loads(DIM, gl.num_warps())
+    LOADS: gl.constexpr = rows_layout(GROUP_SIZE, DIM, gl.num_warps())
     one_of = gl.arange(0, REQUESTS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     one_of += gl.program_id(2) * REQUESTS
     position = gl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) - 1
@@ -80,10 +80,10 @@ def decoded_kernel(
         due = due & (one_of != request)
         page = (gl.load(lengths_ptr + request) - 1) // GROUP_SIZE - 1
         at = gl.load(table_ptr + request * table_stride + page).to(gl.int64) * KV_HEADS + head
-        held_ptr = gl.multiple_of(gl.load(layer + 4).to(gl.pointer_type(gl.float16)), 16)
-        held_ptr += _held_at(gl.load(rows_ptr + request), side, head, KV_HEADS, GROUP_SIZE, DIM)
+        page_ptr = gl.multiple_of(gl.load(layer + 4).to(held_ptr.dtype), 16)
+        page_ptr += _held_at(gl.load(rows_ptr + request), side, head, KV_HEADS, GROUP_SIZE, DIM)
         _write(
-            gl.load(held_ptr + token * DIM + dim), at, side,
+            gl.load(page_ptr + token * DIM + dim), at, side,
             gl.multiple_of(gl.load(layer).to(gl.pointer_type(gl.int16)), 16),
             gl.multiple_of(gl.load(layer + 1).to(gl.pointer_type(gl.int16)), 16),
             gl.load(layer + 2).to(gl.pointer_type(gl.float16)),
@@ -95,12 +95,12 @@ def decoded_kernel(
 @gluon.jit(do_not_specialize=["num_requests", "count"])
 def prompts_kernel(
     key_ptr, value_ptr, positions_ptr, slots_ptr, token_rows_ptr, lengths_ptr, held_ptr,
-    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count,
+    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
     KV_HEADS: gl.constexpr, VALUE_BITS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """The pages that GROUP_SIZE tokens of a step's prompts fill: keys or values of one head."""
     MMA: gl.constexpr = accumulator(gl.num_warps())
-    LOADS: gl.constexpr = _loads(DIM, gl.num_warps())
+    LOADS: gl.constexpr = rows_layout(GROUP_SIZE, DIM, gl.num_warps())
     offset = gl.arange(0, GROUP_SIZE, gl.SliceLayout(1, LOADS))
     dim = gl.arange(0, DIM, gl.SliceLayout(0, LOADS))[None, :]
     one_of = gl.program_id(1).to(gl.int64) * GROUP_SIZE + offset
@@ -119,9 +119,11 @@ def prompts_kernel(
         token = last - (GROUP_SIZE - 1) + offset
         # Those before the chunk, from the page as it was kept.
         is_new = gl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
-        new = (token * KV_HEADS + head)[:, None] * DIM + dim
+        in_step, of_head = token[:, None], head * DIM + dim
         old = _held_at(row, side, head, KV_HEADS, GROUP_SIZE, DIM) + offset[:, None] * DIM + dim
+        new = in_step * key_stride + of_head
         x = gl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
+        new = in_step * value_stride + of_head
         x += gl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
         x += gl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
         at = gl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head

@@ -26,10 +26,10 @@ from torch import Tensor
 from ..decode_attention import LOG2_E, DecodeWorkspace, compute_capability, merge_splits
 from ..hadamard import _matrix, rotate_slices
 from ..triton_imports import tl, triton
+from .held import held_at
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
 from .softmax import attend_plain, load_columns, load_slices, precision_of, programs_of_splits, store_columns
-from .turn import held_at
 
 PIECE = tl.constexpr(64)
 """Tokens of a plain split, all of which one warp can have on their way at once."""

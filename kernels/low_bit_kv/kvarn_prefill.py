@@ -22,10 +22,10 @@ from ..decode_attention import LOG2_E, compute_capability
 from ..hadamard import _matrix, rotate_slices
 from ..prefill_attention import TILE
 from ..triton_imports import tl, triton
+from .held import held_at
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
 from .softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
-from .turn import held_at
 
 QUERIES = 64
 PLAIN_BLOCK = 32

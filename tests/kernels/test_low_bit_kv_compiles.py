@@ -16,6 +16,7 @@ from hopper_compiler import assembler_notes, disassembled
 from scalegate.kernels.low_bit_kv import (
     flush,
     flush_pages,
+    held,
     kvarn_decode,
     kvarn_prefill,
     kvarn_widen,
@@ -38,11 +39,9 @@ HALF = (
     "held_ptr",
     "channels_ptr",
     "tokens_ptr",
-    "turned_k_ptr",
-    "turned_v_ptr",
-    "matrix_ptr",
     "keys_ptr",
     "values_ptr",
+    "matrix_ptr",
 )
 FULL = ("partial_ptr", "lse_ptr", "head_scale_k_ptr", "head_scale_v_ptr")
 LONG = ("rows_ptr", "layers_ptr", "pages_ptr", "positions_ptr", "slots_ptr", "token_rows_ptr")
@@ -76,7 +75,8 @@ HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128}
 KVARN = {"VALUE_BITS": 2, "GROUP_SIZE": 128}
 TOKENS = {"PAGE": 64, "BLOCK": 64, "WINDOW": False}
 PLAIN = {"SOFTCAP": False, "ASM": True, "PLAIN_BLOCK": 32, "PIECE": 64, "PRECISION": "tf32"}
-AS_IT_CAME = dict.fromkeys(("q_ptr", "held_ptr", "key_ptr", "value_ptr"), "*bf16")
+RAW = ("q_ptr", "held_ptr", "key_ptr", "value_ptr", "keys_ptr", "values_ptr")
+AS_IT_CAME = dict.fromkeys(RAW, "*bf16")
 INT4 = {"NVFP4": False, "head_scale_k_ptr": None, "head_scale_v_ptr": None}
 DECODE = {"GROUP": 8, "SPLIT": 256, "MERGED": True, "SINKS": False, "PDL": True}
 PREFILL = {"GROUP": 4, "TOKENS": 16, "SINKS": False, "sinks_ptr": None}
@@ -87,11 +87,8 @@ def compiled(kernel, constants: dict[str, object], warps: int, stages: int, regi
     kinds = {**TYPES, **types}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
     places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    aligned = {
-        places[n]: [["tt.divisibility", 16]]
-        for n, kind in signature.items()
-        if kind.startswith("*") or n in STRIDES
-    }
+    divided = [n for n, kind in signature.items() if kind.startswith("*") or n in STRIDES]
+    aligned = {places[n]: [["tt.divisibility", 16]] for n in divided}
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
@@ -153,21 +150,38 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
 def test_the_other_kernels_compile(tmp_path: Path):
     compiled(token_prefill._attend_tiles, {**HEADS, **TOKENS, **PLAIN, **PREFILL, **INT4}, 4, 2)
     compiled(kvarn_prefill._attend_tiles, {**HEADS, **KVARN, **PLAIN, **PREFILL}, 4, 2, **AS_IT_CAME)
-    compiled(kvarn_widen._widen, {**HEADS, **KVARN, "TOKENS": 32}, 4, 3)
+    compiled(kvarn_widen._widen, {**HEADS, **KVARN, "TOKENS": 64}, 4, 3, **AS_IT_CAME)
+    compiled(held._hold, {**HEADS, **KVARN, "TOKENS": 32}, 4, 3, **AS_IT_CAME)
+    kernel = compiled(held._append, {**HEADS, **KVARN, "PDL": True}, 1, 3, **AS_IT_CAME)
+    assert operations_of(kernel, tmp_path)["LDG"] == 5
     for is_nvfp4, scales in ((True, "*u8"), (False, "*fp16")):
         constants = {**HEADS, **TOKENS, "TOKENS": 32, "NVFP4": is_nvfp4}
         compiled(token_widen._widen, constants, 4, 3, scales_ptr=scales, out_ptr="*fp16")
-    writing = {**HEADS, **KVARN, "ITERATIONS": 8, "REQUESTS": flush.REQUESTS}
-    compiled(flush._flush_decoded, writing, 8, 3)
+    writing = {**HEADS, **KVARN, "LOG_DIM": 7, "ITERATIONS": 8, "REQUESTS": flush.REQUESTS}
+    compiled(flush._flush_decoded, writing, 8, 3, **AS_IT_CAME)
 
 
+@pytest.mark.parametrize("raw", ["*bf16", "*fp16"])
 @pytest.mark.parametrize("name", ["decoded_kernel", "prompts_kernel"])
-def test_programs_that_write_pages_share_a_multiprocessor(name: str, tmp_path: Path):
+def test_programs_that_write_pages_share_a_multiprocessor(name: str, raw: str, tmp_path: Path):
     launched = flush_pages.launch(KVARN["GROUP_SIZE"], HEADS["DIM"])
     constants = {**HEADS, **KVARN, "REQUESTS": flush.REQUESTS}
-    kernel = compiled(getattr(flush_pages, name), constants, launched["num_warps"], 1, launched["maxnreg"])
+    types = dict.fromkeys(RAW, raw)
+    kernel = compiled(
+        getattr(flush_pages, name), constants, launched["num_warps"], 1, launched["maxnreg"], **types
+    )
     assert 2 * (kernel.metadata.shared + 1024) <= SHARED and 2 * 32 * 8 * launched["maxnreg"] <= REGISTERS
     operations = operations_of(kernel, tmp_path)
-    assert operations["HMMA"] >= 192 and spilled(kernel, tmp_path) <= 4 * SPILLED_OUTSIDE_LOOPS
+    # Of them 16 rotate.
+    assert operations["HMMA"] >= 192 + 16 and spilled(kernel, tmp_path) <= 4 * SPILLED_OUTSIDE_LOOPS
     # A program runs half of it, since it writes keys or values.
     assert operations.total() < 5500, operations
+
+
+@pytest.mark.parametrize("group_size, dim", [(64, 64), (64, 128), (128, 256), (32, 64)])
+def test_pages_of_other_sizes_are_rotated_by_the_warps_that_have_their_rows(group_size: int, dim: int):
+    """A layout that does not fit the matrix units' is refused while compiling."""
+    launched = flush_pages.launch(group_size, dim)
+    constants = {**HEADS, **KVARN, "REQUESTS": flush.REQUESTS, "GROUP_SIZE": group_size, "DIM": dim}
+    types = dict.fromkeys(RAW, "*fp32")
+    compiled(flush_pages.decoded_kernel, constants, launched["num_warps"], 1, launched["maxnreg"], **types)

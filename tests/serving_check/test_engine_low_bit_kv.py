@@ -99,8 +99,7 @@ def quantized_attention(module, query, key, value, attention_mask, scaling, **op
             coded = coded.clone()
             if is_kvarn and not window:
                 own = position // GROUP * GROUP
-                as_is = rotate_reference(rotate_reference(x).half())
-                coded[:GROUP], coded[own:] = as_is[:GROUP], as_is[own:]
+                coded[:GROUP], coded[own:] = x[:GROUP], x[own:]
             seen.append(coded[first : position + 1].repeat_interleave(2, dim=1))
         scores = torch.einsum("hd,nhd->hn", one, seen[0]) * scaling
         if options.get("softcap"):

@@ -7,7 +7,6 @@ a GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.p
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -113,8 +112,7 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     for index, layer in pool.layers.items():
         shape = layers[index].shape
         if isinstance(layer, KVarNCpuLayerKV):
-            storage = replace(layer.storage, held=layer.storage.held.half())
-            pool.layers[index] = KVarNCudaLayerKV(storage, shape.padded(), size, workspaces)
+            pool.layers[index] = KVarNCudaLayerKV(layer.storage, shape.padded(), size, workspaces)
             continue
         stored = layer.stored
         sides = (stored.key_pages, stored.value_pages, stored.key_scale, stored.value_scale)
