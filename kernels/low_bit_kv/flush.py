@@ -262,6 +262,8 @@ def _flush_prompts(
     # Neighbours on one side, since a multiprocessor's instruction cache does not hold the code of both.
     head = tl.program_id(0) % KV_HEADS
     side = tl.program_id(0) // KV_HEADS
+    new_ptr = key_ptr if side == 0 else value_ptr
+    stride = key_stride if side == 0 else value_stride
     dim = tl.arange(0, DIM)[None, :]
     for _ in range(tl.sum(due.to(tl.int32), axis=0)):
         last = tl.min(tl.where(due, one_of, count), axis=0)
@@ -270,12 +272,9 @@ def _flush_prompts(
         token = last - (GROUP_SIZE - 1) + offset
         # Those before the chunk, from the page as it was kept.
         is_new = tl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
-        in_step, of_head = token[:, None], head * DIM + dim
+        new = token[:, None] * stride + head * DIM + dim
         old = held_at(row, GROUP_SIZE + offset, side, head, KV_HEADS, DIM, GROUP_SIZE)[:, None] + dim
-        new = in_step * key_stride + of_head
-        rows = tl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
-        new = in_step * value_stride + of_head
-        rows += tl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
+        rows = tl.load(new_ptr + new, mask=is_new[:, None] & (dim >= 0), other=0.0)
         rows += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
         at = tl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head
         _write_tile(

@@ -111,6 +111,8 @@ def prompts_kernel(
     # Neighbours on one side, since a multiprocessor's instruction cache does not hold the code of both.
     head = gl.program_id(0) % KV_HEADS
     side = gl.program_id(0) // KV_HEADS
+    new_ptr = key_ptr if side == 0 else value_ptr
+    stride = key_stride if side == 0 else value_stride
     scratch = _scratch(GROUP_SIZE, DIM)
     for _ in range(gl.sum(due.to(gl.int32), axis=0)):
         last = gl.min(gl.where(due, one_of, count), axis=0)
@@ -119,12 +121,9 @@ def prompts_kernel(
         token = last - (GROUP_SIZE - 1) + offset
         # Those before the chunk, from the page as it was kept.
         is_new = gl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
-        in_step, of_head = token[:, None], head * DIM + dim
+        new = token[:, None] * stride + head * DIM + dim
         old = _held_at(row, side, head, KV_HEADS, GROUP_SIZE, DIM) + offset[:, None] * DIM + dim
-        new = in_step * key_stride + of_head
-        x = gl.load(key_ptr + new, mask=is_new[:, None] & (side == 0), other=0.0)
-        new = in_step * value_stride + of_head
-        x += gl.load(value_ptr + new, mask=is_new[:, None] & (side == 1), other=0.0)
+        x = gl.load(new_ptr + new, mask=is_new[:, None] & (dim >= 0), other=0.0)
         x += gl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
         at = gl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head
         _write(x, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scratch, VALUE_BITS, MMA)

@@ -4,7 +4,7 @@
 
 Attention is split and merge together, in a CUDA graph that rotates over pages of at least a gigabyte. Writing
 is the launch that begins a decode step, with no page due, with one due and with one due for every request,
-36 layers at once. Capacity is of whole requests beside bf16's, what they keep in 16 bits counted.
+36 layers at once. Capacity is of whole requests beside bf16's, what they keep as it came counted.
 """
 
 import argparse
