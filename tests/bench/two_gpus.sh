@@ -2,8 +2,8 @@
 # What needs vLLM and two GPUs, in calls of ten minutes, each GPU and each core with a part of its own.
 #
 #   tests/bench/two_gpus.sh one OUT     GPU 0: Qwen3-8B's verdict, then load generators; GPU 1: servers that take turns
-#   tests/bench/two_gpus.sh two OUT     servers on a GPU each, tensor parallel, then a killed rank beside the failures
-#   tests/bench/two_gpus.sh three OUT   torchrun on one and two GPUs, quietly (265 s)
+#   tests/bench/two_gpus.sh two OUT     servers on a GPU each, tensor parallel, then a killed rank (some 500 s)
+#   tests/bench/two_gpus.sh three OUT   torchrun on one and two GPUs, quietly, then failures (some 400 s)
 #
 # scalegate and vLLM have to be importable, `vllm` on PATH. Weights are made in memory (WORK, 110 GB for `three`). LIMIT
 # seconds (565) end it. Rows are printed as they end, tables last; logs are in OUT. NCCL's multicast stays off.
@@ -58,21 +58,13 @@ two() {
   engines two-gpus "$ALL" 0,1 270 --only two-gpus-8b --made "$WORK" --seconds 245 --out "$OUT/engines_two.json"
   engines tensor-parallel "$ALL" 0,1 "$(left 14)" --only tensor-parallel --made "$WORK" --seconds "$(left 25)" \
     --out "$OUT/engines_tp.json"
-  engines failures "$HALF-$(( CORES - 7 ))" 1 "$(left 14)" --only failures --shared --seconds "$(left 35)" \
-    --out "$OUT/engines_failures.json" & local failures=$!
-  # "share too small" measures free memory, which nobody may give back meanwhile.
-  for _ in $(seq 140); do
-    grep -a -q -E '^== *(ok|MISS) share too small' "$LOGS/failures.txt" 2>/dev/null && break
-    kill -0 $failures 2>/dev/null || break
-    sleep 1
-  done
-  quantizing resume "$LOW" 0,1 "$(left 14)" --parts resume --out "$OUT/distributed_resume.json"
-  wait
+  quantizing resume "$ALL" 0,1 "$(left 14)" --parts resume --out "$OUT/distributed_resume.json"
 }
 
 three() {
   quantizing speed "$ALL" 0,1 "$(left 14)" --parts make speed --source "$WORK/32b" --gpus 1 2 --seconds "$(left 30)" \
     --out "$OUT/distributed_2.json"
+  engines failures "$ALL" 1 "$(left 14)" --only failures --seconds "$(left 35)" --out "$OUT/engines_failures.json"
 }
 
 "$1"
