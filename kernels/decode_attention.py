@@ -22,7 +22,6 @@ At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device'
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,19 +113,6 @@ def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.conste
 def _split_tokens(length, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens a split of a context: a tile up to four tiles, two up to eight, SPLIT beyond."""
     return tl.where(length <= 4 * BLOCK, BLOCK, tl.where(length <= 8 * BLOCK, 2 * BLOCK, SPLIT))
-
-
-@triton.jit
-def even_splits(length, first_token, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """The first split of a context that holds tokens which are seen, and where its splits end."""
-    return first_token // SPLIT, tl.cdiv(length, SPLIT)
-
-
-@triton.jit
-def fine_splits(length, first_token, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """The same, short contexts being cut finer."""
-    split_tokens = _split_tokens(length, SPLIT, BLOCK)
-    return first_token // split_tokens, tl.cdiv(length, split_tokens)
 
 
 @triton.jit
@@ -278,16 +264,43 @@ def _attend_splits(
         split += tl.num_programs(0)
 
 
+@triton.jit
+def add_splits(
+    acc, largest, total, first, end, at, partial_ptr, lse_ptr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """acc [D], and the largest score and total of weights that it is under, further by splits first .. end.
+
+    Always in their order and in the same grouping. at: where the head's splits begin
+    """
+    dim = tl.arange(0, DIM)
+    for some in range(first, end, SPLITS_AT_ONCE):
+        split = some + tl.arange(0, SPLITS_AT_ONCE)
+        valid = split < end
+        lse = tl.load(lse_ptr + at + split, mask=valid, other=-float("inf"))
+        partial = tl.load(
+            partial_ptr + (at + split)[:, None] * HEAD_DIM + dim[None, :],
+            mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        rescale = tl.exp2(largest - new_largest)
+        weight = tl.exp2(lse - new_largest)
+        total = total * rescale + tl.sum(weight, axis=0)
+        acc = acc * rescale + tl.sum(partial * weight[:, None], axis=0)
+        largest = new_largest
+    return acc, largest, total
+
+
 @triton.jit(do_not_specialize=["window", "max_splits"])
 def _merge_splits(
     partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, window, max_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS_OF: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    FINE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     ROTATED: tl.constexpr, LOG_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add a head's splits, always in the order of their numbers and in the same grouping.
+    """Add a head's splits, always in the order of the context and in the same grouping.
 
-    SPLITS_OF: `even_splits`, or another rule that says which ones a context has.
     ROTATED: they are of rotated values, and also an only split is still to be rotated back.
     """
     if PDL:
@@ -300,9 +313,10 @@ def _merge_splits(
     first_token = 0
     if WINDOW:
         first_token = tl.maximum(length - window, 0)
-    first_split, end_split = SPLITS_OF(length, first_token, SPLIT, BLOCK)
-    if (end_split - first_split == 1) & (not (SINKS or ROTATED)):
+    split_tokens = _split_tokens(length, SPLIT, BLOCK) if FINE else SPLIT
+    if _is_only_split(length, first_token, split_tokens, SINKS or ROTATED):
         return
+    first_split = first_token // split_tokens
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
     largest = -float("inf")
@@ -311,22 +325,10 @@ def _merge_splits(
         largest = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         total = 1.0
     acc = tl.zeros([DIM], tl.float32)
-    for first in range(first_split, end_split, SPLITS_AT_ONCE):
-        split = first + tl.arange(0, SPLITS_AT_ONCE)
-        valid = split < end_split
-        at = (row * HEADS + head) * max_splits + split
-        lse = tl.load(lse_ptr + at, mask=valid, other=-float("inf"))
-        partial = tl.load(
-            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :],
-            mask=valid[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
-        rescale = tl.exp2(largest - new_largest)
-        weight = tl.exp2(lse - new_largest)
-        total = total * rescale + tl.sum(weight, axis=0)
-        acc = acc * rescale + tl.sum(partial * weight[:, None], axis=0)
-        largest = new_largest
+    acc, largest, total = add_splits(
+        acc, largest, total, first_split, tl.cdiv(length, split_tokens), (row * HEADS + head) * max_splits,
+        partial_ptr, lse_ptr, HEAD_DIM, DIM, SPLITS_AT_ONCE,
+    )  # fmt: skip
     out = tl.where(total > 0, acc / total, 0.0)
     if ROTATED:
         out = tl.reshape(rotate(tl.reshape(out, [1, DIM]), 1, DIM, LOG_DIM), [DIM])
@@ -358,7 +360,7 @@ class DecodeWorkspace:
         device: torch.device | str,
         further_splits: int = 0,
     ) -> "DecodeWorkspace":
-        """further_splits: that a rule makes beside those of `fine_splits`."""
+        """further_splits: that a rule makes beside those of `_split_tokens`."""
         split_tokens = decode_split_tokens(max_context)
         splits = max(SHORT_SPLITS, triton.cdiv(max_context, split_tokens)) + further_splits
         partial = torch.empty(max_batch, heads, splits, head_dim, dtype=torch.float32, device=device)
@@ -445,8 +447,7 @@ def decode_attention(
         ASM=compute_capability(q.device) >= (8, 9), PDL=pdl,
         PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
-    splits_of = fine_splits if fine else even_splits
-    merge_splits(workspace, lengths, sinks, out, block=tile, window=window, splits_of=splits_of)
+    merge_splits(workspace, lengths, sinks, out, block=tile, window=window, fine=fine)
     return out
 
 
@@ -458,12 +459,12 @@ def merge_splits(
     *,
     block: int,
     window: int = 0,
-    splits_of: Any = fine_splits,
+    fine: bool = True,
     is_rotated: bool = False,
 ) -> None:
     """Launch the second kernel: `out` [B, H, D] from what the splits left in the workspace.
 
-    block: tokens of the shortest split of a short context; splits_of: the kernels' rule of splits.
+    block: tokens of the shortest split of a short context; fine: whether short contexts have such.
     is_rotated: the splits are of rotated values
     """
     batch, heads, head_dim = out.shape
@@ -472,6 +473,6 @@ def merge_splits(
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
         HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, BLOCK=block,
-        SPLITS_OF=splits_of, SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, ROTATED=is_rotated,
+        FINE=fine, SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, ROTATED=is_rotated,
         LOG_DIM=log2(dim), PDL=pdl, num_warps=1 if dim <= 128 else 2, launch_pdl=pdl,
     )  # fmt: skip

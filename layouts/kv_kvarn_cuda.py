@@ -147,11 +147,15 @@ class KVarNCudaLayerKV:
             "sinks": sinks,
         }
         if metadata.host is None or metadata.host.num_decodes:
-            append_held(key, value, metadata.positions, metadata.token_rows, lengths, storage.held)
             # Zeros for requests that do not decode; those of prompts are written over.
             rows = min(len(query), len(lengths))
+            turned_q = torch.empty((rows, *query.shape[1:]), dtype=torch.float16, device=query.device)
+            append_held(
+                query, key, value, metadata.positions, metadata.token_rows, lengths, storage.held, turned_q
+            )
             kvarn_decode(
                 query[:rows],
+                turned_q,
                 storage.pages,
                 storage.held,
                 metadata.block_table,

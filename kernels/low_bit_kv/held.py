@@ -6,15 +6,18 @@
     lengths       int32 [R]                contexts of decoding requests, whose tokens come first; else 0
     held          [rows, 2, 2, H_kv, G, D] the first page and the one being written, keys and values; dtype of
                                            key and value, not rotated
+    query         [R, H, D]                contiguous; turned_q fp16, the same rotated
     written       int32 [rows]             the page that the request's last chunk ended with and filled, or -1
 
-A decoding request's token is kept before the step attends. Of a prompt's, the ones on the first page and on
+A decoding request's token is kept before the step attends; where its context has codes, its query is rotated
+meanwhile. Of a prompt's, the ones on the first page and on
 the page where the chunk ends are kept once it has: until then that page may hold older tokens still needed.
 """
 
 from torch import Tensor
 
 from ..decode_attention import compute_capability
+from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
 
 
@@ -38,8 +41,10 @@ def is_decoding(token, lengths_ptr, num_requests):
 # Strides are a model's own: known to be divided by 16, they let a load take eight channels.
 @triton.jit
 def _append(
-    key_ptr, value_ptr, positions_ptr, rows_ptr, lengths_ptr, held_ptr, key_stride, value_stride,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PDL: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, positions_ptr, rows_ptr, lengths_ptr, held_ptr, turned_ptr,
+    key_stride, value_stride,
+    KV_HEADS: tl.constexpr, PER_HEAD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    LOG_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of the first R tokens, kept if it is a decoding request's: its key and value of one kv head."""
     if PDL:
@@ -49,13 +54,21 @@ def _append(
     head = tl.program_id(1)
     dim = tl.arange(0, DIM)
     # All loads at once: none waits for another.
-    keep = (tl.load(lengths_ptr + token) > 0) & (dim >= 0)
+    length = tl.load(lengths_ptr + token)
+    keep = (length > 0) & (dim >= 0)
     row = tl.load(rows_ptr + token)
     position = tl.load(positions_ptr + token)
     key = tl.load(key_ptr + token * key_stride + head * DIM + dim)
     value = tl.load(value_ptr + token * value_stride + head * DIM + dim)
+    line = tl.arange(0, GROUP)[:, None]
+    of_query = ((token * KV_HEADS + head) * PER_HEAD + line) * DIM + dim[None, :]
+    is_query = (line < PER_HEAD) & (length > 2 * GROUP_SIZE) & (dim >= 0)[None, :]
+    query = tl.load(query_ptr + of_query, mask=is_query, other=0.0)
     tl.store(held_ptr + held_at(row, position, 0, head, KV_HEADS, DIM, GROUP_SIZE) + dim, key, mask=keep)
     tl.store(held_ptr + held_at(row, position, 1, head, KV_HEADS, DIM, GROUP_SIZE) + dim, value, mask=keep)
+    if length > 2 * GROUP_SIZE:
+        turned = rotate(query.to(tl.float32), GROUP, DIM, LOG_DIM)
+        tl.store(turned_ptr + of_query, turned.to(tl.float16), mask=is_query)
 
 
 @triton.jit(do_not_specialize=["count", "num_requests"])
@@ -91,14 +104,23 @@ def _hold(
 
 
 def append_held(
-    key: Tensor, value: Tensor, positions: Tensor, token_rows: Tensor, lengths: Tensor, held: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    token_rows: Tensor,
+    lengths: Tensor,
+    held: Tensor,
+    turned_q: Tensor,
 ) -> None:
-    """Keep the tokens of decoding requests."""
+    """Keep the tokens of decoding requests, and rotate queries that will see codes."""
     count, kv_heads, dim = key.shape
+    per_head = query.shape[1] // kv_heads
     pdl = compute_capability(key.device) >= (9, 0)
     _append[(min(count, len(lengths)), kv_heads)](
-        key, value, positions, token_rows, lengths, held, key.stride(0), value.stride(0),
-        KV_HEADS=kv_heads, DIM=dim, GROUP_SIZE=held.shape[4], PDL=pdl, num_warps=1, launch_pdl=pdl,
+        query, key, value, positions, token_rows, lengths, held, turned_q, key.stride(0), value.stride(0),
+        KV_HEADS=kv_heads, PER_HEAD=per_head, GROUP=triton.next_power_of_2(per_head), DIM=dim,
+        LOG_DIM=log2(dim), GROUP_SIZE=held.shape[4], PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 

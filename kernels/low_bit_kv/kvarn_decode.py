@@ -1,6 +1,7 @@
 """Decode attention over KVarN pages, split-KV; what is not coded is attended to as it came; Triton.
 
     query        [B, H, D]             one token a request, not rotated, contiguous; bf16, fp16 or fp32
+    turned_q     fp16 [B, H, D]        rotated, of contexts that have codes (`held.py`)
     pages        KVarNTile of [P, H_kv] tiles
     held         [rows, 2, 2, H_kv, G, D]   query's dtype: the first page and the one being written, keys
                                        and values, as they came
@@ -9,30 +10,33 @@
     out          [B, H, D]             query's dtype
 
 Of a context, page 0 and the page of the current token are read from `held`, all others as codes. Each of its
-splits is of one kind. Coded ones are runs of whole pages: only there is the query rotated, and the result
+splits is of one kind. Coded ones are runs of whole pages, of rotated queries; the merge rotates their sum
 back. Plain ones are pieces of at most PIECE tokens of a held page. Coded splits have the first numbers: they
 take longest, and a program takes every n-th split. Splits follow from the request's context alone.
 
 A program is one warp, or two for heads of 256 channels, and takes one (request, kv head, run of splits)
-with all the query heads of the group. Workspace and merge are those of `decode_attention.py`.
+with all the query heads of the group, each in two columns of products over codes (`kvarn_int8_page.py`).
 
 Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
 each of the tokens that are held.
 """
 
-import torch
 from torch import Tensor
 
-from ..decode_attention import LOG2_E, DecodeWorkspace, compute_capability, merge_splits
-from ..hadamard import _matrix, rotate_slices
+from ..decode_attention import LOG2_E, DecodeWorkspace, add_splits, compute_capability
+from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
 from .held import held_at
 from .kvarn import KVarNTile
-from .kvarn_page import attend_page
+from .kvarn_int8_page import attend_page_int8
 from .softmax import attend_plain, load_columns, load_slices, precision_of, programs_of_splits, store_columns
 
 PIECE = tl.constexpr(64)
-"""Tokens of a plain split, all of which one warp can have on their way at once."""
+"""Tokens of a plain split."""
+PLAIN_BLOCK = 32
+"""Of these, at a time."""
+REGISTERS = 168
+"""Of a thread of the one warp that is a program: twelve share an SM."""
 STAGES = 2
 """Codes and scales of a page are in flight while the page before is multiplied."""
 
@@ -46,13 +50,13 @@ def _coded_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def kvarn_splits(length, first_token, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """The first split of a context, and where its splits end, as `even_splits` says it."""
+def kvarn_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """A context's coded splits, and all of them."""
     _, coded = _coded_splits(length, SPLIT, GROUP_SIZE)
     own_page = tl.maximum(length - 1, 0) // GROUP_SIZE
     own = tl.where(own_page > 0, length - own_page * GROUP_SIZE, 0)
     piece: tl.constexpr = min(PIECE, GROUP_SIZE)
-    return 0, coded + tl.cdiv(tl.minimum(length, GROUP_SIZE), piece) + tl.cdiv(own, piece)
+    return coded, coded + tl.cdiv(tl.minimum(length, GROUP_SIZE), piece) + tl.cdiv(own, piece)
 
 
 def plain_splits(group_size: int) -> int:
@@ -61,17 +65,17 @@ def plain_splits(group_size: int) -> int:
 
 
 @triton.jit
-def _coded_split(
+def _attend_coded(
     q0, q1, q2, q3, table_ptr, page, end_page, kv_head,
-    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, matrix_ptr, is_head, scale_log2, softcap,
+    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [M] in log2, and the result of whole pages, slices [D/4, M], rotated back."""
-    WIDTH: tl.constexpr = DIM // 4
-    largest = tl.full([q0.shape[1]], -float("inf"), tl.float32)
-    total = tl.zeros([q0.shape[1]], tl.float32)
-    acc0 = tl.zeros([WIDTH, q0.shape[1]], tl.float32)
+    """Sums [M] in log2, and the result of whole pages, slices [D/4, M], still rotated."""
+    HEADS: tl.constexpr = q0.shape[1] // 2
+    largest = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc0 = tl.zeros([DIM // 4, HEADS], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     tile = tl.load(table_ptr + page).to(tl.int64) * KV_HEADS + kv_head
     for index in tl.range(page, end_page, num_stages=STAGES):
@@ -79,20 +83,20 @@ def _coded_split(
         # A page ahead, so that no load of codes waits for the table.
         tile = tl.load(table_ptr + index + 1, mask=index + 1 < end_page, other=0).to(tl.int64) * KV_HEADS
         tile += kv_head
-        acc0, acc1, acc2, acc3, largest, total = attend_page(
+        acc0, acc1, acc2, acc3, largest, total = attend_page_int8(
             q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
-            this_tile, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, is_head, scale_log2, softcap,
-            VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, False, ASM,
+            this_tile, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
+            VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, ASM,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
-    r0, r1, r2, r3 = rotate_slices(acc0 * by, acc1 * by, acc2 * by, acc3 * by, matrix_ptr, WIDTH)
-    return largest + tl.log2(total), r0, r1, r2, r3
+    return largest + tl.log2(total), acc0 * by, acc1 * by, acc2 * by, acc3 * by
 
 
 @triton.jit
-def _plain_split(
+def _attend_plain_piece(
     q_ptr, at_head, is_head, held_ptr, key_at, value_at, count, scale_log2, softcap,
-    PIECE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums [M] in log2, and the result, slices [D/4, M], of `count` tokens that lie one after another."""
     WIDTH: tl.constexpr = DIM // 4
@@ -100,12 +104,10 @@ def _plain_split(
     total = tl.zeros([at_head.shape[0]], tl.float32)
     acc0 = tl.zeros([WIDTH, at_head.shape[0]], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    # One turn. As a loop, since keys then go to shared memory while values are on their way to registers.
-    for first in tl.range(0, count, PIECE, num_stages=2):
-        token = first + tl.arange(0, PIECE)
+    q0, q1, q2, q3 = load_columns(q_ptr, at_head, is_head, tl.arange(0, WIDTH), WIDTH)
+    for first in tl.range(0, count, BLOCK, num_stages=STAGES):
+        token = first + tl.arange(0, BLOCK)
         is_token = token < count
-        # `first` is 0; without it queries would be waited for before the loop.
-        q0, q1, q2, q3 = load_columns(q_ptr, at_head + first, is_head, tl.arange(0, WIDTH), WIDTH)
         k0, k1, k2, k3 = load_slices(held_ptr, key_at + token * DIM, is_token, WIDTH)
         v0, v1, v2, v3 = load_slices(held_ptr, value_at + token * DIM, is_token, WIDTH)
         acc0, acc1, acc2, acc3, largest, total = attend_plain(
@@ -118,58 +120,58 @@ def _plain_split(
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def _attend_splits(
-    q_ptr, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, held_ptr, matrix_ptr,
+    q_ptr, turned_ptr, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, held_ptr,
     block_table_ptr, lengths_ptr, rows_ptr, partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, table_stride, max_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PLAIN_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of every `num_programs(0)`-th split; of an only one, the result."""
+    """Partial softmax sums of every `num_programs(0)`-th split; of an only one, the result.
+
+    GROUP: a power of two of heads, four at least
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = DIM // 4
+    PER_HEAD: tl.constexpr = HEADS // KV_HEADS
     request = tl.program_id(2)
     kv_head = tl.program_id(1)
     length = tl.load(lengths_ptr + request)
-    group = tl.arange(0, GROUP)
-    is_head = group < HEADS // KV_HEADS
-    head = request * HEADS + kv_head * (HEADS // KV_HEADS) + group
+    first_head = request * HEADS + kv_head * PER_HEAD
+    channel = tl.arange(0, WIDTH)
     pages_at_once, coded = _coded_splits(length, SPLIT, GROUP_SIZE)
     split = tl.program_id(0)
 
     if split < coded:
         end_page = (length - 1) // GROUP_SIZE
         table_ptr = block_table_ptr + request * table_stride
-        channel = tl.arange(0, WIDTH)
-        q0, q1, q2, q3 = load_columns(q_ptr, head.to(tl.int64) * DIM, is_head, channel, WIDTH)
-        q0, q1, q2, q3 = rotate_slices(q0, q1, q2, q3, matrix_ptr, WIDTH)
-        # By way of memory, where a result of this program is to be: what is loaded, Triton lays out as the
-        # pages' products take it, once; products' results it would lay out anew for each page.
-        scratch_ptr = partial_ptr.to(tl.pointer_type(tl.float16))
-        scratch = (head * max_splits + split).to(tl.int64) * 2 * DIM
-        store_columns(scratch_ptr, scratch, is_head, q0, q1, q2, q3, channel, WIDTH)
-        tl.debug_barrier()
-        q0, q1, q2, q3 = load_columns(scratch_ptr, scratch, is_head, channel, WIDTH)
+        column = tl.arange(0, 2 * GROUP) // 2
+        at_column = (first_head + column).to(tl.int64) * DIM
+        q0, q1, q2, q3 = load_columns(turned_ptr, at_column, column < PER_HEAD, channel, WIDTH)
         while split < coded:
             page = 1 + split * pages_at_once
-            lse, r0, r1, r2, r3 = _coded_split(
+            lse, r0, r1, r2, r3 = _attend_coded(
                 q0, q1, q2, q3, table_ptr, page, tl.minimum(page + pages_at_once, end_page), kv_head,
-                words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, matrix_ptr, is_head, scale_log2, softcap,
+                words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
                 KV_HEADS, DIM, VALUE_BITS, GROUP_SIZE, SOFTCAP, ASM, STAGES,
             )  # fmt: skip
-            at = head * max_splits + split
-            tl.store(lse_ptr + at, lse, mask=is_head)
-            store_columns(partial_ptr, at.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, channel, WIDTH)
+            group = tl.arange(0, GROUP)
+            at = (first_head + group) * max_splits + split
+            tl.store(lse_ptr + at, lse, mask=group < PER_HEAD)
+            to = at.to(tl.int64) * DIM
+            store_columns(partial_ptr, to, group < PER_HEAD, r0, r1, r2, r3, channel, WIDTH)
             split += tl.num_programs(0)
 
     # Anew, so that nothing of it takes a register before.
     length = tl.load(lengths_ptr + request)
     _, coded = _coded_splits(length, SPLIT, GROUP_SIZE)
-    _, end = kvarn_splits(length, 0, SPLIT, GROUP_SIZE)
+    _, end = kvarn_splits(length, SPLIT, GROUP_SIZE)
     row = tl.load(rows_ptr + request)
-    channel = tl.arange(0, WIDTH)
+    # Matrix units take eight columns.
+    group = tl.arange(0, max(8, GROUP))
+    head = first_head + group
     at_head = head.to(tl.int64) * DIM
     first_pieces = tl.cdiv(tl.minimum(length, GROUP_SIZE), PIECE)
     while split < end:
@@ -180,21 +182,59 @@ def _attend_splits(
         count = tl.minimum(tl.where(is_first, tl.minimum(length, GROUP_SIZE), length) - start, PIECE)
         key_at = held_at(row, start, 0, kv_head, KV_HEADS, DIM, GROUP_SIZE)
         value_at = held_at(row, start, 1, kv_head, KV_HEADS, DIM, GROUP_SIZE)
-        lse, r0, r1, r2, r3 = _plain_split(
-            q_ptr, at_head, is_head, held_ptr, key_at, value_at, count, scale_log2, softcap,
-            PIECE, DIM, SOFTCAP, PRECISION,
+        lse, r0, r1, r2, r3 = _attend_plain_piece(
+            q_ptr, at_head, group < PER_HEAD, held_ptr, key_at, value_at, count, scale_log2, softcap,
+            PLAIN_BLOCK, DIM, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
         if (end == 1) & (not SINKS):
-            store_columns(out_ptr, at_head, is_head, r0, r1, r2, r3, channel, WIDTH)
+            store_columns(out_ptr, at_head, group < PER_HEAD, r0, r1, r2, r3, channel, WIDTH)
         else:
             at = head * max_splits + split
-            tl.store(lse_ptr + at, lse, mask=is_head)
-            store_columns(partial_ptr, at.to(tl.int64) * DIM, is_head, r0, r1, r2, r3, channel, WIDTH)
+            tl.store(lse_ptr + at, lse, mask=group < PER_HEAD)
+            to = at.to(tl.int64) * DIM
+            store_columns(partial_ptr, to, group < PER_HEAD, r0, r1, r2, r3, channel, WIDTH)
         split += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["max_splits"])
+def _merge_splits(
+    partial_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_ptr, max_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A head's result: the coded splits, together rotated back, then the plain ones, in their order."""
+    if PDL:
+        # What comes next may fetch its weights meanwhile, and waits itself.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = tl.program_id(1)
+    head = tl.program_id(0)
+    length = tl.load(lengths_ptr + request)
+    coded, end = kvarn_splits(length, SPLIT, GROUP_SIZE)
+    if (end == 1) & (not SINKS):
+        return
+    at = (request * HEADS + head).to(tl.int64)
+    largest = -float("inf")
+    total = 0.0
+    if SINKS:
+        largest = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total = 1.0
+    acc = tl.zeros([DIM], tl.float32)
+    if coded > 0:
+        acc, largest, total = add_splits(
+            acc, largest, total, 0, coded, at * max_splits, partial_ptr, lse_ptr, DIM, DIM, SPLITS_AT_ONCE
+        )
+        acc = tl.reshape(rotate(tl.reshape(acc, [1, DIM]), 1, DIM, LOG_DIM), [DIM])
+    acc, largest, total = add_splits(
+        acc, largest, total, coded, end, at * max_splits, partial_ptr, lse_ptr, DIM, DIM, SPLITS_AT_ONCE
+    )
+    out = tl.where(total > 0, acc / total, 0.0)
+    tl.store(out_ptr + at * DIM + tl.arange(0, DIM), out.to(out_ptr.dtype.element_ty))
 
 
 def kvarn_decode(
     query: Tensor,
+    turned_q: Tensor,
     pages: KVarNTile,
     held: Tensor,
     block_table: Tensor,
@@ -216,15 +256,21 @@ def kvarn_decode(
     kv_heads, group_size = held.shape[3:5]
     splits = programs_of_splits(workspace.max_splits, batch * kv_heads)
     capability = compute_capability(query.device)
+    pdl, is_narrow = capability >= (9, 0), dim <= 128
+    of_splits = {"HEADS": heads, "DIM": dim, "SPLIT": workspace.split_tokens, "GROUP_SIZE": group_size}
+    piece = min(PIECE.value, group_size)
     _attend_splits[(splits, kv_heads, batch)](
-        query, *vars(pages).values(), held, _matrix(dim // 4, query.device, torch.float16),
+        query, turned_q, *vars(pages).values(), held,
         block_table, lengths, request_rows, workspace.partial, workspace.lse, out,
         scale * LOG2_E, softcap * LOG2_E, block_table.stride(0), workspace.max_splits,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-        VALUE_BITS=value_bits, GROUP_SIZE=group_size, SPLIT=workspace.split_tokens,
-        PIECE=min(PIECE.value, group_size), SOFTCAP=softcap > 0, SINKS=sinks is not None,
-        ASM=capability >= (8, 0), PDL=capability >= (9, 0), STAGES=STAGES,
-        PRECISION=precision_of(query),
-        num_warps=1 if dim <= 128 else 2, num_stages=STAGES,
+        **of_splits, KV_HEADS=kv_heads, GROUP=max(4, triton.next_power_of_2(heads // kv_heads)),
+        VALUE_BITS=value_bits, PIECE=piece, PLAIN_BLOCK=min(PLAIN_BLOCK, piece), SOFTCAP=softcap > 0,
+        SINKS=sinks is not None, ASM=capability >= (8, 0), PDL=pdl, STAGES=STAGES,
+        PRECISION=precision_of(query), num_warps=1 if is_narrow else 2, num_stages=STAGES,
+        maxnreg=REGISTERS if is_narrow else None,
     )  # fmt: skip
-    merge_splits(workspace, lengths, sinks, out, block=group_size, splits_of=kvarn_splits)
+    _merge_splits[(heads, batch)](
+        workspace.partial, workspace.lse, lengths, sinks, out, workspace.max_splits,
+        **of_splits, LOG_DIM=log2(dim), SPLITS_AT_ONCE=8, SINKS=sinks is not None, PDL=pdl,
+        num_warps=1 if is_narrow else 2, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention over one KVarN page, codes multiplied as they are packed; Triton.
+"""Attention of many queries over one KVarN page, codes multiplied as they are packed; Triton.
 
 With a tile's layout and arithmetic from `kvarn.py`:
 
@@ -7,6 +7,7 @@ With a tile's layout and arithmetic from `kvarn.py`:
 
 Scales of channels go into q and those of tokens into p, once a page for all the query heads of a group; what
 is left for each code is one mask for two of them (`words.py`). Codes count 2^-24, so sums are scaled back.
+Decoding, which has few queries, attends by `kvarn_int8_page.py`.
 """
 
 from ..triton_imports import tl, triton
@@ -65,9 +66,9 @@ def attend_page(
     q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
     tile, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, is_seen, scale_log2, softcap,
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile`, int64, seen by the queries [M] that `is_seen` says, or by all unless MASKED.
+    """Tile number `tile`, int64, seen by the queries [M] that `is_seen` says.
 
     q0 .. q3 fp16 [D/4, M]; acc0 .. acc3 fp32 alike. Every query must have seen a key.
     """
@@ -99,9 +100,8 @@ def attend_page(
     low = (_key_scores(s0, s1, s2, s3, low_words, ASM) * (CODE / 16.0) + zero) * low_scale[:, None]
     high = (_key_scores(s0, s1, s2, s3, high_words, ASM) * (CODE / 16.0) + zero) * high_scale[:, None]
     low, high = capped(low, softcap, SOFTCAP), capped(high, softcap, SOFTCAP)
-    if MASKED:
-        low = tl.where(is_seen[None, :], low, -float("inf"))
-        high = tl.where(is_seen[None, :], high, -float("inf"))
+    low = tl.where(is_seen[None, :], low, -float("inf"))
+    high = tl.where(is_seen[None, :], high, -float("inf"))
 
     new_largest = tl.maximum(largest, tl.max(tl.maximum(low, high), axis=0))
     rescale = tl.exp2(largest - new_largest)

@@ -139,7 +139,7 @@ def _attend_tiles(
             q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
             tl.load(table_ptr + page).to(tl.int64) * KV_HEADS + kv_head,
             words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, page < own_page, scale_log2, softcap,
-            VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, True, ASM,
+            VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, ASM,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
     r0, r1, r2, r3 = rotate_slices(acc0 * by, acc1 * by, acc2 * by, acc3 * by, matrix_ptr, WIDTH)

@@ -49,7 +49,7 @@ def measure(name: str, batch: int, context: int, copy: float) -> dict:
     is_kvarn = isinstance(form, KVarN)
     # Where a format rotates queries beforehand, they come in fp16.
     q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=SHAPE.dtype if is_kvarn else torch.float16)
-    out = torch.empty_like(q, dtype=SHAPE.dtype)
+    turned_q, out = q.half(), torch.empty_like(q, dtype=SHAPE.dtype)
     further = plain_splits(page) if is_kvarn else 0
     workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, MAX_CONTEXT, "cuda", further)
 
@@ -57,7 +57,7 @@ def measure(name: str, batch: int, context: int, copy: float) -> dict:
         if isinstance(form, KVarN):
             storage = layer.storage
             where = storage.pages, storage.held, table, lengths, rows, workspace
-            kvarn_decode(q, *where, value_bits=form.value_bits, scale=0.05, out=out)
+            kvarn_decode(q, turned_q, *where, value_bits=form.value_bits, scale=0.05, out=out)
         else:
             where = layer.keys, layer.values, table, lengths, workspace
             token_decode(q, *where, rotated=layer.rotated, scale=0.05, out=out)

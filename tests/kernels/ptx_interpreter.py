@@ -63,6 +63,11 @@ def _funnel_left(low: Tensor, high: Tensor, by: Tensor) -> Tensor:
     return (high << 32 | low) << by >> 32
 
 
+def _permute(a: Tensor, b: Tensor, select: Tensor) -> Tensor:
+    both = b << 32 | a
+    return sum((both >> 8 * (select >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+
+
 def _lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
     terms = [
         (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1
@@ -97,6 +102,7 @@ INSTRUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "shr.u32": lambda a, by: a >> by,
     "and.b32": lambda a, b: a & b,
     "lop3.b32": _lop3,
+    "prmt.b32": _permute,
     "shf.l.wrap.b32": _funnel_left,
     "mul.rn.bf16x2": _multiply_bf16x2,
     "fma.rn.bf16x2": _multiply_add_bf16x2,

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from ptx_interpreter import execute
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import int4, kvarn, nvfp4
+from scalegate.kernels.low_bit_kv import int4, kvarn, kvarn_int8_page, nvfp4
 from scalegate.kernels.low_bit_kv.softmax import programs_of_splits
 from scalegate.kernels.low_bit_kv.words import pack, unpack
 
@@ -33,6 +34,44 @@ def test_words_of_nvfp4_give_back_every_code():
     alone = torch.zeros(1, 256, dtype=torch.int32)
     alone[0, 64 + 4 + 2 : 128 : 16] = 15
     assert nvfp4.pack(alone).nonzero().tolist() == [[0, 26]] and int(nvfp4.pack(alone)[0, 26]) == -1
+
+
+def of_bytes(x: torch.Tensor) -> torch.Tensor:
+    """int64 registers [N] of four bytes → int8 [4N]."""
+    return x.to(torch.uint32).view(torch.int8)
+
+
+def registers(x: torch.Tensor) -> torch.Tensor:
+    """The reverse; or of int16."""
+    return x.view(torch.uint32).long()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_bytes_for_integer_products_are_codes_of_words(bits: int):
+    half, highest = 1 << (bits - 1), 8 // bits - 1
+    words = torch.randint(-(1 << 15), 1 << 15, (64,), dtype=torch.int16)
+    pairs = registers(words).view(-1, 2)
+    for field, codes in enumerate(unpack(words, bits).unbind(-2)):
+        in_byte = field % (8 // bits)
+        want = (codes - half if in_byte == highest else codes) << in_byte * bits
+        (found,) = execute(kvarn_int8_page._of_words_asm(field, bits), 1, [pairs[:, 0], pairs[:, 1]])
+        assert torch.equal(of_bytes(found), want.to(torch.int8))
+        if bits == 4 and field < 2:
+            (found,) = execute(kvarn_int8_page._nibbles_asm(field), 1, [registers(words)])
+            assert torch.equal(of_bytes(found)[::2], want.to(torch.int8))
+
+
+def test_a_number_is_its_high_and_its_low_byte():
+    numbers = torch.arange(-32640, 32640, dtype=torch.int32)
+    bits = (numbers + 1.5 * 2.0**23).float().view(torch.int32)
+    plain, rounded = (registers(x).view(-1, 4).unbind(-1) for x in (bits, bits + kvarn_int8_page.ROUND.value))
+    for_high, for_low = torch.tensor(0x51), torch.tensor(0x40)
+    query = (
+        execute(kvarn_int8_page.QUERY_ASM.value, 1, [*rounded, for_high])[0],
+        execute(kvarn_int8_page.QUERY_ASM.value, 1, [*plain, for_low])[0],
+    )
+    for high, low in (query, execute(kvarn_int8_page.PROBABILITY_ASM.value, 2, list(rounded))):
+        assert torch.equal(256 * of_bytes(high).int() + of_bytes(low).int(), numbers)
 
 
 @pytest.mark.parametrize("contexts, programs", [(64, 64), (256, 16), (768, 4), (1000, 4), (10**6, 1)])

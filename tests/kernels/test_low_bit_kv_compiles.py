@@ -31,7 +31,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 HOPPER = GPUTarget("cuda", 90, 32)
 SPILLED_OUTSIDE_LOOPS = 32
 """Bytes: a few numbers that a program needs once."""
-SPILLED_BY_SPLIT = 192
+SPILLED_BY_SPLIT = 224
 HALF = (
     "key_ptr",
     "value_ptr",
@@ -42,6 +42,7 @@ HALF = (
     "keys_ptr",
     "values_ptr",
     "matrix_ptr",
+    "turned_ptr",
 )
 FULL = ("partial_ptr", "lse_ptr", "head_scale_k_ptr", "head_scale_v_ptr")
 LONG = ("rows_ptr", "layers_ptr", "pages_ptr", "positions_ptr", "slots_ptr", "token_rows_ptr")
@@ -75,7 +76,7 @@ HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128}
 KVARN = {"VALUE_BITS": 2, "GROUP_SIZE": 128}
 TOKENS = {"PAGE": 64, "BLOCK": 64, "WINDOW": False}
 PLAIN = {"SOFTCAP": False, "ASM": True, "PLAIN_BLOCK": 32, "PIECE": 64, "PRECISION": "tf32"}
-RAW = ("q_ptr", "held_ptr", "key_ptr", "value_ptr", "keys_ptr", "values_ptr")
+RAW = ("q_ptr", "query_ptr", "held_ptr", "key_ptr", "value_ptr", "keys_ptr", "values_ptr")
 AS_IT_CAME = dict.fromkeys(RAW, "*bf16")
 INT4 = {"NVFP4": False, "head_scale_k_ptr": None, "head_scale_v_ptr": None}
 DECODE = {"GROUP": 8, "SPLIT": 256, "MERGED": True, "SINKS": False, "PDL": True}
@@ -112,7 +113,7 @@ def spills_in_shortest_loop(kernel, tmp_path: Path, products: int) -> int:
     for end, line in enumerate(lines):
         branch = re.search(r"\bBRA (0x[0-9a-f]+)", line)
         inside = lines[int(branch[1], 16) // 16 : end + 1] if branch else []
-        if sum("HMMA" in one for one in inside) >= products:
+        if sum("IMMA" in one for one in inside) >= products:
             loops.append(inside)
     return sum("LDL" in one or "STL" in one for one in min(loops, key=len))
 
@@ -130,14 +131,20 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
     else:
         stages = kvarn_decode.STAGES
         constants = {**HEADS, **KVARN, **PLAIN, **DECODE, "VALUE_BITS": int(name[-1]), "STAGES": stages}
-        kernel = compiled(kvarn_decode._attend_splits, constants, 1, stages, **AS_IT_CAME)
+        constants["GROUP"] = 4
+        kernel = compiled(
+            kvarn_decode._attend_splits, constants, 1, stages, kvarn_decode.REGISTERS, **AS_IT_CAME
+        )
     operations = operations_of(kernel, tmp_path)
     assert operations["HMMA"] >= 32 and operations["LDGSTS"] > 0
-    assert operations["I2F"] == 0 and operations["I2FP"] <= 4, operations
+    # KVarN's sums become fp32, no codes do.
+    sums = 64 if name.startswith("kvarn") else 0
+    assert operations["I2F"] == 0 and operations["I2FP"] <= sums + 4, operations
     if name.startswith("kvarn"):
+        assert 64 <= operations["IMMA"] < 72, operations
         # Addresses that a split needs when it ends, after its loop over pages.
         assert spilled(kernel, tmp_path) <= SPILLED_BY_SPLIT
-        assert spills_in_shortest_loop(kernel, tmp_path, 128) == 0
+        assert spills_in_shortest_loop(kernel, tmp_path, 64) <= (0 if name.endswith("v2") else 4)
     else:
         assert spilled(kernel, tmp_path) <= SPILLED_OUTSIDE_LOOPS
         # Codes and scales go as they were loaded to the threads that multiply them; not queries and results.
@@ -152,8 +159,12 @@ def test_the_other_kernels_compile(tmp_path: Path):
     compiled(kvarn_prefill._attend_tiles, {**HEADS, **KVARN, **PLAIN, **PREFILL}, 4, 2, **AS_IT_CAME)
     compiled(kvarn_widen._widen, {**HEADS, **KVARN, "TOKENS": 64}, 4, 3, **AS_IT_CAME)
     compiled(held._hold, {**HEADS, **KVARN, "TOKENS": 32}, 4, 3, **AS_IT_CAME)
-    kernel = compiled(held._append, {**HEADS, **KVARN, "PDL": True}, 1, 3, **AS_IT_CAME)
-    assert operations_of(kernel, tmp_path)["LDG"] == 5
+    appending = {**HEADS, **KVARN, "PER_HEAD": 4, "GROUP": 4, "LOG_DIM": 7, "PDL": True}
+    kernel = compiled(held._append, appending, 1, 3, **AS_IT_CAME)
+    # Keys, values, four rows of queries by two, and where they go.
+    assert operations_of(kernel, tmp_path)["LDG"] == 7
+    constants = {**HEADS, **KVARN, **DECODE, "LOG_DIM": 7, "SPLITS_AT_ONCE": 8, "sinks_ptr": None}
+    compiled(kvarn_decode._merge_splits, constants, 1, 3)
     for is_nvfp4, scales in ((True, "*u8"), (False, "*fp16")):
         constants = {**HEADS, **TOKENS, "TOKENS": 32, "NVFP4": is_nvfp4}
         compiled(token_widen._widen, constants, 4, 3, scales_ptr=scales, out_ptr="*fp16")

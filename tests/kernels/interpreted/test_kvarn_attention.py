@@ -16,8 +16,8 @@ from scalegate.kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from scalegate.kernels.prefill_attention import tiles_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHORT = 32 if DEVICE.type == "cuda" else 16
-"""Tokens of a page; half of one is a side of a product."""
+SHORT = 64 if DEVICE.type == "cuda" else 16
+"""Tokens of a page; half of one is a side of a product, which matrix units take 32 bytes of."""
 MAX_CONTEXT = 4096
 MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}
 """Interpreters cut off what bf16 cannot hold, where a GPU rounds; codes meet fp16 everywhere."""
@@ -117,7 +117,7 @@ def decoded(contexts: Contexts, lengths: list[int], bits: int, sinks=None, **opt
     workspace.partial.fill_(torch.nan)
     workspace.lse.fill_(torch.nan)
     kvarn_decode(
-        query, contexts.pages, contexts.held, contexts.table,
+        query, rotate_reference(query).half(), contexts.pages, contexts.held, contexts.table,
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE), contexts.rows, workspace,
         value_bits=bits, scale=dim**-0.5, sinks=sinks, out=out, **options,
     )  # fmt: skip

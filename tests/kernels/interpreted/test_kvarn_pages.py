@@ -147,7 +147,7 @@ def test_pages_are_read_back_unrotated(dtype: torch.dtype, value_bits: int):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tokens_of_decoding_requests_are_kept_as_they_came_and_no_others(dtype: torch.dtype):
+def test_tokens_of_decoding_requests_are_kept_as_they_came_and_queries_over_codes_rotated(dtype: torch.dtype):
     layer = OneLayer(*SIZES[0], dtype)
     group_size = layer.group_size
     key, value = layer.key_and_value(6)
@@ -155,10 +155,15 @@ def test_tokens_of_decoding_requests_are_kept_as_they_came_and_no_others(dtype: 
     # Two that decode, one that pads the batch, and a prompt.
     positions = integers(3, 4 * group_size + 2, 0, 5, 6, 7)
     lengths = integers(4, 4 * group_size + 3, 0, 0, dtype=torch.int32)
-    append_held(key, value, positions, integers(2, 0, 1, 1, 1, 1), lengths, layer.held)
+    query = torch.randn(6, 3 * key.shape[1], key.shape[2], device=DEVICE).to(dtype)
+    turned_q = torch.full(query.shape, 7.0, dtype=torch.float16, device=DEVICE)
+    append_held(query, key, value, positions, integers(2, 0, 1, 1, 1, 1), lengths, layer.held, turned_q)
     for token, (row, which, offset) in enumerate(((2, 0, 3), (0, 1, 2))):
         want[row, which, 0, :, offset], want[row, which, 1, :, offset] = key[token], value[token]
     assert torch.equal(layer.held, want)
+    # Only the second has pages of codes.
+    assert (turned_q[[0, 2, 3, 4, 5]] == 7).all()
+    torch.testing.assert_close(turned_q[1].float(), rotate_reference(query[1]), atol=2e-3, rtol=2e-3)
 
 
 def test_of_prompts_the_first_page_and_the_last_one_are_kept():

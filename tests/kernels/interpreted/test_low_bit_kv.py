@@ -22,8 +22,8 @@ from scalegate.serving_check.engine.step_input import StepBuffers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
-# Half a page is one side of a product, of which matrix units take sixteen and the interpreter any number.
-PAGE, DIM, WIDTH = 32 if DEVICE.type == "cuda" else 16, 64, 6
+# Half a page is one side of a product, of which matrix units take 32 bytes and the interpreter any number.
+PAGE, DIM, WIDTH = 64 if DEVICE.type == "cuda" else 16, 64, 6
 SHAPE = KVShape(1, DIM, DIM, torch.float32, 2)
 SCALES = KVScales(torch.tensor([1 / 32]), torch.tensor([1 / 64]))
 ROWS = 3
