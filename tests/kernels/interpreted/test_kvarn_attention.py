@@ -3,14 +3,15 @@
 See conftest.py.
 """
 
-from dataclasses import dataclass
+import functools
 
+import kvarn_contexts
 import pytest
 import torch
+from kvarn_contexts import Contexts, hold
 from scalegate.kernels.decode_attention import DecodeWorkspace
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import kvarn_decode as decoding
-from scalegate.kernels.low_bit_kv.kvarn import KVarNTile, dequantize_reference, quantize_reference
 from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from scalegate.kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from scalegate.kernels.prefill_attention import tiles_of
@@ -21,89 +22,7 @@ SHORT = 64 if DEVICE.type == "cuda" else 16
 MAX_CONTEXT = 4096
 MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}
 """Interpreters cut off what bf16 cannot hold, where a GPU rounds; codes meet fp16 everywhere."""
-
-
-@dataclass
-class Contexts:
-    """Requests' tokens as they came, [L, heads, D] each, and the same as pages and rows hold them."""
-
-    queries: list[torch.Tensor]
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    seen: list[tuple[torch.Tensor, torch.Tensor]]
-    """Keys and values of whole pages as codes give them back, fp32."""
-    pages: KVarNTile
-    held: torch.Tensor
-    table: torch.Tensor
-    rows: torch.Tensor
-    group_size: int
-
-    def expected(self, request: int, position: int, scale: float, softcap=0.0, sinks=None) -> torch.Tensor:
-        """[H, D], fp32, of one token."""
-        own = position // self.group_size * self.group_size
-        key, value = (
-            torch.cat([x[: self.group_size].float(), coded[self.group_size : own], x[own:].float()])
-            if own
-            else x.float()
-            for x, coded in zip((self.keys[request], self.values[request]), self.seen[request], strict=True)
-        )
-        query = self.queries[request][position].float()
-        groups = query.shape[0] // key.shape[1]
-        key, value = (x[: position + 1].repeat_interleave(groups, 1) for x in (key, value))
-        scores = torch.einsum("hd,nhd->hn", query, key) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None].float()], 1)
-        return torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : position + 1], value)
-
-
-def contexts_of(
-    lengths: list[int], heads: tuple[int, int, int], bits: int, dtype: torch.dtype, group_size: int
-) -> Contexts:
-    query_heads, kv_heads, dim = heads
-    generator = torch.Generator().manual_seed(sum(lengths))
-    uneven = torch.rand(dim, generator=generator) * 3 + 0.2
-
-    def tokens(count: int, n: int) -> torch.Tensor:
-        return (torch.randn(count, n, dim, generator=generator) * uneven).to(DEVICE, dtype)
-
-    queries, keys, values = (
-        [tokens(length, n) for length in lengths] for n in (query_heads, *[kv_heads] * 2)
-    )
-    counts = [-(-length // group_size) for length in lengths]
-    order = torch.randperm(sum(counts), generator=generator).int().to(DEVICE)
-    table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32, device=DEVICE)
-    for row, (pages, count) in enumerate(zip(order.split(counts), counts, strict=True)):
-        table[row, :count] = pages
-    zeros = torch.zeros(sum(counts), kv_heads, group_size, dim)
-    stored = quantize_reference(zeros, zeros, bits)
-    stored = KVarNTile(*(part.to(DEVICE) for part in vars(stored).values()))
-    rows = torch.randperm(len(lengths), generator=generator).to(DEVICE)
-    held = torch.full((len(lengths) + 1, 2, 2, kv_heads, group_size, dim), 7.0, dtype=dtype, device=DEVICE)
-    seen = []
-    for request, (key, value) in enumerate(zip(keys, values, strict=True)):
-        whole = len(key) // group_size * group_size
-        tiles = [
-            rotate_reference(x[:whole]).unflatten(0, (-1, group_size)).transpose(1, 2) for x in (key, value)
-        ]
-        written = quantize_reference(*tiles, bits)
-        for part, of_one in zip(vars(stored).values(), vars(written).values(), strict=True):
-            part[table[request, : whole // group_size].long()] = of_one
-        back = dequantize_reference(written)
-        seen.append(tuple(rotate_reference(x.transpose(1, 2).flatten(0, 1)) for x in back))
-        hold(held[int(rows[request])], key, value, len(key))
-    return Contexts(queries, keys, values, seen, stored, held, table, rows, group_size)
-
-
-def hold(held: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int) -> None:
-    """What a row holds of a context's first `length` tokens: page 0, and the page of the last one."""
-    group_size = held.shape[3]
-    own = max(length - 1, 0) // group_size * group_size
-    for side, x in enumerate((key, value)):
-        for which, start in ((0, 0), (1, own)):
-            part = x[start : min(start + group_size, length)].transpose(0, 1)
-            held[which, side, :, : part.shape[1]] = part
+contexts_of = functools.partial(kvarn_contexts.contexts_of, device=DEVICE)
 
 
 def decoded(contexts: Contexts, lengths: list[int], bits: int, sinks=None, **options) -> torch.Tensor:
