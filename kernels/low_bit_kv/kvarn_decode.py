@@ -35,8 +35,8 @@ PIECE = tl.constexpr(64)
 """Tokens of a plain split."""
 PLAIN_BLOCK = 32
 """Of these, at a time."""
-REGISTERS = 168
-"""Of a thread of the one warp that is a program: twelve share an SM."""
+REGISTERS = {2: 168, 4: 184}
+"""By bits of a value, of a thread of the one warp that is a program: twelve share an SM, or eleven."""
 STAGES = 2
 """Codes and scales of a page are in flight while the page before is multiplied."""
 
@@ -267,7 +267,7 @@ def kvarn_decode(
         VALUE_BITS=value_bits, PIECE=piece, PLAIN_BLOCK=min(PLAIN_BLOCK, piece), SOFTCAP=softcap > 0,
         SINKS=sinks is not None, ASM=capability >= (8, 0), PDL=pdl, STAGES=STAGES,
         PRECISION=precision_of(query), num_warps=1 if is_narrow else 2, num_stages=STAGES,
-        maxnreg=REGISTERS if is_narrow else None,
+        maxnreg=REGISTERS[value_bits] if is_narrow else None,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
         workspace.partial, workspace.lse, lengths, sinks, out, workspace.max_splits,

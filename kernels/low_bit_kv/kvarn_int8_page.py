@@ -114,6 +114,12 @@ def _halves(ptr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _centered_product(q, zero, scale):
+    """fp32 [N, M]: q times the zero points [N] of centered codes."""
+    return q.to(tl.float32) * (zero.to(tl.float32) + CENTER * scale.to(tl.float32))[:, None]
+
+
+@triton.jit
 def _unit(largest):
     """fp32: a power of two, UNITS times what `largest` is to be counted in, and UNITS divided by it."""
     power = largest.to(tl.float32) + LEAST
@@ -234,9 +240,10 @@ def attend_page_int8(
 
     c0, c1, c2, c3 = _slices(channels_ptr, DIM)
     z0, z1, z2, z3 = _slices(channels_ptr + DIM, DIM)
-    z0, z1, z2, z3 = z0 + CENTER * c0, z1 + CENTER * c1, z2 + CENTER * c2, z3 + CENTER * c3
-    zero = q0 * z0[:, None] + q1 * z1[:, None] + q2 * z2[:, None] + q3 * z3[:, None]
-    zero = _of_heads(tl.sum(zero.to(tl.float32), axis=0)) * scale_log2
+    # In fp32: zero points can be far larger than what codes count, as where keys have a bias.
+    zero = _centered_product(q0, z0, c0) + _centered_product(q1, z1, c1)
+    zero += _centered_product(q2, z2, c2) + _centered_product(q3, z3, c3)
+    zero = _of_heads(tl.sum(zero, axis=0)) * scale_log2
     s0, s1, s2, s3 = q0 * c0[:, None], q1 * c1[:, None], q2 * c2[:, None], q3 * c3[:, None]
     size = tl.maximum(tl.maximum(tl.abs(s0), tl.abs(s1)), tl.maximum(tl.abs(s2), tl.abs(s3)))
     power, per_unit = _unit(tl.max(size, axis=0))

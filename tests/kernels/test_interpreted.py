@@ -14,6 +14,7 @@ COMMAND = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", str(FOLD
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.timeout(600)  # Some 270 tests, beside those of another worker.
 def test_kernels_agree_with_their_references_under_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     logs = [tmp_path / "first.log", tmp_path / "second.log"]

@@ -64,7 +64,7 @@ def programs_of(case: Case) -> list[tuple[str, int]]:
     """PTX, and bytes of shared memory: `_append`, `_attend_splits`, `_merge_splits`."""
     constants, group = case.constants(), triton.next_power_of_2(case.heads // case.kv_heads)
     stages, is_narrow = kvarn_decode.STAGES, case.dim <= 128
-    warps, registers = (1, kvarn_decode.REGISTERS) if is_narrow else (2, None)
+    warps, registers = (1, kvarn_decode.REGISTERS[case.value_bits]) if is_narrow else (2, None)
     attend = {**constants, "GROUP": max(4, group)}
     kind = "*bf16" if case.dtype == torch.bfloat16 else "*fp16"
     types = {**dict.fromkeys(AS_IT_CAME, kind), "out_ptr": kind, "sinks_ptr": "*fp32"}

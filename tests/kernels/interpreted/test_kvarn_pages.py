@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The interpreter adds bf16 numbers as integers.
 DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else []))
 HEADS, PAGES, ROWS = 2, 8, 3
-SIZES = [(16, 64), (64, 128)] if not ON_GPU else [(32, 64), (64, 64), (64, 128), (128, 128), (128, 256)]
+SIZES = [(16, 64), (32, 128)] if not ON_GPU else [(32, 64), (64, 64), (64, 128), (128, 128), (128, 256)]
 EQUAL_CODES = 0.999
 
 
