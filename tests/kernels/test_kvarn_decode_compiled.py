@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 
 import triton
 from kvarn_contexts import Contexts, contexts_of
-from ptx_emulator import Array, Kernel, Memory, RaceError
+from ptx_emulator import Kernel
+from ptx_memory import Memory, RaceError
+from ptx_registers import Array, UnknownInstructionError
 from scalegate.kernels.decode_attention import LOG2_E
 from scalegate.kernels.hadamard import log2, rotate_reference
 from scalegate.kernels.low_bit_kv import held, kvarn_decode
@@ -297,3 +299,11 @@ def test_a_barrier_that_is_missing_is_seen():
     broken = [append, (attend.replace("bar.sync", "// bar.sync"), shared), merge]
     with pytest.raises(RaceError):
         decoded(case.contexts([300]), case, broken)
+
+
+def test_an_instruction_that_is_not_emulated_is_told_with_its_line():
+    case = Case(4, 1, 2)
+    append, (attend, shared), merge = programs_of(case)
+    unknown = [append, (attend.replace("ex2.approx", "tanh.approx", 1), shared), merge]
+    with pytest.raises(UnknownInstructionError, match=r"tanh\.approx"):
+        decoded(case.contexts([300]), case, unknown)
