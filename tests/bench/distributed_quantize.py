@@ -31,7 +31,6 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import save_file
 from scalegate.layouts.files import write_json
 from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import INDEX_NAME
@@ -39,15 +38,15 @@ from scalegate.pipeline.cores import available_cores
 from scalegate.pipeline.quantization.work_record import FINISHED_SUFFIX, PARTS_FOLDER
 from scalegate.pipeline.quantize import MAX_SHARD_BYTES, quantize
 from scalegate.serving_check.environment import describe_environment
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import SHAPES
+from sharded_weights import SHARD_BYTES, WRITERS, bytes_of, weights_of, write_weights
 
 SHAPE = "qwen3-32b"
 BARS = {2: 1.8, 4: 3.4}
-SHARD_BYTES = 4 << 30
-WRITERS = 4
 SECONDS_NAME = "seconds.json"
 MAKE, SPEED, RESUME = "make", "speed", "resume"
 ARTIFACTS_SHARE = 0.3
@@ -135,35 +134,16 @@ def made(folder: Path, layers: int, options: argparse.Namespace) -> int:
     config = Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
     with torch.device("meta"):
-        shapes = {
-            name: weight.shape
-            for name, weight in AutoModelForCausalLM.from_config(config).state_dict().items()
-        }
-    groups: list[list[str]] = [[]]
-    for name in shapes:
-        if 2 * sum(shapes[one].numel() for one in [*groups[-1], name]) > SHARD_BYTES // options.width**2:
-            groups.append([])
-        groups[-1].append(name)
-    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+        weights = weights_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
-    def write(number: int) -> None:
-        tensors = {}
-        for name in groups[number]:
-            drawn = torch.empty(shapes[name], dtype=torch.bfloat16, device=options.device)
-            tensors[name] = drawn.normal_(std=0.02).cpu()
-        save_file(tensors, folder / names[number], {"format": "pt"})
+    def drawn(weight: Tensor) -> Tensor:
+        return torch.empty_like(weight, device=options.device).normal_(std=0.02)
 
-    with ThreadPoolExecutor(WRITERS) as threads:
-        list(threads.map(write, range(len(groups))))
+    shards = write_weights(folder, weights, drawn, SHARD_BYTES // options.width**2)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    total = 2 * sum(shape.numel() for shape in shapes.values())
-    weight_map = {name: names[number] for number, group in enumerate(groups) for name in group}
-    write_json(
-        folder / INDEX_NAME,
-        {"metadata": {"total_size": total}, "weight_map": weight_map},
-    )
-    say(f"{total / 1e9:.1f} GB of weights in {len(groups)} shards: {time.monotonic() - started:.0f} s")
+    total = bytes_of(weights)
+    say(f"{total / 1e9:.1f} GB of weights in {shards} shards: {time.monotonic() - started:.0f} s")
     return total
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import SHAPES, random_model
+from sharded_weights import save_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
 RESULT = Path(__file__).parent / "results" / "verdict_gpu.json"
@@ -90,7 +91,7 @@ def make_checkpoint(shape: str, folder: Path, device: str) -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
                 module.weight.mul_(QUIET)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(EXAMPLE / name, folder / name)
     del model
