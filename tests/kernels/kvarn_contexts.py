@@ -1,6 +1,6 @@
 """Contexts as KVarN keeps them, written by torch, and attention to them; not a test by itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from scalegate.kernels.hadamard import rotate_reference
@@ -22,8 +22,10 @@ class Contexts:
     rows: torch.Tensor
     group_size: int
 
-    def expected(self, request: int, position: int, scale: float, softcap=0.0, sinks=None) -> torch.Tensor:
-        """[H, D], fp32, of one token."""
+    def expected(
+        self, request: int, position: int, scale: float, softcap=0.0, sinks=None, rounded: bool = False
+    ) -> torch.Tensor:
+        """[H, D], fp32, of one token; rounded: its query meets codes as `products_with_page` says."""
         own = position // self.group_size * self.group_size
         key, value = (
             torch.cat([x[: self.group_size].float(), coded[self.group_size : own], x[own:].float()])
@@ -34,12 +36,31 @@ class Contexts:
         query = self.queries[request][position].float()
         groups = query.shape[0] // key.shape[1]
         key, value = (x[: position + 1].repeat_interleave(groups, 1) for x in (key, value))
-        scores = torch.einsum("hd,nhd->hn", query, key) * scale
+        scores = torch.einsum("hd,nhd->hn", query, key)
+        for start in range(self.group_size, own if rounded else 0, self.group_size):
+            page = int(self.table[request, start // self.group_size])
+            scores[:, start : start + self.group_size] = self.products_with_page(query, page)
+        scores = scores * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None].float()], 1)
         return torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : position + 1], value)
+
+    def products_with_page(self, query: torch.Tensor, page: int) -> torch.Tensor:
+        """[H, G] of queries [H, D] with a page's keys, rounded to fp16 where the prefill kernel rounds.
+
+        That is queries before and after they are rotated, and times k_scale: of a result's error, the part
+        that grows with the logits. Devices agree on codes, but not on scales, since the last of KVarN's
+        iterates are equally even in fp32: one result was 1.1e-3 off with a CPU's scales and 3.1e-3 with
+        an H200's.
+        """
+        groups = len(query) // self.pages.tokens.shape[1]
+        tile = KVarNTile(*(part[page].repeat_interleave(groups, 0) for part in vars(self.pages).values()))
+        scale, zero, of_value = tile.channels.float().unbind(1)
+        turned = rotate_reference(query.half()).half().float()
+        channels = torch.stack([(turned * scale).half(), turned * zero, of_value], 1)
+        return dequantize_reference(replace(tile, channels=channels))[0].sum(-1)
 
 
 def contexts_of(
