@@ -2,11 +2,14 @@
 
     python -P tests/bench/kv_quality.py CHECKPOINT --heldout heldout.jsonl --out results/kv_quality_5m.json
     python -P tests/bench/kv_quality.py CHECKPOINT --heldout heldout.jsonl --windows 4 --out some.json
+    python -P tests/bench/kv_quality.py CHECKPOINT --heldout heldout.jsonl --as-prompts --windows 64 \\
+        --formats fp8 fp8_e4m3_queries --out results/e4m3_queries_5m.json
 
 Windows of 2,048 tokens, scored over their last 1,024: the first half is a prompt, the second is decoded token
 by token over keys and values as they are stored. Beside the shipped formats stand per-token ones of three and
-four bits, asymmetric, with and without a rotation: what KVarN has to beat. A run that was interrupted goes on
-where it stopped: the figures of the tokens so far lie beside the results.
+four bits, asymmetric, with and without a rotation: what KVarN has to beat; fp8 with the queries of prompts
+rounded to e4m3 as well. With --as-prompts nothing is decoded: windows are prompts from end to end. A run that
+was interrupted goes on where it stopped: the figures of the tokens so far lie beside the results.
 """
 
 import argparse
@@ -16,6 +19,7 @@ from pathlib import Path
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
+from scalegate.kernels.e4m3_queries import rounded_queries
 from scalegate.layouts.files import atomic_path, write_json
 from scalegate.layouts.kv_format import KV_FORMATS, KVScales, largest_of
 from scalegate.layouts.kv_token_by_token import TokenByToken
@@ -25,7 +29,7 @@ from scalegate.pipeline.quantization.calibration_text import read_calibration_te
 from scalegate.pipeline.quantization.kv_scales import largest_keys_and_values
 from scalegate.serving_check.engine.stored_kv import OverStoredKV
 from scalegate.serving_check.quality import comparison_of, read_texts, token_figures, token_windows
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 WINDOW = 2048
@@ -61,6 +65,35 @@ class PerToken(TokenByToken):
         return ((((turned - low) / scale).round() * scale + low) @ turn.T).to(x.dtype)
 
 
+class E4M3Queries(TokenByToken):
+    """fp8 whose prompts' queries are rounded to e4m3, as large steps take them on Hopper."""
+
+    def allocate(self, *arguments):
+        layer = super().allocate(*arguments)
+        forward = layer.forward
+
+        def rounding(query, key, value, metadata, *rest):
+            decodes = metadata.host.num_decodes
+            query = torch.cat([query[:decodes], rounded_queries(query[decodes:])])
+            return forward(query, key, value, metadata, *rest)
+
+        layer.forward = rounding
+        return layer
+
+
+class AsPrompts(nn.Module):
+    """A model over stored keys and values whose every token belongs to a prompt."""
+
+    def __init__(self, stored: OverStoredKV):
+        super().__init__()
+        self.stored = stored
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int, **options):
+        output = self.stored(input_ids)
+        output.logits = output.logits[:, -logits_to_keep:]
+        return output
+
+
 def hadamard(size: int) -> Tensor:
     """Sylvester's matrix over the square root of its size, fp32 [size, size]."""
     matrix = torch.ones(1, 1)
@@ -74,6 +107,7 @@ RIVALS = {
     for bits in (3, 4)
     for rotated in (False, True)
 }
+RIVALS["fp8_e4m3_queries"] = E4M3Queries(torch.float8_e4m3fn)
 
 
 def arguments() -> argparse.Namespace:
@@ -85,6 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, help="a text for the scales of fp8 and NVFP4; else none")
     parser.add_argument("--formats", nargs="+", help="default all")
     parser.add_argument("--windows", type=int, default=16, help="so many, spread over the text")
+    parser.add_argument("--as-prompts", action="store_true", help="decode nothing")
     parser.add_argument("--batch", type=int, default=8, help="windows that are decoded together")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -112,17 +147,19 @@ def main() -> None:
         "scored": WINDOW // 2,
         "dtype": "float32",
         "calibrated": options.calibration is not None,
+        "mode": "prompts" if options.as_prompts else "decoding",
         "formats": {},
     }
     scales = calibrated(options)
     baseline = load_model(options.checkpoint, dtype=torch.float32, progress=False).model
     for name in formats:
         stored = OverStoredKV(loaded.model, name, scales_for(name, scales), WINDOW, batch=options.batch)
+        side = AsPrompts(stored) if options.as_prompts else stored
         done = tokens.get(name, torch.empty(0, WINDOW // 2, 4, dtype=torch.float64))
         with tqdm(total=len(chosen), initial=len(done), desc=name, unit="window") as bar:
             while len(done) < len(chosen):
                 batch = chosen[len(done) : len(done) + options.batch]
-                runs = token_figures(stored, baseline, batch, second_half=True)
+                runs = token_figures(side, baseline, batch, second_half=True)
                 done = tokens[name] = torch.cat([done, torch.cat(runs).view(len(batch), -1, 4)])
                 with atomic_path(kept) as partial:
                     torch.save(tokens, partial)
