@@ -2,9 +2,12 @@
 
 `prefill_attention.py`, in Triton, takes every step on every GPU; `hopper/prefill.py` is faster in large steps
 on Hopper. Their bits differ, so where these may not depend on a step's size the first one takes all.
+
+A large step reads each page of eight bits many times, and widens it once (`widen_pages.py`). The Hopper
+kernel takes e4m3 keys as they lie, with queries rounded to e4m3 (`e4m3_queries.py`); values it takes widened.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 from .decode_attention import compute_capability
 from .hopper.prefill import hopper_prefill
 from .prefill_attention import LARGE, prefill_attention
+from .widen_pages import widen_pages
 
 HEAD_DIMS = (128, 256)
 """Of 64, short prompts are slower by the Hopper kernel."""
@@ -29,7 +33,7 @@ class Step:
     group       query heads of a kv head
     head_dim    of queries, keys and values as they are stored
     page        tokens in a page
-    dtypes      of queries, and of stored keys and values
+    dtypes      of queries, keys and values
     scale_dims  0 without scales of keys and values, 1 for one a head, 3 for one a token and head
     one_form    bits may not depend on `tokens`
     """
@@ -38,14 +42,14 @@ class Step:
     group: int
     head_dim: int
     page: int
-    dtypes: tuple[torch.dtype, torch.dtype]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     scale_dims: int
     one_form: bool
 
 
 def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
     """Whether the Hopper kernel takes the step on a GPU of that compute capability."""
-    queries, stored = step.dtypes
+    queries, keys, values = step.dtypes
     return (
         capability[0] == 9
         and not step.one_form
@@ -54,7 +58,8 @@ def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
         and step.group <= MOST_GROUPED
         and step.page >= SMALLEST_PAGE
         and queries.itemsize == 2
-        and stored in (queries, torch.float16)
+        and values in (queries, torch.float16)
+        and keys in (values, torch.float8_e4m3fn)
         and step.scale_dims <= 1
     )
 
@@ -74,17 +79,33 @@ def prompt_attention(
     value_scale: Tensor | None = None,
     out: Tensor,
     one_form: bool,
+    widened: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in `prefill_attention`."""
+    """Write the tiles' tokens of `out`; arguments as in `prefill_attention`.
+
+    widened: of pages of eight bits the step's, int64 [n], and the block table of these alone: what is widened
+             is read by the latter
+    """
     step = Step(
         tokens=len(q),
         group=q.shape[1] // key_pages.shape[1],
         head_dim=q.shape[2],
         page=key_pages.shape[2],
-        dtypes=(q.dtype, key_pages.dtype),
+        dtypes=(q.dtype, key_pages.dtype, value_pages.dtype),
         scale_dims=0 if key_scale is None else key_scale.ndim,
         one_form=one_form,
     )
+    capability = compute_capability(q.device)
+    key_table = block_table
+    if widened is not None:
+        pages, block_table = widened
+        value_pages = widen_pages(value_pages, pages)
+        step = replace(step, dtypes=(q.dtype, key_pages.dtype, value_pages.dtype))
+        if not hopper_takes(step, capability):
+            key_table, key_pages = block_table, widen_pages(key_pages, pages)
+            step = replace(step, dtypes=(q.dtype, key_pages.dtype, value_pages.dtype))
+        if key_scale is not None and value_scale is not None and step.scale_dims == 3:
+            key_scale, value_scale = (scale.index_select(0, pages) for scale in (key_scale, value_scale))
     tensors = q, key_pages, value_pages, block_table, tiles
     options: dict[str, Any] = {
         "scale": scale,
@@ -95,7 +116,7 @@ def prompt_attention(
         "value_scale": value_scale,
         "out": out,
     }
-    if hopper_takes(step, compute_capability(q.device)):
-        hopper_prefill(*tensors, **options)
+    if hopper_takes(step, capability):
+        hopper_prefill(*tensors, key_table=key_table, **options)
     else:
         prefill_attention(*tensors, **options, one_form=one_form)

@@ -5,9 +5,9 @@ operands: codes are turned into them here once. Every e4m3 and int8 value is an 
 rounded; scales stay what they are.
 
     pages        int64 [n]              which pages
-    key_pages    [P, H_kv, page, D]     float8_e4m3fn or int8; value_pages alike, of any D
+    stored       [P, H_kv, page, D]     float8_e4m3fn or int8, keys or values, of any D
 
-Bytes a page: 3 * H_kv * page * D for keys, the same for values.
+Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys where `prompt_attention.py` multiplies them as they lie.
 """
 
 import torch

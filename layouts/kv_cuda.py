@@ -17,7 +17,6 @@ from ..kernels.decode_attention import DecodeWorkspace, compute_capability, deco
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.prompt_attention import prompt_attention
-from ..kernels.widen_pages import widen_pages
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .errors import UserError
 from .kv_layer import KVShape, PoolSize, StoredPages, Workspaces, widened
@@ -125,17 +124,20 @@ class CudaLayerKV:
         output: Tensor,
         options: dict[str, Any],
     ) -> None:
-        key_pages, value_pages, block_table = self.key_pages, self.value_pages, metadata.block_table
+        widened = None
         # A step so large that it is no graph reads each page many times: eight bits are widened once.
-        if metadata.host is not None and key_pages.element_size() == 1:
-            pages, block_table = self._prefill_pages.of(metadata.host, query.device)
-            key_pages, value_pages = widen_pages(key_pages, pages), widen_pages(value_pages, pages)
-            for name in ("key_scale", "value_scale"):
-                if options[name].ndim == 3:  # of each token, not of each head
-                    options[name] = options[name].index_select(0, pages)
-        one_form = metadata.numerics != "tuned"
+        if metadata.host is not None and self.key_pages.element_size() == 1:
+            widened = self._prefill_pages.of(metadata.host, query.device)
         prompt_attention(
-            query, key_pages, value_pages, block_table, tiles, out=output, one_form=one_form, **options
+            query,
+            self.key_pages,
+            self.value_pages,
+            metadata.block_table,
+            tiles,
+            out=output,
+            one_form=metadata.numerics != "tuned",
+            widened=widened,
+            **options,
         )
 
     def _refuse_unsupported(self) -> None:

@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper over paged 16-bit keys and values: TMA, wgmma, warp specialization; Gluon.
+"""Prefill attention on Hopper over paged keys of 16 bits or e4m3, values of 16: TMA, wgmma, Gluon.
 
 What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
 
@@ -8,15 +8,22 @@ What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al
                       one warpgroup, the other one takes its softmax (ping-pong: named barriers pass the turn)
 
     q            [T, H, D]            bf16 or fp16; D 64, 128 or 256
-    key_pages    [P, H_kv, page, D]   bf16 or fp16, contiguous, as value_pages
+    value_pages  [P, H_kv, page, D]   bf16 or fp16, contiguous
+    key_pages    [P, H_kv, page, D]   of the same dtype; or e4m3 [P', H_kv, page, D], where they are stored
     *_scale      None, or fp32 [H_kv]
     block_table, tiles, out           as in `prefill_attention.py`
+    key_table    int32 [R, pages]     block_table of e4m3 keys
 
 Persistent: each SM's program has one item (`prefill_items.py`) in every round of them, the longest first, and
 loads an item's first blocks while it ends the one before.
 
+Of e4m3 keys, queries become e4m3 too, with a scale of each token and head (`e4m3_queries.py`), which joins
+the factor of the scores: their product takes half the time, and a key half the bytes. Hopper adds such
+products with about 14 bits, which loses less than rounding the operands does. Values need 16 bits: wgmma
+reads 8-bit operands along the sum only, and values lie across it.
+
 A token's bits depend on its own context alone, but are not those of `prefill_attention.py`, whose blocks are
-shorter. Not for decoding, nor for stored eight bits, which a large step widens first (`widen_pages.py`).
+shorter. Not for decoding, nor for stored int8, which a large step widens first (`widen_pages.py`).
 """
 
 import functools
@@ -41,11 +48,13 @@ from .prefill_items import ROWS, Form, Items
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A thread's registers before the producer gives most of its own to the two warpgroups."""
+E4M3_SLOTS = 3
+"""Of keys and of values, where e4m3 keys leave room and the time for a load is shorter."""
 
 
 @aggregate
 class Ring:
-    """Two slots of keys and two of values, [2, block, D], and the same as the boxes that TMA fills; mbarriers
+    """Slots of keys and of values, [slots, block, D], and the same as the boxes that TMA fills; mbarriers
     that count their bytes, and warpgroups that are done with them."""
 
     keys: gl.shared_memory_descriptor
@@ -89,8 +98,14 @@ def pass_turn(TO: gl.constexpr):
 
 
 @gluon.constexpr_function
-def accumulator_layout(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator_layout(columns, depth=16):
+    """depth: numbers along the sum of one instruction, 32 bytes of them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
+
+
+@gluon.constexpr_function
+def score_layout(T):
+    return accumulator_layout(T.block, 32 if T.e4m3_keys else 16)
 
 
 @gluon.constexpr_function
@@ -101,41 +116,63 @@ def copy_layout(dim):
 
 
 @gluon.jit
-def load_block(desc, boxes, full, turn, block, table, item, T: gl.constexpr):
+def slot_of(turn, T: gl.constexpr):
+    """Of a ring, that block number `turn` of all takes."""
+    return turn & 1 if T.slots == 2 else turn % T.slots
+
+
+@gluon.jit
+def phase_of(turn, T: gl.constexpr):
+    """Of the slot's mbarriers."""
+    return (turn >> 1 if T.slots == 2 else turn // T.slots) & 1
+
+
+@gluon.jit
+def load_block(
+    desc, boxes, full, turn, block, table, item, WIDTH: gl.constexpr, T: gl.constexpr
+):  # fmt: skip
     """Start loading block number `block` of an item's keys or values into the slot of `turn`."""
-    slot = turn & 1
+    slot = slot_of(turn, T)
     bar = full.index(slot)
-    mbarrier.expect(bar, 2 * T.block * T.dim)
+    mbarrier.expect(bar, T.block * T.dim * (desc.dtype.primitive_bitwidth // 8))
     for part in gl.static_range(T.block // T.box):
         token = (item.first_block + block) * T.block + part * T.box
         # Behind the end of the context the last page again: those rows are hidden.
         page = gl.load(table + gl.maximum(gl.minimum(token, item.end - 1), 0) // T.page)
         row = (page * T.kv_heads + item.kv_head) * T.page + token % T.page
-        for half in gl.static_range(T.dim // 64):
-            box = (slot * (T.dim // 64) + half) * (T.block // T.box) + part
-            tma.async_copy_global_to_shared(desc, [row, half * 64], bar, boxes.index(box))
+        for column in gl.static_range(T.dim // WIDTH):
+            box = (slot * (T.dim // WIDTH) + column) * (T.block // T.box) + part
+            tma.async_copy_global_to_shared(desc, [row, column * WIDTH], bar, boxes.index(box))
 
 
 @gluon.jit
-def producer_partition(key_desc, value_desc, ring, block_table, table_stride, items, T: gl.constexpr):
+def producer_partition(
+    key_desc, value_desc, ring, key_table, block_table, key_table_stride, table_stride, items,
+    T: gl.constexpr,
+):  # fmt: skip
     """The one warp that issues the TMA loads; keys a block ahead of values."""
     turns = items.count * 0
     for round in range(0, items.rounds()):
         number = items.number(round)
         if number < items.count:
             item = items.item(number, T)
-            table = block_table + item.request.to(gl.int64) * table_stride
+            key_pages = key_table + item.request.to(gl.int64) * key_table_stride
+            value_pages = block_table + item.request.to(gl.int64) * table_stride
             for block in range(0, item.num_blocks + 1):
                 turn = turns + block
                 if block < item.num_blocks:
-                    mbarrier.wait(ring.keys_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-                    load_block(key_desc, ring.key_boxes, ring.keys_full, turn, block, table, item, T)
+                    mbarrier.wait(ring.keys_empty.index(slot_of(turn, T)), phase_of(turn, T) ^ 1)
+                    load_block(
+                        key_desc, ring.key_boxes, ring.keys_full, turn, block, key_pages, item,
+                        T.key_width, T,
+                    )  # fmt: skip
                 if block > 0:
                     before = turn - 1
-                    mbarrier.wait(ring.values_empty.index(before & 1), ((before >> 1) & 1) ^ 1)
+                    mbarrier.wait(ring.values_empty.index(slot_of(before, T)), phase_of(before, T) ^ 1)
                     load_block(
-                        value_desc, ring.value_boxes, ring.values_full, before, block - 1, table, item, T
-                    )
+                        value_desc, ring.value_boxes, ring.values_full, before, block - 1, value_pages, item,
+                        T.value_width, T,
+                    )  # fmt: skip
             turns += item.num_blocks
 
 
@@ -145,12 +182,17 @@ def softmax_step(
     MASKED: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Probabilities of a block; with it the largest score, times log2(e), and the sum; what scales the sum of
-    values before it."""
+    values before it. factor: of all scores, or [ROWS] of each row's."""
     scores = products
+    by_score = factor
+    if T.e4m3_keys:
+        by_score = factor[:, None]
     if T.softcap:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
-        scores = softcap - 2.0 * softcap / (gl.exp2(products * (factor * 2.8853900817779268 / softcap)) + 1.0)
+        twice = by_score * 2.8853900817779268 / softcap
+        scores = softcap - 2.0 * softcap / (gl.exp2(products * twice) + 1.0)
         factor = 1.0
+        by_score = 1.0
     if MASKED:
         columns: gl.constexpr = gl.SliceLayout(0, products.type.layout)
         token = (item.first_block + block) * T.block + gl.arange(0, T.block, columns)
@@ -165,7 +207,7 @@ def softmax_step(
         pivot = gl.where(new_largest == -float("inf"), 0.0, new_largest)
     rescale = gl.exp2(largest - pivot)
     negative = gl.zeros_like(scores) - pivot[:, None]
-    probability = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + factor, negative))
+    probability = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + by_score, negative))
     total = gl.fma(total, rescale, gl.sum(probability, axis=1))
     return probability, new_largest, total, rescale
 
@@ -186,21 +228,21 @@ def consume_block(
 ):  # fmt: skip
     """Block number `block`'s keys and softmax, and the values of the block before."""
     before = turn - 1
-    zeros = gl.full([ROWS, T.block], 0.0, gl.float32, accumulator_layout(T.block))
-    mbarrier.wait(ring.keys_full.index(turn & 1), (turn >> 1) & 1)
+    zeros = gl.full([ROWS, T.block], 0.0, gl.float32, score_layout(T))
+    mbarrier.wait(ring.keys_full.index(slot_of(turn, T)), phase_of(turn, T))
     take_turn(WHICH)
-    key = ring.keys.index(turn & 1).permute((1, 0))
+    key = ring.keys.index(slot_of(turn, T)).permute((1, 0))
     products = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
-    mbarrier.wait(ring.values_full.index(before & 1), (before >> 1) & 1)
-    sums = warpgroup_mma(probability, ring.values.index(before & 1), sums, is_async=True)
+    mbarrier.wait(ring.values_full.index(slot_of(before, T)), phase_of(before, T))
+    sums = warpgroup_mma(probability, ring.values.index(slot_of(before, T)), sums, is_async=True)
     pass_turn(1 - WHICH)
     products = warpgroup_mma_wait(1, deps=[products])
-    mbarrier.arrive(ring.keys_empty.index(turn & 1))
+    mbarrier.arrive(ring.keys_empty.index(slot_of(turn, T)))
     scores, largest, total, rescale = softmax_step(
         products, largest, total, block, position, factor, softcap, item, window, MASKED, T
     )
     sums, probability = warpgroup_mma_wait(0, deps=[sums, probability])
-    mbarrier.arrive(ring.values_empty.index(before & 1))
+    mbarrier.arrive(ring.values_empty.index(slot_of(before, T)))
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     return wgmma_operand(scores, T), sums * rescale[:, None], largest, total
 
@@ -249,6 +291,21 @@ def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def e4m3_rows(rows):
+    """Rows [ROWS, dim] rounded to e4m3, and what each was divided by."""
+    values = rows.to(gl.float32)
+    largest = gl.max(gl.abs(values), axis=1)
+    inverse = gl.where(largest > 0, 448.0 / largest, 0.0)
+    return (values * inverse[:, None]).to(gl.float8e4nv), largest * (1.0 / 448.0)
+
+
+@gluon.jit
+def e4m3_view(query, T: gl.constexpr):
+    """The first half of a warpgroup's place for queries, as e4m3 ones lie there."""
+    return query._reinterpret(gl.float8e4nv, [ROWS, T.dim], T.key_layout)
+
+
+@gluon.jit
 def consumer_partition(
     q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items,
     WHICH: gl.constexpr, T: gl.constexpr,
@@ -263,12 +320,18 @@ def consumer_partition(
         number = items.number(round)
         if number < items.count:
             item = items.item(number, T)
-            query.store(following.to(T.dtype))
+            factor = scale_log2
+            if T.e4m3_keys:
+                codes, scale = e4m3_rows(following)
+                e4m3_view(query, T).store(codes)
+                factor = scale_log2 * gl.convert_layout(scale, gl.SliceLayout(1, score_layout(T)))
+            else:
+                query.store(following.to(T.dtype))
             fence_async_shared()
             gl.thread_barrier()
             if item.num_blocks > 0:
                 attend_item(
-                    out, query, ring, key_scale, value_scale, sinks, scale_log2, softcap, turns, item,
+                    out, query, ring, key_scale, value_scale, sinks, factor, softcap, turns, item,
                     items.window, WHICH, T,
                 )  # fmt: skip
             turns += item.num_blocks
@@ -283,7 +346,7 @@ def attend_item(
     """An item's blocks, the first of which is number `turns` of the rings'."""
     if key_scale is not None:
         factor *= gl.load(key_scale + item.kv_head)
-    by_row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(T.block))
+    by_row: gl.constexpr = gl.SliceLayout(1, score_layout(T))
     row = WHICH * ROWS + gl.arange(0, ROWS, by_row)
     position = item.start + row // T.group
     largest = gl.full([ROWS], -float("inf"), gl.float32, by_row)
@@ -295,12 +358,15 @@ def attend_item(
         largest = sink.to(gl.float32) * 1.4426950408889634
         total += 1.0
 
-    zeros = gl.full([ROWS, T.block], 0.0, gl.float32, accumulator_layout(T.block))
-    mbarrier.wait(ring.keys_full.index(turns & 1), (turns >> 1) & 1)
-    key = ring.keys.index(turns & 1).permute((1, 0))
-    products = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
+    operand = query
+    if T.e4m3_keys:
+        operand = e4m3_view(query, T)
+    zeros = gl.full([ROWS, T.block], 0.0, gl.float32, score_layout(T))
+    mbarrier.wait(ring.keys_full.index(slot_of(turns, T)), phase_of(turns, T))
+    key = ring.keys.index(slot_of(turns, T)).permute((1, 0))
+    products = warpgroup_mma(operand, key, zeros, use_acc=False, is_async=True)
     products = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(ring.keys_empty.index(turns & 1))
+    mbarrier.arrive(ring.keys_empty.index(slot_of(turns, T)))
     scores, largest, total, _ = softmax_step(
         products, largest, total, 0, position, factor, softcap, item, window, True, T
     )
@@ -310,24 +376,24 @@ def attend_item(
     if not T.window:
         for block in range(1, masked_from):
             probability, sums, largest, total = consume_block(
-                query, ring, turns + block, block, probability, sums, largest, total, position, factor,
+                operand, ring, turns + block, block, probability, sums, largest, total, position, factor,
                 softcap, item, window, WHICH, False, T,
             )  # fmt: skip
     for block in range(masked_from, item.num_blocks):
         probability, sums, largest, total = consume_block(
-            query, ring, turns + block, block, probability, sums, largest, total, position, factor, softcap,
+            operand, ring, turns + block, block, probability, sums, largest, total, position, factor, softcap,
             item, window, WHICH, True, T,
         )  # fmt: skip
 
     last = turns + item.num_blocks - 1
-    values = ring.values.index(last & 1)
-    mbarrier.wait(ring.values_full.index(last & 1), (last >> 1) & 1)
+    values = ring.values.index(slot_of(last, T))
+    mbarrier.wait(ring.values_full.index(slot_of(last, T)), phase_of(last, T))
     shown = item.end - (item.first_block + item.num_blocks - 1) * T.block
     if shown < T.block:
         hide_rows(values, shown, T)
     sums = warpgroup_mma(probability, values, sums, is_async=True)
     sums, probability = warpgroup_mma_wait(0, deps=[sums, probability])
-    mbarrier.arrive(ring.values_empty.index(last & 1))
+    mbarrier.arrive(ring.values_empty.index(slot_of(last, T)))
     total = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     inverse = gl.where(total > 0, 1.0 / total, 0.0)
     if value_scale is not None:
@@ -342,30 +408,35 @@ def attend_item(
     gl.thread_barrier()
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "table_stride", "window"])
+@gluon.jit(do_not_specialize=["num_tiles", "key_table_stride", "table_stride", "window"])
 def hopper_prefill_kernel(
-    q, key_desc, value_desc, block_table, tiles, key_scale, value_scale, sinks, out,
-    scale_log2, softcap, num_tiles, window, table_stride, T: gl.constexpr,
+    q, key_desc, value_desc, key_table, block_table, tiles, key_scale, value_scale, sinks, out,
+    scale_log2, softcap, num_tiles, window, key_table_stride, table_stride, T: gl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, each of which takes a whole SM."""
     items = Items(tiles, num_tiles * (T.parts * T.kv_heads), window)
-    layout: gl.constexpr = key_desc.layout
-    slots: gl.constexpr = [2, T.block, T.dim]
-    boxes: gl.constexpr = [2 * (T.block // T.box) * (T.dim // 64), T.box, 64]
+    layout: gl.constexpr = value_desc.layout
+    slots: gl.constexpr = [T.slots, T.block, T.dim]
+    num_boxes: gl.constexpr = T.slots * (T.block // T.box)
+    key_boxes: gl.constexpr = [num_boxes * (T.dim // T.key_width), T.box, T.key_width]
+    value_boxes: gl.constexpr = [num_boxes * (T.dim // T.value_width), T.box, T.value_width]
     queries = gl.allocate_shared_memory(T.dtype, [2, ROWS, T.dim], layout)
-    keys = gl.allocate_shared_memory(T.dtype, slots, layout)
+    keys = gl.allocate_shared_memory(T.key_dtype, slots, T.key_layout)
     values = gl.allocate_shared_memory(T.dtype, slots, layout)
-    keys_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    keys_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    values_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    values_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
+    keys_full = gl.allocate_shared_memory(gl.int64, [T.slots, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [T.slots, 1], mbarrier.MBarrierLayout())
+    values_full = gl.allocate_shared_memory(gl.int64, [T.slots, 1], mbarrier.MBarrierLayout())
+    values_empty = gl.allocate_shared_memory(gl.int64, [T.slots, 1], mbarrier.MBarrierLayout())
+    num_slots: gl.constexpr = T.slots
+    for slot in gl.static_range(num_slots):
         mbarrier.init(keys_full.index(slot), count=1)
         mbarrier.init(values_full.index(slot), count=1)
         mbarrier.init(keys_empty.index(slot), count=2)
         mbarrier.init(values_empty.index(slot), count=2)
     ring = Ring(
-        keys, values, keys._reinterpret(T.dtype, boxes, layout), values._reinterpret(T.dtype, boxes, layout),
+        keys, values,
+        keys._reinterpret(T.key_dtype, key_boxes, T.key_layout),
+        values._reinterpret(T.dtype, value_boxes, layout),
         keys_full, keys_empty, values_full, values_empty,
     )  # fmt: skip
     gl.warp_specialize([
@@ -375,7 +446,9 @@ def hopper_prefill_kernel(
         (consumer_partition, (
             q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items, 1, T
         )),
-        (producer_partition, (key_desc, value_desc, ring, block_table, table_stride, items, T)),
+        (producer_partition, (
+            key_desc, value_desc, ring, key_table, block_table, key_table_stride, table_stride, items, T
+        )),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -397,19 +470,28 @@ def hopper_prefill(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    key_table: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in the file's docstring and in `prefill_attention`."""
+    """Write the tiles' tokens of `out`; arguments as in the file's docstring and in `prefill_attention`.
+
+    key_table: where keys' pages have other numbers than values'
+    """
     heads, dim = q.shape[1:]
     kv_heads, page = key_pages.shape[1:3]
-    half = key_pages.dtype == torch.float16
-    form = Form(heads, kv_heads, dim, page, half, window > 0, softcap > 0)
+    half, e4m3 = value_pages.dtype == torch.float16, key_pages.dtype == torch.float8_e4m3fn
+    form = Form(heads, kv_heads, dim, page, half, window > 0, softcap > 0, e4m3, E4M3_SLOTS if e4m3 else 2)
     descriptors = [
-        TensorDescriptor.from_tensor(pages.view(-1, dim), [form.box, 64], x_layout())
-        for pages in (key_pages, value_pages)
+        TensorDescriptor.from_tensor(pages.view(-1, dim), [form.box, width], layout)
+        for pages, width, layout in (
+            (key_pages, form.key_width, form.key_layout),
+            (value_pages, form.value_width, x_layout()),
+        )
     ]
+    key_table = block_table if key_table is None else key_table
     programs = min(len(tiles) * form.parts * kv_heads, num_sms(q.device))
     hopper_prefill_kernel[(programs,)](
-        q, *descriptors, block_table, tiles, key_scale, value_scale, sinks, out,
-        scale * LOG2_E, softcap * LOG2_E, len(tiles), window, block_table.stride(0), T=form, **OPTIONS,
+        q, *descriptors, key_table, block_table, tiles, key_scale, value_scale, sinks, out,
+        scale * LOG2_E, softcap * LOG2_E, len(tiles), window, key_table.stride(0), block_table.stride(0),
+        T=form, **OPTIONS,
     )  # fmt: skip

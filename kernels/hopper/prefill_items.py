@@ -21,8 +21,10 @@ def block_of(dim: int) -> int:
 class Form:
     """What the kernel is compiled for.
 
-    page   tokens in a page
-    half   keys and values are fp16, else bf16
+    page       tokens in a page
+    half       values, and keys of 16 bits, are fp16, else bf16
+    e4m3_keys  keys are e4m3, and queries are rounded to it
+    slots      of keys and of values in shared memory
     """
 
     heads: int
@@ -32,6 +34,27 @@ class Form:
     half: bool
     window: bool
     softcap: bool
+    e4m3_keys: bool = False
+    slots: int = 2
+
+    @property
+    def key_dtype(self) -> gl.dtype:
+        return gl.float8e4nv if self.e4m3_keys else self.dtype
+
+    @property
+    def key_width(self) -> int:
+        """Of a key's numbers, that one TMA load takes: 128 bytes, or what there is."""
+        return min(128, self.dim) if self.e4m3_keys else self.value_width
+
+    @property
+    def value_width(self) -> int:
+        return 64
+
+    @property
+    def key_layout(self) -> gl.NVMMASharedLayout:
+        """Shared memory of such loads."""
+        bits = 8 if self.e4m3_keys else 16
+        return gl.NVMMASharedLayout(self.key_width * bits // 8, element_bitwidth=bits, rank=2)
 
     @property
     def dtype(self) -> gl.dtype:

@@ -10,24 +10,39 @@ pytest.importorskip("triton")
 import triton
 from hopper_compiler import assembler_notes, disassembled
 from scalegate.kernels.hopper.packed_operand import x_layout
-from scalegate.kernels.hopper.prefill import OPTIONS, hopper_prefill_kernel
+from scalegate.kernels.hopper.prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
 from scalegate.kernels.hopper.prefill_items import Form, block_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-PLAIN = {"half": False, "window": False, "softcap": False}
+PLAIN = {"half": False, "window": False, "softcap": False, "e4m3": False}
+E4M3 = PLAIN | {"half": True, "e4m3": True}
+OPTIONAL = {"half": True, "window": True, "softcap": True}
 EVERY = pytest.mark.parametrize(
-    "dim, options", [(128, PLAIN), (64, {"half": True, "window": True, "softcap": True}), (256, PLAIN)]
+    "dim, options",
+    [
+        (128, PLAIN),
+        (64, OPTIONAL | {"e4m3": False}),
+        (256, PLAIN),
+        (128, E4M3),
+        (64, OPTIONAL | {"e4m3": True}),
+        (256, E4M3),
+    ],
 )
 
 
 @functools.cache
-def compiled(dim: int, half: bool, window: bool, softcap: bool):
+def compiled(dim: int, half: bool, window: bool, softcap: bool, e4m3: bool):
     kernel = hopper_prefill_kernel
-    form = Form(32, 8, dim, 64, half, window, softcap)
-    desc = f"tensordesc<{'fp16' if half else 'bf16'}[{form.box}, 64],{x_layout()!r}>"
+    form = Form(32, 8, dim, 64, half, window, softcap, e4m3, E4M3_SLOTS if e4m3 else 2)
+    values = "fp16" if half else "bf16"
+    keys = "fp8e4nv" if e4m3 else values
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"q": "*bf16", "out": "*bf16"}
-    signature |= dict.fromkeys(("block_table", "tiles"), "*i32") | {"key_desc": desc, "value_desc": desc}
+    signature |= dict.fromkeys(("key_table", "block_table", "tiles"), "*i32")
+    signature |= {
+        "key_desc": f"tensordesc<{keys}[{form.box}, {form.key_width}],{form.key_layout!r}>",
+        "value_desc": f"tensordesc<{values}[{form.box}, 64],{x_layout()!r}>",
+    }
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     options = ("key_scale", "value_scale", "sinks")
     signature |= dict.fromkeys(options, "*fp32")
@@ -68,3 +83,22 @@ def test_two_probabilities_are_rounded_by_one_instruction(dim: int, options: dic
     for loop in loops_over_blocks(disassembled(compiled(dim, **options), tmp_path)):
         assert sum("F2FP" in text for text in loop) == block_of(dim) // 4
         assert not any("PRMT" in text for text in loop)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_e4m3_keys_are_multiplied_as_such_and_take_half_the_bytes(dim: int):
+    """By half as many products, with nothing added up outside of them."""
+    wide, narrow = (compiled(dim, **(E4M3 | {"e4m3": e4m3})).asm["ptx"] for e4m3 in (False, True))
+    block = block_of(dim)
+    products = re.findall(r"wgmma\S*m64n(\d+)k(\d+)\.f32\.(\w+)\.", narrow)
+    by_keys = [one for one in products if one[2] == "e4m3"]
+    by_values = [one for one in products if one[2] == "f16"]
+    assert set(by_keys) == {(str(block), "32", "e4m3")} and set(by_values) == {(str(dim), "16", "f16")}
+    # Steps along the sum: dim of keys, block of values.
+    assert len(by_keys) * 32 * block == len(by_values) * 16 * dim
+    assert len(re.findall(r"wgmma\S*\.f32\.f16", wide)) == 2 * len(by_keys) + len(by_values)
+    sizes = {one: [int(size) for size in re.findall(r"expect_tx[^;]*, (\d+);", ptx)]
+             for one, ptx in (("wide", wide), ("narrow", narrow))}  # fmt: skip
+    assert set(sizes["wide"]) == {2 * block * dim}
+    assert set(sizes["narrow"]) == {block * dim, 2 * block * dim}
+    assert narrow.count("add.f32") == wide.count("add.f32")

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scalegate.kernels import prompt_attention
 from scalegate.kernels.prompt_attention import Step, hopper_takes
 
-LARGE = Step(4096, 4, 128, 64, (torch.bfloat16, torch.bfloat16), 0, False)
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+LARGE = Step(4096, 4, 128, 64, (BF16, BF16, BF16), 0, False)
 HOPPER = (9, 0)
 
 
@@ -16,8 +18,9 @@ HOPPER = (9, 0)
         {},
         {"group": 1},
         {"head_dim": 256, "group": 16, "page": 128},
-        {"dtypes": (torch.bfloat16, torch.float16), "scale_dims": 1},
-        {"dtypes": (torch.float16, torch.float16)},
+        {"dtypes": (BF16, FP16, FP16), "scale_dims": 1},
+        {"dtypes": (BF16, E4M3, FP16), "scale_dims": 1},
+        {"dtypes": (FP16, FP16, FP16)},
     ],
 )
 def test_large_steps_on_hopper_are_for_the_kernel_written_for_it(change: dict):
@@ -34,10 +37,12 @@ def test_large_steps_on_hopper_are_for_the_kernel_written_for_it(change: dict):
         {"head_dim": 512},
         {"group": 256},
         {"page": 8},
-        {"dtypes": (torch.float32, torch.float32)},
-        {"dtypes": (torch.float16, torch.bfloat16)},
-        {"dtypes": (torch.bfloat16, torch.float8_e4m3fn), "scale_dims": 1},
-        {"dtypes": (torch.bfloat16, torch.float16), "scale_dims": 3},
+        {"dtypes": (torch.float32, torch.float32, torch.float32)},
+        {"dtypes": (FP16, BF16, BF16)},
+        {"dtypes": (BF16, E4M3, E4M3), "scale_dims": 1},
+        {"dtypes": (BF16, torch.int8, FP16), "scale_dims": 1},
+        {"dtypes": (BF16, E4M3, FP16), "scale_dims": 1, "one_form": True},
+        {"dtypes": (BF16, FP16, FP16), "scale_dims": 3},
     ],
     ids=str,
 )
@@ -48,3 +53,59 @@ def test_what_it_does_not_take_is_left_to_the_other_one(change: dict):
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_keep_the_other_one(capability: tuple[int, int]):
     assert not hopper_takes(LARGE, capability)
+
+
+class Called:
+    """Stands for both kernels, widening and the GPU, and keeps what a kernel was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(prompt_attention, "compute_capability", lambda device: HOPPER)
+        monkeypatch.setattr(prompt_attention, "widen_pages", lambda stored, pages: stored[pages].half())
+        for name in ("hopper_prefill", "prefill_attention"):
+            monkeypatch.setattr(prompt_attention, name, self.kernel(name))
+
+    def kernel(self, name: str):
+        def keep(q, keys, values, table, tiles, **options):
+            self.name, self.keys, self.values, self.table, self.options = name, keys, values, table, options
+
+        return keep
+
+    def attend(self, dtype: torch.dtype, scale_shape: tuple[int, ...], one_form: bool) -> None:
+        stored = torch.arange(6).view(6, 1, 1, 1).expand(6, 2, 64, 128)
+        prompt_attention.prompt_attention(
+            torch.zeros(4096, 8, 128, dtype=BF16),
+            stored.to(dtype),
+            stored.to(dtype),
+            torch.tensor([[5, 3]]),
+            torch.zeros(1, 4),
+            scale=1.0,
+            key_scale=torch.arange(6.0)[: scale_shape[0]].view(-1, *scale_shape[1:]),
+            value_scale=torch.arange(6.0)[: scale_shape[0]].view(-1, *scale_shape[1:]),
+            out=torch.zeros(0),
+            one_form=one_form,
+            widened=(torch.tensor([5, 3]), torch.tensor([[0, 1]])),
+        )
+
+
+def test_keys_of_e4m3_stay_where_they_lie_and_values_are_widened(monkeypatch: pytest.MonkeyPatch):
+    called = Called(monkeypatch)
+    called.attend(E4M3, (2,), one_form=False)
+    assert called.name == "hopper_prefill"
+    assert called.keys.dtype == E4M3 and len(called.keys) == 6
+    assert called.values.dtype == FP16 and called.values[:, 0, 0, 0].tolist() == [5, 3]
+    assert called.options["key_table"].tolist() == [[5, 3]] and called.table.tolist() == [[0, 1]]
+
+
+def test_where_bits_are_kept_keys_and_values_are_widened(monkeypatch: pytest.MonkeyPatch):
+    called = Called(monkeypatch)
+    called.attend(E4M3, (2,), one_form=True)
+    assert called.name == "prefill_attention" and called.options["one_form"]
+    assert called.keys.dtype == called.values.dtype == FP16
+    assert called.keys[:, 0, 0, 0].tolist() == [5, 3] and called.table.tolist() == [[0, 1]]
+
+
+def test_int8_is_widened_with_the_scales_of_its_pages(monkeypatch: pytest.MonkeyPatch):
+    called = Called(monkeypatch)
+    called.attend(torch.int8, (6, 1, 1), one_form=False)
+    assert called.name == "prefill_attention" and called.keys.dtype == FP16
+    assert called.options["key_scale"].flatten().tolist() == [5, 3]
