@@ -31,6 +31,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ..e4m3_queries import LEAST
 from ..prefill_attention import LOG2_E
 from ..triton_imports import (
     TensorDescriptor,
@@ -48,6 +49,7 @@ from .prefill_items import ROWS, Form, Items
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A thread's registers before the producer gives most of its own to the two warpgroups."""
+LEAST_LARGEST = gl.constexpr(LEAST)
 E4M3_SLOTS = 3
 """Of keys and of values, where e4m3 keys leave room and the time for a load is shorter."""
 
@@ -292,10 +294,11 @@ def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def e4m3_rows(rows):
-    """Rows [ROWS, dim] rounded to e4m3, and what each was divided by."""
+    """Rows [ROWS, dim] rounded to e4m3, and what each was divided by, which is never zero: `softmax_step`
+    multiplies minus infinity by it."""
     values = rows.to(gl.float32)
-    largest = gl.max(gl.abs(values), axis=1)
-    inverse = gl.where(largest > 0, 448.0 / largest, 0.0)
+    largest = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST_LARGEST)
+    inverse = 448.0 / largest
     return (values * inverse[:, None]).to(gl.float8e4nv), largest * (1.0 / 448.0)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import struct
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("triton")
 
 import triton
 from hopper_compiler import assembler_notes, disassembled
+from scalegate.kernels.e4m3_queries import LEAST
 from scalegate.kernels.hopper.packed_operand import x_layout
 from scalegate.kernels.hopper.prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
 from scalegate.kernels.hopper.prefill_items import Form, block_of
@@ -102,3 +104,12 @@ def test_e4m3_keys_are_multiplied_as_such_and_take_half_the_bytes(dim: int):
     assert set(sizes["wide"]) == {2 * block * dim}
     assert set(sizes["narrow"]) == {block * dim, 2 * block * dim}
     assert narrow.count("add.f32") == wide.count("add.f32")
+
+
+@EVERY
+def test_a_row_of_zeros_has_a_scale_above_zero(dim: int, options: dict):
+    """Or its hidden scores, minus infinity times that, would be no numbers."""
+    ptx = compiled(dim, **options).asm["ptx"]
+    least = struct.pack(">f", LEAST).hex().upper()
+    assert bool(re.search(rf"max\.f32\s.*, 0f{least};", ptx)) == options["e4m3"]
+    assert not re.search(r"(mul|fma|div)\S*\.ftz", ptx)
