@@ -19,6 +19,7 @@ from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_cuda import to_device
 from .kv_kvarn_cpu import KVarNStorage
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
+from .side_stream import SideStream
 
 
 class KVarNLayers:
@@ -125,6 +126,7 @@ class KVarNCudaLayerKV:
             ),
         )
         self._plain_pages = workspaces.get(PlainPages, PlainPages)
+        self._beside = workspaces.get(SideStream, lambda: SideStream(device))
 
     def forward(
         self,
@@ -135,7 +137,7 @@ class KVarNCudaLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        storage, value_dim, lengths = self.storage, value.shape[2], metadata.decode_seq_lens
+        storage, value_dim = self.storage, value.shape[2]
         if self._layers.storages[0] is storage:
             self._layers.flush(metadata)
         query, key, value = (by_token(widened(x, storage.dim)) for x in (query, key, value))
@@ -146,29 +148,56 @@ class KVarNCudaLayerKV:
             "softcap": options.softcap or 0.0,
             "sinks": sinks,
         }
-        if metadata.host is None or metadata.host.num_decodes:
-            # Zeros for requests that do not decode; those of prompts are written over.
-            rows = min(len(query), len(lengths))
-            turned_q = torch.empty((rows, *query.shape[1:]), dtype=torch.float16, device=query.device)
-            append_held(
-                query, key, value, metadata.positions, metadata.token_rows, lengths, storage.held, turned_q
-            )
-            kvarn_decode(
-                query[:rows],
-                turned_q,
-                storage.pages,
-                storage.held,
-                metadata.block_table,
-                lengths,
-                metadata.request_rows,
-                self._workspace,
-                value_bits=storage.value_bits,
-                out=output[:rows],
-                **settings,
-            )
-        if metadata.prefill_tiles is not None:
-            self._prefill(query, key, value, metadata, metadata.prefill_tiles, output, settings)
+        tiles = metadata.prefill_tiles
+        decodes = metadata.host is None or metadata.host.num_decodes > 0
+        if tiles is not None and decodes:
+            # A small step's few pages leave most of a GPU free, and take as long as decoding does.
+            self._beside.run(lambda: self._write_pages(key, value, metadata))
+        elif tiles is not None:
+            self._write_pages(key, value, metadata)
+        if decodes:
+            self._decode(query, key, value, metadata, output, settings)
+        if tiles is not None and decodes:
+            self._beside.join()
+        if tiles is not None:
+            self._prefill(query, key, value, metadata, tiles, output, settings)
         return output[..., :value_dim]
+
+    def _write_pages(self, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> None:
+        """Those that a step's prompts fill."""
+        storage = self.storage
+        where = metadata.positions, metadata.slot_mapping, metadata.token_rows, metadata.decode_seq_lens
+        flush_prompts(key, value, *where, storage.held, storage.pages, storage.value_bits)
+
+    def _decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        settings: dict[str, Any],
+    ) -> None:
+        storage, lengths = self.storage, metadata.decode_seq_lens
+        # Zeros for requests that do not decode; those of prompts are written over.
+        rows = min(len(query), len(lengths))
+        turned_q = torch.empty((rows, *query.shape[1:]), dtype=torch.float16, device=query.device)
+        append_held(
+            query, key, value, metadata.positions, metadata.token_rows, lengths, storage.held, turned_q
+        )
+        kvarn_decode(
+            query[:rows],
+            turned_q,
+            storage.pages,
+            storage.held,
+            metadata.block_table,
+            lengths,
+            metadata.request_rows,
+            self._workspace,
+            value_bits=storage.value_bits,
+            out=output[:rows],
+            **settings,
+        )
 
     def _prefill(
         self,
@@ -182,8 +211,6 @@ class KVarNCudaLayerKV:
     ) -> None:
         storage = self.storage
         pages, held, value_bits = storage.pages, storage.held, storage.value_bits
-        where = metadata.positions, metadata.slot_mapping, metadata.token_rows, metadata.decode_seq_lens, held
-        flush_prompts(key, value, *where, pages, value_bits)
         # Where bits are kept large steps are computed as small ones are.
         host = metadata.host if metadata.numerics == "tuned" else None
         if host is not None:
@@ -207,4 +234,5 @@ class KVarNCudaLayerKV:
                 out=output,
                 **settings,
             )
-        hold(key, value, *where, self._layers.written)
+        where = metadata.positions, metadata.slot_mapping, metadata.token_rows, metadata.decode_seq_lens
+        hold(key, value, *where, held, self._layers.written)
