@@ -53,6 +53,19 @@ class ScaledKVFormat(KVFormat, Protocol):
 
 
 @runtime_checkable
+class PageCodedKVFormat(KVFormat, Protocol):
+    """A format that keeps tokens as they came until a page of them is full, which it codes at once."""
+
+    @property
+    def group_size(self) -> int:
+        """Tokens that are coded at once."""
+
+    @property
+    def plain_tokens(self) -> int:
+        """The longest context without a code."""
+
+
+@runtime_checkable
 class InvariantKVFormat(KVFormat, Protocol):
     """A format whose attention can keep a request's bits whoever shares its batch."""
 

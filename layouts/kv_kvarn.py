@@ -31,6 +31,10 @@ class KVarN:
         """As vLLM calls it."""
         return f"kvarn_k4v{self.value_bits}_g{self.group_size}"
 
+    @property
+    def plain_tokens(self) -> int:
+        return HELD_PAGES * self.group_size
+
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
         if shape.sliding_window is not None:
             return TokenByToken().bytes_per_page(shape, page_size)
@@ -41,8 +45,7 @@ class KVarN:
     def bytes_per_request(self, shape: KVShape) -> int:
         if shape.sliding_window is not None:
             return 0
-        tokens = HELD_PAGES * self.group_size
-        return 2 * tokens * shape.heads * shape.padded().key_dim * shape.dtype.itemsize
+        return 2 * self.plain_tokens * shape.heads * shape.padded().key_dim * shape.dtype.itemsize
 
     def page_size(self, device: torch.device) -> int:
         return self.group_size

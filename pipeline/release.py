@@ -12,6 +12,7 @@ from typing import Any
 
 from ..layouts.errors import UserError
 from ..layouts.numerics import TUNED
+from ..serving_check.coded_load import default_input_len
 from ..serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE
 from ..serving_check.engines.placement import PLACEMENT, Placement
@@ -50,7 +51,8 @@ class ReleaseOptions:
     baseline_revision: str | None = None
     m: Sequence[int] | None = None
     """None takes `default_ms`."""
-    input_len: int = WorkloadSettings.input_len
+    input_len: int | None = None
+    """None takes `default_input_len` of the recipe's KV format."""
     output_len: int = WorkloadSettings.output_len
     waves: int = WorkloadSettings.waves
     max_repeats: int = WorkloadSettings.max_blocks
@@ -110,13 +112,20 @@ class Asked:
     given: Mapping[str, Any]
     """Those of the engine's options that were given, as `validate` takes them; without the layout, which the
     artifact's plan records."""
+    kv_cache: str = UNQUANTIZED
+    """The KV format of the recipe."""
+
+    @property
+    def input_len(self) -> int:
+        asked = self.options.input_len
+        return default_input_len(self.kv_cache) if asked is None else asked
 
     @property
     def workload(self) -> WorkloadSettings:
         own = self.options
         return WorkloadSettings(
-            tuple(sorted(own.m or default_ms(own.input_len))),
-            own.input_len,
+            tuple(sorted(own.m or default_ms(self.input_len))),
+            self.input_len,
             own.output_len,
             own.waves,
             own.max_repeats,
@@ -197,7 +206,8 @@ def sorted_out(options: Mapping[str, Any]) -> Asked:
 
 
 def claiming(asked: Asked, recipe: Recipe) -> Asked:
-    """With the batch invariance that the recipe claims. UserError where another one was asked for."""
+    """With the KV format and the batch invariance that the recipe claims. UserError where another one of
+    these was asked for."""
     claim, given = recipe.batch_invariance, asked.given.get("batch_invariance")
     if given is not None and given != claim:
         raise UserError(
@@ -205,6 +215,7 @@ def claiming(asked: Asked, recipe: Recipe) -> Asked:
             f"served as its recipe says; write `batch_invariance: {given}` there, or try it with "
             "`pipeline validate`"
         )
+    asked = replace(asked, kv_cache=recipe.kv_cache)
     if claim == TUNED:
         return asked
     return replace(
@@ -218,7 +229,8 @@ def refuse_exploratory(recipe: Recipe, asked: Asked) -> None:
     """UserError where the settings alone make a verdict that would not be published."""
     declared = declared_by(recipe.to_json())
     bounds = asked_bounds(declared, asked.options)
-    weak = weaker_settings(asked.workload, bounds, asked.options.quality_tokens, declared)
+    tokens = asked.options.quality_tokens
+    weak = weaker_settings(asked.workload, bounds, tokens, declared, asked.kv_cache)
     if weak:
         raise UserError(
             "this would be an exploratory run, and those are not published:\n  "
@@ -285,7 +297,7 @@ def _lay_out(result: ReleaseResult, folder: Path, asked: Asked, progress: bool) 
         device=asked.engine.device,
         dtype=asked.engine.dtype,
         kv=Artifact.read(folder).kv_cache != UNQUANTIZED,
-        contexts=(asked.options.input_len + asked.options.output_len,),
+        contexts=(asked.input_len + asked.options.output_len,),
         progress=progress,
     )
     _note(result, "layout", not laid_out.measured, laid_out.note)
@@ -304,7 +316,7 @@ def _validate(result: ReleaseResult, rival: str | None, asked: Asked, progress: 
         m=options.m,
         engine=options.engine,
         baseline_engine=options.baseline_engine,
-        input_len=options.input_len,
+        input_len=asked.input_len,
         output_len=options.output_len,
         waves=options.waves,
         max_repeats=options.max_repeats,

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..layouts.errors import UserError
 from ..layouts.numerics import TUNED
-from ..serving_check.engine.options import SIZED, EngineOptions
+from ..serving_check.coded_load import default_input_len
+from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.placement import PLACEMENT, Placement
 from ..serving_check.options import from_given, takes
@@ -21,6 +22,7 @@ from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import open_checkpoint
+from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device
 from .signature import require_key
 from .validation.cpu_dtype import baseline_dtype
@@ -43,7 +45,7 @@ def validate(
     report: str | Path | None = None,
     engine: str = DEFAULT_ENGINE,
     baseline_engine: str | None = None,
-    input_len: int = WorkloadSettings.input_len,
+    input_len: int | None = None,
     output_len: int = WorkloadSettings.output_len,
     waves: int = WorkloadSettings.waves,
     max_repeats: int = WorkloadSettings.max_blocks,
@@ -70,6 +72,7 @@ def validate(
     report:          folder for the verdict, the page and the plots, besides those in the artifact itself
     engine:          a name in `ENGINES`, or the URL of a server that is already running
     baseline_engine: the same for the baseline; None takes `engine`, or our own where that is a URL
+    input_len:       prompt tokens a request; None takes `default_input_len` of the KV format
     max_repeats:     blocks of two interleaved repeats at one M before it is called undecided
     seed:            of the prompts; None takes a fresh one, so that no server can have met them
     floor:           least throughput ratio; None takes the recipe's, or the default
@@ -85,8 +88,6 @@ def validate(
     """
     clock = StageClock(progress)
     seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
-    ms = tuple(sorted(m or default_ms(input_len)))
-    workload = WorkloadSettings(ms, input_len, output_len, waves, max_repeats, warmups, seed)
     if tasks is not None:
         require_lm_eval()
     given_options = dict(engine_options)
@@ -97,6 +98,11 @@ def validate(
         baseline_engine = engine if engine_named(engine).starts else DEFAULT_ENGINE
     checkpoint = open_checkpoint(str(artifact), revision)
     manifest = _unchanged_manifest(checkpoint.folder)
+    if input_len is None:
+        asked_format = engine_options.get("kv_cache_dtype") or AUTO
+        input_len = default_input_len(kv_cache_of(checkpoint, asked_format).kv_format)
+    ms = tuple(sorted(m or default_ms(input_len)))
+    workload = WorkloadSettings(ms, input_len, output_len, waves, max_repeats, warmups, seed)
     claim = TUNED if manifest is None else manifest.batch_invariance()
     if claim != TUNED and engine_options.get("batch_invariance") is None:
         engine_options["batch_invariance"] = given_options["batch_invariance"] = claim

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+from .coded_load import uncoded
 from .engines.all_engines import find_engine
 from .settings import Bounds, WorkloadSettings, checked_bound
 from .verdict import Verdict
@@ -64,9 +65,16 @@ def is_weaker(name: str, value: float, than: float) -> bool:
 
 
 def weaker_settings(
-    workload: WorkloadSettings, bounds: Bounds, quality_tokens: int, declared: Declared
+    workload: WorkloadSettings,
+    bounds: Bounds,
+    quality_tokens: int,
+    declared: Declared,
+    kv_cache_dtype: str | None,
 ) -> list[str]:
-    """What is weaker than the policy, as the recipe lowers it, and known before anything is measured."""
+    """What is weaker than the policy, as the recipe lowers it, and known before anything is measured.
+
+    kv_cache_dtype: how the artifact's keys and values are stored; None where that is not known
+    """
     policy = _policy(declared)
     ms = sorted(workload.ms)
     found = []
@@ -87,6 +95,8 @@ def weaker_settings(
     ):
         if value < least:
             found.append(f"{value} {what}, the policy wants {least}")
+    if (why := uncoded(workload, kv_cache_dtype)) is not None:
+        found.append(why)
     for field in fields(Bounds):
         value, allowed = getattr(bounds, field.name), declared.get(field.name, _default(field.name))
         if is_weaker(field.name, value, allowed):
@@ -97,7 +107,10 @@ def weaker_settings(
 def weaker(verdict: Verdict) -> list[str]:
     """Everything in which a verdict is weaker than the policy; empty where it may be published."""
     declared = verdict.declared
-    found = weaker_settings(verdict.workload, verdict.bounds, verdict.quality_tokens, declared)
+    kv_cache_dtype = verdict.artifact.kv_cache_dtype
+    found = weaker_settings(
+        verdict.workload, verdict.bounds, verdict.quality_tokens, declared, kv_cache_dtype
+    )
     least = _policy(declared).least_blocks
     found += [
         f"{len(one.blocks)} blocks of repeats at M={one.m}, the policy wants {least}"

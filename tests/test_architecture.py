@@ -42,6 +42,7 @@ ROOMS = {
         "evidence",
         "verdict",
         "environment",
+        "coded_load",
         "policy",
         "curve",
         "checks",

@@ -43,7 +43,11 @@ from .validate import WholeNumbers
     type=WholeNumbers(),
     help="Requests at once; default 1,2,4,8,16,32, and 1,8,32 for prompts of more than 1,024 tokens.",
 )
-@click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
+@click.option(
+    "--input-len",
+    type=int,
+    help="Prompt tokens a request. [default: 64; of KVarN so many that codes are read and a page is written]",
+)
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
 @click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
 @click.option("--max-repeats", default=96, show_default=True, help="Blocks of repeats at one M at most.")

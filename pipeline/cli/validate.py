@@ -45,7 +45,11 @@ class WholeNumbers(click.ParamType):
     help="URL: that of a running server.",
 )
 @click.option("--baseline-engine", type=EngineWord(), help="The same for the baseline; default as --engine.")
-@click.option("--input-len", default=64, show_default=True, help="Prompt tokens a request.")
+@click.option(
+    "--input-len",
+    type=int,
+    help="Prompt tokens a request. [default: 64; of KVarN so many that codes are read and a page is written]",
+)
 @click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
 @click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
 @click.option(

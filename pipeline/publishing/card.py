@@ -15,6 +15,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ...layouts.numerics import TUNED
 from ...layouts.outside_files import read_json_object
+from ...serving_check.coded_load import default_input_len
 from ...serving_check.engine.options import ARTIFACT_ONLY, UNQUANTIZED
 from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.options import flag, words_of
@@ -345,7 +346,7 @@ def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
     workload, usual = verdict.workload, WorkloadSettings()
     words += [] if workload.ms == usual.ms else ["--m", ",".join(map(str, workload.ms))]
     for option, value, default in (
-        ("input_len", workload.input_len, usual.input_len),
+        ("input_len", workload.input_len, default_input_len(artifact.kv_cache)),
         ("output_len", workload.output_len, usual.output_len),
         ("waves", workload.waves, usual.waves),
         ("max_repeats", workload.max_blocks, usual.max_blocks),

@@ -19,6 +19,7 @@ from ...serving_check.stage_clock import StageClock, in_words
 from ...serving_check.statistics import LOOKS
 from ..artifact import VERDICT_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint
+from ..conventions.kv_cache import kv_cache_of
 from .servers import IN_PROCESS, artifact_options, baseline_options
 from .task_scores import public_tasks
 
@@ -130,7 +131,8 @@ def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
 
 def say_exploratory(run: Run) -> None:
     """Before hours of work, that its result will not be published; whoever has no manifest never asked to."""
-    weak = weaker_settings(run.workload, run.bounds, run.quality_tokens, run.declared)
+    kv_cache_dtype = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
+    weak = weaker_settings(run.workload, run.bounds, run.quality_tokens, run.declared, kv_cache_dtype)
     for line in first_lines(weak, {}) if run.manifest and run.progress else []:
         print(f"Note: {line}", file=sys.stderr)
 

@@ -37,7 +37,7 @@ def test_answers_too_short_for_m_are_refused_with_the_length_that_would_do():
 def test_fewer_ms_are_measured_and_the_policy_agrees():
     assert default_ms(64) == (1, 2, 4, 8, 16, 32) and default_ms(4096) == (1, 8, 32)
     long = WorkloadSettings(default_ms(4096), 4096, 128)
-    assert weaker_settings(long, Bounds(), QUALITY_TOKENS, {}) == []
+    assert weaker_settings(long, Bounds(), QUALITY_TOKENS, {}, None) == []
 
 
 def test_prompts_longer_than_the_text_are_all_different(example_checkpoint: Path, heldout_text: Path):

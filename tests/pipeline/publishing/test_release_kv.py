@@ -21,7 +21,7 @@ least_output_len: 32
 least_quality_tokens: 1000
 """
 TOO_SLOW = {"throughput", "latency", "stalls"}
-LOAD = {"m": (1, 4), "input_len": 160, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
+LOAD = {"m": (1, 4), "input_len": 176, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
 
 
 def test_it_is_served_so_and_judged(example_checkpoint: Path, tmp_path: Path):

@@ -1,0 +1,47 @@
+"""Requests long enough that what a KV format codes is read and written while they are answered.
+
+A format that codes whole pages keeps short contexts as they came. A load of such requests says nothing of its
+codes: their kernel could take a second, and writing a page could be a loop in Python.
+"""
+
+from ..layouts.kv_format import KV_FORMATS, PageCodedKVFormat
+from .settings import WorkloadSettings
+
+ANSWERED_BEFORE = 32
+"""Tokens of an answer before it fills a page, of the prompts that are chosen here."""
+
+
+def default_input_len(kv_cache_dtype: str | None) -> int:
+    """Prompt tokens a request, where none are asked for. kv_cache_dtype: None where it is not known."""
+    form = _page_coded(kv_cache_dtype)
+    if form is None:
+        return WorkloadSettings.input_len
+    return max(WorkloadSettings.input_len, form.plain_tokens + form.group_size - ANSWERED_BEFORE)
+
+
+def uncoded(workload: WorkloadSettings, kv_cache_dtype: str | None) -> str | None:
+    """Why such a load leaves out what the format does; None where it does not."""
+    form = _page_coded(kv_cache_dtype)
+    if form is None:
+        return None
+    input_len, output_len, page = workload.input_len, workload.output_len, form.group_size
+    wanted = f"the policy wants for instance {default_input_len(kv_cache_dtype)}"
+    if input_len < form.plain_tokens:
+        return (
+            f"{input_len} prompt tokens a request, of which {kv_cache_dtype} codes none "
+            f"until it has been answered with {form.plain_tokens - input_len}; {wanted}"
+        )
+    # The last token of an answer is not stored, and a page is written when the next token comes.
+    if (input_len + output_len - 2) // page == input_len // page:
+        return (
+            f"{output_len} output tokens after {input_len} prompt tokens, in which {kv_cache_dtype} "
+            f"fills no page of {page}; {wanted} prompt tokens"
+        )
+    return None
+
+
+def _page_coded(kv_cache_dtype: str | None) -> PageCodedKVFormat | None:
+    if kv_cache_dtype is None or kv_cache_dtype not in KV_FORMATS:
+        return None
+    form = KV_FORMATS[kv_cache_dtype]
+    return form if isinstance(form, PageCodedKVFormat) else None
