@@ -23,7 +23,6 @@ from .artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
 from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import open_checkpoint
 from .conventions.kv_cache import kv_cache_of
-from .device import resolve_device
 from .signature import require_key
 from .validation.cpu_dtype import baseline_dtype
 from .validation.measure import measure_and_judge
@@ -111,7 +110,7 @@ def validate(
     other = open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision)
     longest_task = 0 if tasks is None else task_context(other)
     options = sized_options(engine_options, workload, longest_task)
-    options = replace(options, device=placed(resolve_device(options.device), placement))
+    options = replace(options, device=placed(options.device, placement))
     given = {"throughput_floor": floor, "max_first_rival_m": rival_from_m}
     bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
     third = open_rival(checkpoint, manifest, None if rival is None else str(rival), rival_revision)

@@ -26,6 +26,15 @@ LEAST_BLOCKS = RESTART_FROM + LOOKS[0] * GROUP
 """Fewer than these allow no decision by groups."""
 
 
+def require_groups(workload: WorkloadSettings) -> None:
+    """UserError where too few blocks are allowed to decide anything in turns."""
+    if workload.max_blocks < LEAST_BLOCKS:
+        raise UserError(
+            f"the servers do not fit in memory together and take turns, which needs --max-repeats "
+            f"{LEAST_BLOCKS} or more; it is {workload.max_blocks}"
+        )
+
+
 @dataclass
 class Turns:
     """The sides, and what they are sent."""
@@ -43,11 +52,7 @@ class Turns:
 
     def measure(self, progress: bool = True, say: Callable[[str], None] = print) -> list[MeasuredM]:
         """Group after group over all undecided Ms. UserError where too few blocks are allowed to decide."""
-        if self.workload.max_blocks < LEAST_BLOCKS:
-            raise UserError(
-                f"the servers do not fit in memory together and take turns, which needs --max-repeats "
-                f"{LEAST_BLOCKS} or more; it is {self.workload.max_blocks}"
-            )
+        require_groups(self.workload)
         test = sequential_test(self.workload, self.floor)
         measured = [MeasuredM(m) for m in sorted(self.workload.ms)]
         groups = test.of_groups
@@ -66,7 +71,7 @@ class Turns:
                 if group not in groups.looks:
                     continue
                 undecided = self._undecided(measured)
-                say(f"group {group}: {len(measured) - len(undecided)} of {len(measured)} Ms are decided")
+                say(f"group {group}: {len(undecided)} of {len(measured)} Ms need further groups")
                 if not undecided or any(each.status == "fail" for each in decisions_of(measured, test)):
                     break
         return measured

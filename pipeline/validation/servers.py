@@ -23,6 +23,7 @@ from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
 from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
+from ..device import resolve_device
 from .gpu_memory import MemoryPlan, Side
 
 PAGE = 128
@@ -31,6 +32,8 @@ LARGEST_CHUNK = 8192
 """Prompt tokens in a step, at most: activations of more would take memory from keys and values."""
 IN_PROCESS = frozenset({"device", "dtype", "layout"})
 """The options that hold for this process as well: it loads both models to compare them."""
+GPUS_OF_A_SERVER = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
+"""The options that say on how many GPUs one server runs."""
 TIMES_ITS_FILES = 6
 """Memory for a checkpoint in two processes, over the size of its files: float32 of bfloat16, and slack."""
 BESIDE_WEIGHTS = 4 << 30
@@ -97,14 +100,24 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
         if ours.starts:
             raise UserError(f"{flag(name)} does not reach an engine {engine!r}; leave it out")
         raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
+    for one, other in ((engine, theirs), (baseline_engine, ours)):
+        alone = list(GPUS_OF_A_SERVER & given.keys() - engine_named(one).options)
+        if alone and engine_named(one).starts and other.options.issuperset(alone):
+            raise UserError(
+                f"{flag(alone[0])} does not reach an engine {one!r}, whose server would run on fewer GPUs "
+                "than the other side's; give both sides an engine that takes it"
+            )
 
 
-def placed(device: str, placement: Placement) -> str:
-    """Where this process loads both models: the first GPU that is named, or `device`."""
+def placed(asked: str, placement: Placement) -> str:
+    """Where this process loads both models: the first GPU that is named, or the device `asked` for."""
+    device = resolve_device(asked)
     if placement.devices is None:
         return device
+    if device != "cuda" and asked == AUTO:
+        raise UserError("--devices names GPUs, and this torch sees none")
     if device != "cuda":
-        raise UserError(f"--devices and --device {device} both say where it runs; leave one of them out")
+        raise UserError(f"--devices and --device {asked} both say where it runs; leave one of them out")
     return f"cuda:{placement.devices[0]}"
 
 

@@ -22,6 +22,7 @@ from ...serving_check.engines.taking_turns import TakingTurns
 from ...serving_check.gate import Served, serve_and_measure, serve_in_turns
 from ...serving_check.interleaving import Rival
 from ...serving_check.task_scores import TaskScore
+from ...serving_check.turns import require_groups
 from .gpu_memory import Side, plan_memory
 from .run import Run
 from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of
@@ -84,6 +85,8 @@ def serve_sides(
     can_restart = len(started) == len(servers) and all(server.keeps_address for server in started)
     if not plan.together and not can_restart:
         raise UserError("the servers do not fit on the GPU together, and cannot be started in turns here")
+    if not plan.together:
+        require_groups(run.workload)
     if plan.together:
         at_once = roomy or may_start_at_once(sides, plan)
         with starting(servers, together=at_once) as endpoints:
@@ -158,6 +161,8 @@ def _in_turns(
             clock=run.clock,
             rival_from_m=run.bounds.max_first_rival_m,
         )
+        # Before another side takes its place.
+        _require_alive([servers[turns.up]] if turns.up else [])
         if run.options.numerics != "tuned":
             served = replace(served, company=_in_company(run, turns.take("artifact"), text))
         scores = _task_scores(run, turns.take)

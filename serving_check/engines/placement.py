@@ -48,13 +48,13 @@ class Placement:
 
     def words(self, side: str) -> list[str]:
         """What the command of that side's server is told besides."""
-        text = self.engine_args
+        text, given = self.engine_args, "--engine-args"
         if side == BASELINE and self.baseline_engine_args is not None:
-            text = self.baseline_engine_args
+            text, given = self.baseline_engine_args, "--baseline-engine-args"
         try:
             return shlex.split(text or "")
         except ValueError as error:
-            raise UserError(f"--engine-args {text!r} cannot be read as a shell would: {error}") from error
+            raise UserError(f"{given} {text!r} cannot be read as a shell would: {error}") from error
 
     def groups(self, sides: int, first: int = 0) -> list[tuple[int, ...]]:
         """The GPUs of each of `sides` servers: a group each, or one group for all.
