@@ -139,7 +139,8 @@ def test_a_server_killed_in_its_turn_decides_nothing(
 ):
     """Nor does the proof of a batch-invariance claim, which starts the other side's, hide it."""
     take_turns(monkeypatch)
-    kills = iter([False, False, True])
+    # Canary text by both, the artifact once more, then the baseline.
+    kills = iter([False, False, False, True])
     take = TakingTurns.take
 
     def killed(self: TakingTurns, side: str):
