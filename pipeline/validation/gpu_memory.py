@@ -74,7 +74,9 @@ def plan_memory(
                     "or an engine that takes --tensor-parallel-size"
                 )
             taken[device] = taken.get(device, 0.0) + least[side.name]
-    together = all(taken[device] <= SHARE_OF_FREE * memory[device][0] for device in taken)
+    fit = all(taken[device] <= SHARE_OF_FREE * memory[device][0] for device in taken)
+    # A cluster's memory is not seen from here, and each server has all of its GPUs.
+    together = fit and not placement.on_a_cluster
     for side in sides:
         if not side.devices or asked[side.name] is not None:
             grants[side.name] = None
@@ -123,10 +125,9 @@ def kv_heads(config: Mapping[str, Any]) -> int:
 def _asked(side: Side, placement: Placement) -> float | None:
     """The share that the user gives the engine in its own words."""
     option = engine_named(side.engine).memory_option
-    words = [part for word in placement.words(side.name) for part in word.split("=", 1)]
-    if option is None or option not in words[:-1]:
+    value = None if option is None else placement.value_of(option, side.name)
+    if value is None:
         return None
-    value = words[words.index(option) + 1]
     try:
         return float(value)
     except ValueError as error:

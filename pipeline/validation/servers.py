@@ -139,7 +139,7 @@ def sides_of(
     wanted: name, engine, checkpoint and options of each
     """
     device = torch.device(wanted[0][3].device)
-    if device.type != "cuda":
+    if device.type != "cuda" or placement.on_a_cluster:
         return [Side(*each) for each in wanted]
     groups = placement.groups(len(wanted), first=device.index or 0)
     kinds = {gpu: name_of(gpu) for group in groups for gpu in group}

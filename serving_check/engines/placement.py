@@ -4,6 +4,7 @@ What an engine serves with is `engine/options.py`. How much of a GPU each server
 those who start them.
 """
 
+import itertools
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,6 +14,13 @@ from ...layouts.errors import UserError
 from ..options import OptionValue, check, option
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+OWN_OPTIONS = {
+    word: f"--{name}-parallel-size"
+    for name, short in (("tensor", "-tp"), ("pipeline", "-pp"))
+    for word in (f"--{name}-parallel-size", short)
+}
+"""What an engine's own words must not say, since memory and GPUs are planned by our options."""
+BACKEND, RAY = "--distributed-executor-backend", "ray"
 BASELINE = "baseline"
 
 
@@ -39,22 +47,37 @@ class Placement:
         for one in fields(self):
             object.__setattr__(self, one.name, check(type(self), one, getattr(self, one.name)))
         for side in ("artifact", BASELINE):
-            self.words(side)
+            for word in self.words(side):
+                if word in OWN_OPTIONS:
+                    raise UserError(f"{word} stands in words for the engine; give it as {OWN_OPTIONS[word]}")
 
     @property
     def gpus(self) -> int:
         """That one server runs on."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def on_a_cluster(self) -> bool:
+        """Whether the servers run on GPUs that Ray gives them, on whatever machines."""
+        return any(self.value_of(BACKEND, side) == RAY for side in ("artifact", BASELINE))
+
+    def value_of(self, option: str, side: str) -> str | None:
+        """Of an option in the words for that side's server, the last where it is given twice."""
+        words = self.words(side)
+        given = [value for word, value in itertools.pairwise(words) if word == option]
+        return given[-1] if given else None
+
     def words(self, side: str) -> list[str]:
-        """What the command of that side's server is told besides."""
+        """What the command of that side's server is told besides; an option and its value are two words, with
+        hyphens in its name."""
         text, given = self.engine_args, "--engine-args"
         if side == BASELINE and self.baseline_engine_args is not None:
             text, given = self.baseline_engine_args, "--baseline-engine-args"
         try:
-            return shlex.split(text or "")
+            words = shlex.split(text or "")
         except ValueError as error:
             raise UserError(f"{given} {text!r} cannot be read as a shell would: {error}") from error
+        return [part for word in words for part in _option_and_value(word)]
 
     def groups(self, sides: int, first: int = 0) -> list[tuple[int, ...]]:
         """The GPUs of each of `sides` servers: a group each, or one group for all.
@@ -74,6 +97,14 @@ class Placement:
     def asked_for(self) -> dict[str, OptionValue]:
         """What differs from the defaults, by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+
+
+def _option_and_value(word: str) -> list[str]:
+    """`--a_b=c` as `--a-b`, `c`, which vLLM reads alike."""
+    if not word.startswith("--"):
+        return [word]
+    name, *value = word.split("=", 1)
+    return [name.replace("_", "-"), *value]
 
 
 ANYWHERE = Placement()

@@ -151,3 +151,26 @@ def test_words_for_an_engine_are_read_as_a_shell_reads_them():
     assert Placement(engine_args="--a").words("baseline") == ["--a"]
     with pytest.raises(UserError, match="cannot be read as a shell would"):
         Placement(engine_args="--a 'b")
+
+
+def test_servers_on_a_cluster_take_turns_on_gpus_that_are_not_here(example_checkpoint: Path):
+    """The command of docs/engines.md, on a machine with fewer GPUs than both of Ray's have."""
+    placement = Placement(
+        tensor_parallel_size=8, pipeline_parallel_size=2, engine_args="--distributed-executor-backend=ray"
+    )
+    both = sides(example_checkpoint, placement)
+    assert [side.devices for side in both] == [(), ()]
+    assert not plan_memory(both, placement, gpu(140.0)).together
+    assert plan_memory(both, Placement(engine_args="--distributed-executor-backend mp"), gpu(140.0)).together
+
+
+@pytest.mark.parametrize("words", ["--gpu_memory_utilization=0.8", "--gpu_memory_utilization 0.8"])
+def test_a_share_is_seen_however_vllm_lets_it_be_spelt(example_checkpoint: Path, words: str):
+    placement = Placement(engine_args=words)
+    assert not plan_memory(sides(example_checkpoint, placement), placement, gpu(140.0)).together
+
+
+@pytest.mark.parametrize("words", ["--tensor-parallel-size 2", "-tp 2", "--pipeline_parallel_size=2"])
+def test_gpus_are_not_asked_for_in_words_for_the_engine(words: str):
+    with pytest.raises(UserError, match=r"give it as --(tensor|pipeline)-parallel-size"):
+        Placement(engine_args=words)
