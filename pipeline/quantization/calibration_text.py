@@ -17,6 +17,7 @@ from ...layouts.errors import UserError
 from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
+from ..model_loader.vocabulary import refuse_unknown_tokens
 from .calibration_names import HUB, SELF
 
 SEQUENCES, SEQUENCE_TOKENS = 512, 512
@@ -53,6 +54,7 @@ def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationTex
         name, path = Path(source).name, Path(source).expanduser()
         windows, digest = _file_windows(tokenizer, path)
     tokens = torch.cat(windows) if windows else torch.empty(0, dtype=torch.int64)
+    refuse_unknown_tokens(tokens, tokenizer, checkpoint)
     sequences = min(len(tokens) // SEQUENCE_TOKENS, SEQUENCES)
     whole = tokens[: sequences * SEQUENCE_TOKENS].view(-1, SEQUENCE_TOKENS)
     if not len(whole):

@@ -18,6 +18,7 @@ from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
+from ..model_loader.vocabulary import refuse_unknown_tokens
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
 WINDOW, LONG_WINDOW = 512, 2048
@@ -83,6 +84,8 @@ def read_held_out(
         ) from error
     if not windows:
         raise UserError(f"the held-out text {path} is empty; give a file with --text")
+    for checkpoint in (artifact, baseline):
+        refuse_unknown_tokens(torch.cat([*windows, *pool]), tokenizer, checkpoint)
     token_ids = torch.cat(pool).tolist()
     if len(token_ids) < 2 * prompt:
         token_ids = list(islice(cycle(token_ids), len(token_ids) + prompt - 1))

@@ -29,6 +29,7 @@ from scalegate.pipeline.quantization.calibration_text import read_calibration_te
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
+from scalegate.pipeline.validation.held_out import read_held_out
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RECIPE = Recipe("gptq", spec=Int4(64), method=GPTQ)
@@ -55,7 +56,8 @@ def small(tmp_path_factory: pytest.TempPathFactory, example_checkpoint: Path) ->
 
 def made(folder: Path, tokenizer: Path, kind: str, **sizes: int) -> Path:
     torch.manual_seed(0)
-    sizes |= {"vocab_size": 8192, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"vocab_size": 8192} | sizes
+    sizes |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = AutoConfig.for_model(kind, **sizes, head_dim=64, num_hidden_layers=LAYERS)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -243,6 +245,17 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     errors = [artifact.quantization["modules"][name]["output_error"] for name in experts]
     assert sum(one["calibrated"] for one in errors) < sum(one["data_free"] for one in errors)
     assert load_model(tmp_path / "out", progress=False).layouts
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(
+    example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(made(tmp_path, example_checkpoint, "qwen3", vocab_size=1024))
+    said = r"tokenizer of 8192 tokens is not that of .*, which knows 1024: the text has token \d+"
+    with pytest.raises(UserError, match=said):
+        read_calibration_text(checkpoint, str(heldout_text))
+    with pytest.raises(UserError, match=said):
+        read_held_out(heldout_text, checkpoint, checkpoint, 300)
 
 
 def test_a_data_set_of_the_hub_is_streamed_until_there_is_enough(

@@ -1,0 +1,20 @@
+"""Whether a model knows the tokens of a text: told before it reads them, for an embedding has no row for others."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ...layouts.errors import UserError
+from ..checkpoints.checkpoint import Checkpoint
+from .skeleton import model_config
+
+
+def refuse_unknown_tokens(ids: Tensor, tokenizer: Any, checkpoint: Checkpoint) -> None:
+    """UserError where one of `ids`, which `tokenizer` gave, is beyond the vocabulary of `checkpoint`."""
+    size = model_config(checkpoint).get_text_config().vocab_size
+    largest = int(ids.max()) if ids.numel() else 0
+    if largest >= size:
+        raise UserError(
+            f"the tokenizer of {len(tokenizer)} tokens is not that of {checkpoint.source}, which knows {size}: "
+            f"the text has token {largest}; put the model's own tokenizer beside its weights"
+        )
