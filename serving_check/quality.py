@@ -44,11 +44,26 @@ class Score:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a `.jsonl` file (`{"text": …}` a line), or the whole of any other text file."""
+    """The documents of a `.jsonl` file (`{"text": …}` a line), or the whole of any other text file.
+
+    ValueError names the file's first line that is not such a one.
+    """
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [content]
-    return [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
+    # By \n alone: a JSON string may hold the other characters that `splitlines` breaks at.
+    lines = enumerate(content.split("\n"), start=1)
+    return [_document(line, number) for number, line in lines if line.strip()]
+
+
+def _document(line: str, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f'line {number} is not a JSON object with a string "text"')
+    return text
 
 
 def token_windows(

@@ -73,9 +73,9 @@ def _file_windows(tokenizer: Any, path: Path) -> tuple[list[Tensor], str]:
         return _windows(tokenizer, read_texts(path)), hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise UserError(f"cannot read the calibration text {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise UserError(
-            f'{path} is not a text; give plain UTF-8, or a .jsonl file with one {{"text": ...}} a line'
+            f'{path} is not a text: {error}; give plain UTF-8, or a .jsonl file with one {{"text": ...}} a line'
         ) from error
 
 

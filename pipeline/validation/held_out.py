@@ -77,9 +77,9 @@ def read_held_out(
         pool = windows if tokens >= 2 * prompt else token_windows(tokenizer, texts, WINDOW, 2 * prompt)
     except OSError as error:
         raise UserError(f"cannot read the held-out text {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise UserError(
-            f"{path} is not held-out text; give plain UTF-8 text, "
+            f"{path} is not held-out text: {error}; give plain UTF-8 text, "
             'or a .jsonl file with one {"text": ...} a line'
         ) from error
     if not windows:

@@ -258,6 +258,16 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(
         read_held_out(heldout_text, checkpoint, checkpoint, 300)
 
 
+def test_a_broken_line_of_a_text_is_named(example_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two\n')
+    checkpoint = open_checkpoint(example_checkpoint)
+    with pytest.raises(UserError, match=r"text\.jsonl is not a text: line 2 is not"):
+        read_calibration_text(checkpoint, str(path))
+    with pytest.raises(UserError, match=r"text\.jsonl is not held-out text: line 2 is not"):
+        read_held_out(path, checkpoint, checkpoint, 300)
+
+
 def test_a_data_set_of_the_hub_is_streamed_until_there_is_enough(
     example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

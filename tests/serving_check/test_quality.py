@@ -80,6 +80,14 @@ def test_texts_come_from_json_lines_or_are_the_whole_file(tmp_path: Path):
     assert read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
 
 
+@pytest.mark.parametrize("broken", ['{"text": "cut', '{"txt": "two"}', '["two"]', '{"text": 2}'])
+def test_a_broken_json_line_is_named(tmp_path: Path, broken: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "one\u2028more"}}\n\n{broken}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="^line 3 is not a JSON object"):
+        read_texts(path)
+
+
 def test_comparing_leaves_inference_mode_as_it_was():
     compare(SKEWED, EVEN, WINDOWS)
     assert not torch.is_inference_mode_enabled()
