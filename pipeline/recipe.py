@@ -33,6 +33,8 @@ DATA_FREE, GPTQ, AWQ, AWQ_GPTQ = "data-free", "gptq", "awq", "awq-gptq"
 METHODS = (DATA_FREE, GPTQ, AWQ, AWQ_GPTQ)
 DEFAULT_SPEC = Int4()
 REGEX_PREFIX = "re:"
+SELF, HUB = "self", "hub:"
+"""Where a calibration text comes from, if not from a file: `self`, or `hub:` and a data set's name."""
 MAX_RECIPE_BYTES = 1 << 16
 MAX_TEXT = 1000
 """Characters of a name or a description."""
@@ -70,7 +72,7 @@ class Recipe:
     """For how many steps each layer's rounding is learned after that (`quantization/learned_rounding.py`)."""
     calibration: str = ""
     """The text for what reads one: a file, `hub:DATASET`, or `self` for what the model itself writes, which a
-    recipe that needs a text and names none gets."""
+    recipe that needs a text and names none gets. In YAML a file's path begins where the recipe lies."""
     include: tuple[str, ...] = ()
     """Patterns of the modules to quantize; none means all."""
     ignore: tuple[str, ...] = ()
@@ -97,14 +99,14 @@ class Recipe:
     (`serving_check.policy.ReleasePolicy`) that this recipe changes, under their names there."""
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as its YAML would say it, defaults included and bounds at the top level."""
+        """The recipe as its YAML would say it beside its text, defaults included and bounds at the top level."""
         return {
             "name": self.name,
             "description": self.description,
             **spec_to_json(self.spec),
             **({"method": self.method} if self.method != DATA_FREE else {}),
             **({"learned_rounding": self.learned_rounding} if self.learned_rounding else {}),
-            **({"calibration": self.calibration} if self.calibration else {}),
+            **({"calibration": calibration_name(self.calibration)} if self.calibration else {}),
             "include": list(self.include),
             "ignore": list(self.ignore),
             "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
@@ -124,6 +126,15 @@ def matches(pattern: str, module: str) -> bool:
     if pattern.startswith(REGEX_PREFIX):
         return full_match(pattern.removeprefix(REGEX_PREFIX), module)
     return fnmatch.fnmatchcase(module, pattern)
+
+
+def calibration_name(source: str) -> str:
+    """What a published record calls a calibration text: of a file its name alone, without folders."""
+    return Path(source).name if _is_file_name(source) else source
+
+
+def _is_file_name(source: str) -> bool:
+    return source != SELF and not source.startswith(HUB)
 
 
 def shipped_recipes() -> list[str]:
@@ -193,7 +204,7 @@ class _Reader:
             spec=spec,
             method=self._choice(value, "method", lines, METHODS),
             learned_rounding=self._steps(value, "learned_rounding", lines),
-            calibration=self._text(value, "calibration", lines),
+            calibration=self._calibration(value, lines),
             include=self._patterns(value, "include", lines),
             ignore=self._patterns(value, "ignore", lines),
             rules=self._rules(spec, node, value.get("rules"), lines.get("rules")),
@@ -355,6 +366,13 @@ class _Reader:
         if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise self._error(lines.get(key), f"`{key}` is text of at most {MAX_TEXT} characters")
         return text.strip()
+
+    def _calibration(self, value: Mapping[str, Any], lines: dict[str, int]) -> str:
+        """The text's name; a file's with the recipe's folder in front."""
+        source = self._text(value, "calibration", lines)
+        if not source or not _is_file_name(source):
+            return source
+        return str(self.path.parent / Path(source).expanduser())
 
     def _error(self, line: int | None, what: str) -> UserError:
         return UserError(f"{self.path}{f', line {line}' if line else ''}: {what}")

@@ -3,9 +3,11 @@
 Apart from what reads such a text, which takes seconds to import: cards and previews need the names alone.
 """
 
+from ..recipe import SELF
+
+__all__ = ["CALIBRATION", "LEARNED", "SELF"]
+
 CALIBRATION = "calibration"
 """In a manifest's `quantization`: how many sequences were read of each kind, and whether the text fits."""
 LEARNED = "layer_error"
 """In the same place: each layer's error before and after its rounding was learned, where it was."""
-SELF, HUB = "self", "hub:"
-"""Where a text comes from, if not from a file: `self`, or `hub:DATASET`, `hub:DATASET:SPLIT:COLUMN`."""

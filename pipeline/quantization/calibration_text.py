@@ -18,14 +18,14 @@ from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 from ..model_loader.vocabulary import refuse_unknown_tokens
-from .calibration_names import HUB, SELF
+from ..recipe import HUB, SELF, calibration_name
 
 SEQUENCES, SEQUENCE_TOKENS = 512, 512
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """name:       what `--calibration` takes; of a file its name alone, without folders
+    """name:       what `--calibration` takes, as `calibration_name` has it
     shape:      sequences, at most 512, and the tokens of each, 512
     sequences:  int64 [shape]; None where the model is still to draw them
     parameters: what of the text decides an artifact's bytes
@@ -48,11 +48,10 @@ def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationTex
             f"{checkpoint.source} has no tokenizer, which --calibration needs; add tokenizer.json"
         )
     if source.startswith(HUB):
-        name, windows = source, _windows(tokenizer, _dataset_texts(source))
+        windows = _windows(tokenizer, _dataset_texts(source))
         digest = hashlib.sha256(b"".join(window.numpy().tobytes() for window in windows)).hexdigest()
     else:
-        name, path = Path(source).name, Path(source).expanduser()
-        windows, digest = _file_windows(tokenizer, path)
+        windows, digest = _file_windows(tokenizer, Path(source).expanduser())
     tokens = torch.cat(windows) if windows else torch.empty(0, dtype=torch.int64)
     refuse_unknown_tokens(tokens, tokenizer, checkpoint)
     sequences = min(len(tokens) // SEQUENCE_TOKENS, SEQUENCES)
@@ -60,7 +59,7 @@ def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationTex
     if not len(whole):
         raise UserError(f"{source} has {len(tokens)} tokens; calibration needs at least {SEQUENCE_TOKENS}")
     shape = (len(whole), SEQUENCE_TOKENS)
-    return CalibrationText(name, shape, whole, {"sha256": digest, "shape": list(shape)})
+    return CalibrationText(calibration_name(source), shape, whole, {"sha256": digest, "shape": list(shape)})
 
 
 def _windows(tokenizer: Any, texts: Iterable[str]) -> list[Tensor]:

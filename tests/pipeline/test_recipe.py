@@ -152,6 +152,21 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, said: str) 
     assert str(path) in found
 
 
+def test_a_calibration_text_lies_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rec").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for said in ("texts/a.jsonl", str(tmp_path / "b.txt"), "self", "hub:org/some:test"):
+        (tmp_path / "rec" / "mine.yaml").write_text(f"method: gptq\ncalibration: {said}\n")
+        found[said] = load_recipe(Path("rec") / "mine.yaml")
+    text, elsewhere, own, hub = found.values()
+    assert text.calibration == str(Path("rec", "texts", "a.jsonl"))
+    assert text.to_json()["calibration"] == "a.jsonl", "no folder of this machine is published"
+    assert elsewhere.calibration == str(tmp_path / "b.txt")
+    assert (own.calibration, hub.calibration) == ("self", "hub:org/some:test")
+    assert hub.to_json()["calibration"] == "hub:org/some:test"
+
+
 def tasks_for(checkpoint: Path, **fields: object):
     return make_tasks(open_checkpoint(checkpoint), Recipe("test", **fields))  # type: ignore[arg-type]
 
