@@ -71,7 +71,7 @@ class Recipe:
     learned_rounding: int = 0
     """For how many steps each layer's rounding is learned after that (`quantization/learned_rounding.py`)."""
     calibration: str = ""
-    """The text for what reads one: a file, `hub:DATASET`, or `self` for what the model itself writes, which a
+    """The text for what reads one: a file, `hub:OWNER/NAME`, or `self` for what the model itself writes, which a
     recipe that needs a text and names none gets. In YAML a file's path begins where the recipe lies."""
     include: tuple[str, ...] = ()
     """Patterns of the modules to quantize; none means all."""

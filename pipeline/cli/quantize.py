@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--calibration",
     metavar="TEXT",
-    help="For recipes that read a text: a file, hub:DATASET, or self for what the model writes.",
+    help="For recipes that read a text: a file, hub:OWNER/NAME, or self for what the model writes.",
 )
 @click.option("--target-bits", type=float, help="INT4 group sizes chosen for so many bits a weight.")
 @click.option("--max-kl", type=float, help="The same, for the fewest bits within this divergence, in nats.")
@@ -74,10 +74,16 @@ def command(
     int4-awq-gptq, int4-best, nvfp4, nvfp4-gptq, nvfp4-best, nvfp4-w4a4, iq2-xxs, or your own.
 
     \b
+    --calibration takes a data set, of the split `train` and the column `text` unless it says others, as
+    hub:OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]].
+
+    \b
     Examples:
         pipeline quantize Qwen/Qwen3-8B --out qwen3-8b-int4
         pipeline quantize ./my-model --recipe int4-hqq-g64 --out out
         pipeline quantize ./my-model --recipe mine.yaml --export torchao --out out
+        pipeline quantize ./my-model --recipe int4-gptq --calibration texts.jsonl --out out
+        pipeline quantize ./my-model --target-bits 4.5 --calibration texts.jsonl --out out
         pipeline quantize ./my-70b --dry-run --out out
         pipeline quantize ./my-70b --devices all --out out
         torchrun --nproc-per-node 8 -m scalegate.pipeline quantize ./my-70b --out out

@@ -21,6 +21,8 @@ from ..model_loader.vocabulary import refuse_unknown_tokens
 from ..recipe import HUB, SELF, calibration_name
 
 SEQUENCES, SEQUENCE_TOKENS = 512, 512
+HUB_FORM = f"{HUB}OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]]"
+"""`train` and `text` where it names no split and no column."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,50 @@ def _file_windows(tokenizer: Any, path: Path) -> tuple[list[Tensor], str]:
         ) from error
 
 
-def _dataset_texts(source: str) -> Iterator[str]:
-    """The texts of `hub:DATASET:SPLIT:COLUMN`, streamed; `train` and `text` where it names none."""
-    name, split, column = [*source.removeprefix(HUB).split(":"), "", ""][:3]
-    try:
+@dataclass(frozen=True)
+class _HubTexts:
+    """A column of a data set on the Hub, as `HUB_FORM` names it."""
+
+    dataset: str
+    configuration: str | None
+    revision: str | None
+    split: str
+    column: str
+
+    @classmethod
+    def of(cls, source: str) -> "_HubTexts":
+        """UserError where `source` is not of that form."""
+        name, *parts = source.removeprefix(HUB).split(":")
+        name, at, revision = name.partition("@")
+        owner, *more = name.split("/", 2)
+        dataset, configuration = "/".join([owner, *more[:1]]), more[1] if len(more) > 1 else None
+        named = [owner, *more, *([revision] if at else [])]
+        if not all(named) or len(parts) > 2:
+            raise UserError(f"{source!r} names no data set of the Hub; it is named {HUB_FORM}")
+        split, column = [*parts, "", ""][:2]
+        return cls(dataset, configuration, revision or None, split or "train", column or "text")
+
+    def texts(self) -> Iterator[str]:
+        """Streamed; whatever the Hub, the network and the data set's own format can say is raised."""
         datasets = importlib.import_module("datasets")
+        for row in datasets.load_dataset(
+            self.dataset, self.configuration, split=self.split, revision=self.revision, streaming=True
+        ):
+            yield row[self.column]
+
+
+def _dataset_texts(source: str) -> Iterator[str]:
+    """UserError says why the texts cannot be read."""
+    named = _HubTexts.of(source)
+    try:
+        importlib.import_module("datasets")
     except ImportError as error:
         raise UserError(
             "a calibration text from the Hub needs the package `datasets`: pip install 'scalegate[datasets]'"
         ) from error
     try:
-        for row in datasets.load_dataset(name, split=split or "train", streaming=True):
-            yield row[column or "text"]
+        yield from named.texts()
     except Exception as error:
-        # Whatever the Hub, the network and the data set's own format can say.
         raise UserError(
-            f"cannot read the calibration text {source}: {error}; it is named hub:DATASET:SPLIT:COLUMN"
+            f"cannot read the calibration text {source}: {error}; it is named {HUB_FORM}"
         ) from error

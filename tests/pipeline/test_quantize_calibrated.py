@@ -1,6 +1,7 @@
 """A recipe with `method: gptq`, from a text to an artifact: better outputs, equal bytes whatever happened."""
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,11 +273,14 @@ def test_a_data_set_of_the_hub_is_streamed_until_there_is_enough(
     example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(example_checkpoint)
-    asked: list[tuple[str, str, bool]] = []
+    asked: list[tuple[str | None, ...]] = []
     taken: list[int] = []
 
-    def load_dataset(name: str, split: str, streaming: bool) -> Iterator[dict[str, str]]:
-        asked.append((name, split, streaming))
+    def load_dataset(
+        path: str, name: str | None, *, split: str, revision: str | None, streaming: bool
+    ) -> Iterator[dict[str, str]]:
+        assert streaming
+        asked.append((path, name, split, revision))
         for index in range(1000):
             taken.append(index)
             yield {"code": f"def number_{index}():\n    return {index}\n" * 10}
@@ -285,10 +289,18 @@ def test_a_data_set_of_the_hub_is_streamed_until_there_is_enough(
     found = read_calibration_text(checkpoint, "hub:org/some:test:code")
     assert found.sequences is not None
     assert found.sequences.shape == (12, 64)
-    assert asked == [("org/some", "test", True)]
     assert len(taken) < 100
-    with pytest.raises(UserError, match="hub:DATASET:SPLIT:COLUMN"):
-        read_calibration_text(checkpoint, "hub:org/some")
+    read_calibration_text(checkpoint, "hub:org/some/wiki-2@refs/pr/1:test:code")
+    read_calibration_text(checkpoint, "hub:some@v1::code")
+    assert asked == [
+        ("org/some", None, "test", None),
+        ("org/some", "wiki-2", "test", "refs/pr/1"),
+        ("some", None, "train", "v1"),
+    ]
+    form = re.escape("hub:OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]]")
+    for wrong in ("hub:org/some", "hub:", "hub:org/", "hub:org/some@", "hub:org/some:test:code:more"):
+        with pytest.raises(UserError, match=form):
+            read_calibration_text(checkpoint, wrong)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'scalegate\[datasets\]'"):
         read_calibration_text(checkpoint, "hub:org/some")
