@@ -26,12 +26,12 @@ from .file_digests import sha256_of_each
 from .publishing.card_engines import kv_cache_commands
 from .quantization.allocation import Budget
 from .quantization.base_metadata import read_base_metadata
-from .quantization.calibration_names import CALIBRATION, LEARNED
+from .quantization.calibration_names import CALIBRATION
 from .quantization.calibration_text import read_calibration_text
 from .quantization.estimate import Estimate, estimate
 from .quantization.importance import importance_of
 from .quantization.job import QuantizeJob, prepare, weight_quantizer
-from .quantization.job_text import Reading, found_on, read_text
+from .quantization.job_text import Reading, facts_of, found_on, read_text
 from .quantization.kv_scales import find_kv_scales
 from .quantization.mixed_recipe import SENSITIVITY, MixedRecipe, mixed_recipe
 from .quantization.progress import byte_bar
@@ -202,9 +202,7 @@ def _write_all_shards(
     write_shards(job, record, shards, known, ranks, progress)
     if read is None or job.text is None:
         return shards, {}
-    learned = {layer: {"before": one[0], "after": one[1]} for layer, one in found.learned.items()}
-    facts = read.facts | ({LEARNED: learned} if learned else {})
-    return shards, {CALIBRATION: {"source": job.text.name, **facts}}
+    return shards, {CALIBRATION: {"source": job.text.name, **read.facts, **facts_of(found, job.wanted)}}
 
 
 def _finish(

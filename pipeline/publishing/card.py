@@ -28,7 +28,7 @@ from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.base_metadata import carried
-from ..quantization.calibration_names import CALIBRATION, SELF
+from ..quantization.calibration_names import CALIBRATION, SCARCE, SELF
 from ..recipe import load_recipe, shipped_recipes
 from ..report.names import BADGE_NAME
 from ..report.table import held_out_text, with_error
@@ -293,13 +293,15 @@ def _quantization(artifact: Artifact, method: str | None) -> str:
 
 
 def _calibration(read: dict[str, Any] | None) -> str | None:
-    """Which sequences the weights were rounded with in view, and whether the text that was given fits."""
+    """Which sequences the weights were rounded with in view, and what was wrong with them."""
     if read is None:
         return None
     kinds = [f"{read['text']} sequences of a text"] if read["text"] else []
     kinds += [f"{read['own']} that the model wrote itself"] if read["own"] else []
     strange = "" if read.get("fits", True) else "; the text is of a kind that the model does not know"
-    return " and ".join(kinds) + strange
+    few = len(read.get(SCARCE, ()))
+    unreached = f"; {few} experts got fewer tokens of it than they have inputs" if few else ""
+    return " and ".join(kinds) + strange + unreached
 
 
 def _is_shipped(recipe: dict[str, Any]) -> bool:

@@ -5,9 +5,12 @@ Apart from what reads such a text, which takes seconds to import: cards and prev
 
 from ..recipe import SELF
 
-__all__ = ["CALIBRATION", "LEARNED", "SELF"]
+__all__ = ["CALIBRATION", "LEARNED", "SCARCE", "SELF"]
 
 CALIBRATION = "calibration"
 """In a manifest's `quantization`: how many sequences were read of each kind, and whether the text fits."""
 LEARNED = "layer_error"
-"""In the same place: each layer's error before and after its rounding was learned, where it was."""
+"""In the same place: each layer's error before and after its rounding was learned, where it was to be;
+empty where the text was too short."""
+SCARCE = "experts_with_few_tokens"
+"""In the same place: experts that fewer tokens reached than they have inputs, by module, where there are any."""

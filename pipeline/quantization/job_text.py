@@ -18,6 +18,7 @@ from ...layouts.outside_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.skeleton import model_config
 from .calibration import calibrate
+from .calibration_names import LEARNED, SCARCE
 from .calibration_text import SEQUENCES, CalibrationText
 from .linear_weights import EMBEDDING
 from .self_calibration import beside, can_draw, drawn_sequences
@@ -34,6 +35,12 @@ twice as many."""
 ALONE = (
     "the model does not fit into memory and writes nothing to be read beside the calibration text: a text of "
     "another kind than the model is used on can do harm"
+)
+
+
+UNLEARNED = (
+    "no rounding was learned: that needs two sequences of the text at least, one to be held aside; weights are as "
+    "the recipe's method left them"
 )
 
 
@@ -117,4 +124,14 @@ def found_on(
             f"{len(found.scarce)} experts get fewer tokens of the text than they have inputs, such as "
             f"{found.scarce[0]}; they were rounded with their whole layer's inputs in view"
         )
+    if wanted.learning_steps and len(sequences) < 2:
+        reading.say(UNLEARNED)
     return found
+
+
+def facts_of(found: Found, wanted: Wanted) -> dict[str, Any]:
+    """What the manifest says of what was found on the text."""
+    learned = {layer: {"before": one[0], "after": one[1]} for layer, one in found.learned.items()}
+    return ({LEARNED: learned} if wanted.learning_steps else {}) | (
+        {SCARCE: found.scarce} if found.scarce else {}
+    )

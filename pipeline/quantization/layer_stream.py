@@ -37,6 +37,9 @@ class LayerStream:
         self, checkpoint: Checkpoint, sequences: Tensor, device: torch.device, spill: Path | None = None
     ):
         self.checkpoint, self.sequences, self.device = checkpoint, sequences, device
+        few = len(sequences) <= SEQUENCES_AT_ONCE
+        # In two parts at least, so that one can be held aside while rounding is learned from the other.
+        self._at_once = max(1, (len(sequences) + 1) // 2) if few else SEQUENCES_AT_ONCE
         self.model = build_skeleton(checkpoint, default_dtype(checkpoint), device)
         self.model.config._experts_implementation = "eager"
         stored = convention_of(checkpoint).modules(checkpoint)
@@ -56,7 +59,7 @@ class LayerStream:
 
     def starts(self) -> range:
         """The first sequence of every few that are run together."""
-        return range(0, len(self.sequences), SEQUENCES_AT_ONCE)
+        return range(0, len(self.sequences), self._at_once)
 
     def place(self, name: str) -> nn.Module:
         """The layer of that name with its weights read."""
@@ -132,7 +135,7 @@ class LayerStream:
 
     def hidden(self, start: int, states: HiddenStates | None = None) -> Tensor:
         """What the next layer gets of the sequences from `start` on: [n, T, hidden] on the device."""
-        return (states or self.states).read(start, start + SEQUENCES_AT_ONCE).to(self.device)
+        return (states or self.states).read(start, start + self._at_once).to(self.device)
 
     def empty_states(self) -> HiddenStates:
         """Room for the hidden states of the sequences."""
@@ -149,7 +152,7 @@ class LayerStream:
 
         for other, layer in self.layers.items():
             layer.forward = taken if other == name else _passed  # type: ignore[method-assign, assignment]
-        ids = self.sequences[start : start + SEQUENCES_AT_ONCE].to(self.device)
+        ids = self.sequences[start : start + self._at_once].to(self.device)
         output = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
         return found[0], output
 

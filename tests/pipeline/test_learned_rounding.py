@@ -11,7 +11,7 @@ from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration_text, layer_stream, learned_rounding
+from scalegate.pipeline.quantization import calibration_text, job_text, layer_stream, learned_rounding
 from scalegate.pipeline.quantization.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.calibration_names import CALIBRATION, LEARNED
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
@@ -105,6 +105,23 @@ def test_what_is_not_better_is_not_taken(
     (errors,) = artifact.quantization[CALIBRATION][LEARNED].values()
     assert errors["after"] == errors["before"] > 0
     assert weights(tmp_path / "wild") == weights(tmp_path / "gptq")
+
+
+@pytest.mark.parametrize(("sequences", "learns"), [(4, True), (2, True), (1, False)])
+def test_a_short_text_is_learned_from_or_named(
+    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], sequences: int, learns: bool,
+) -> None:  # fmt: skip
+    # What the model writes beside it would be as many sequences again.
+    monkeypatch.setattr(job_text, "can_draw", lambda *_: False)
+    monkeypatch.setattr(calibration_text, "SEQUENCES", sequences)
+    artifact = quantize(
+        small, recipe(Int4(64), 2), tmp_path / "out", calibration=heldout_text, device="cpu"
+    )
+    facts = artifact.quantization[CALIBRATION]
+    assert facts["text"] == sequences
+    assert len(facts[LEARNED]) == (1 if learns else 0)
+    assert ("no rounding was learned" in capsys.readouterr().err) != learns
 
 
 @pytest.mark.parametrize("spec", [Int4(32), Int4(32, symmetric=True), NVFP4()], ids=lambda spec: spec.key)

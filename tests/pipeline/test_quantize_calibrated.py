@@ -17,6 +17,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.publishing.card import _calibration
 from scalegate.pipeline.quantization import (
     calibration,
     calibration_text,
@@ -26,6 +27,7 @@ from scalegate.pipeline.quantization import (
     layer_stream,
     self_calibration,
 )
+from scalegate.pipeline.quantization.calibration_names import CALIBRATION, SCARCE
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.quantize import quantize
@@ -240,9 +242,13 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     (tmp_path / "moe").mkdir()
     source = made(tmp_path / "moe", example_checkpoint, "qwen3_moe", intermediate_size=64, **sizes)
     artifact = quantize(source, RECIPE, tmp_path / "out", calibration=heldout_text, device="cpu")
-    assert "fewer tokens of the text than they have inputs" in capsys.readouterr().err
+    scarce = artifact.quantization[CALIBRATION][SCARCE]
+    assert f"{len(scarce)} experts get fewer tokens of the text than they" in capsys.readouterr().err
+    said = str(_calibration(artifact.quantization[CALIBRATION]))
+    assert f"{len(scarce)} experts got fewer tokens of it than they have inputs" in said
     experts = {name for name in artifact.quantization["modules"] if ".experts." in name}
     assert len(experts) == LAYERS * 16 * 3
+    assert experts > set(scarce) and scarce
     errors = [artifact.quantization["modules"][name]["output_error"] for name in experts]
     assert sum(one["calibrated"] for one in errors) < sum(one["data_free"] for one in errors)
     assert load_model(tmp_path / "out", progress=False).layouts
