@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ...layouts.errors import UserError
 from ...layouts.files import atomic_path
 from ...layouts.progress import progress_bar
 from ...serving_check.engine.kv_pool import free_memory
@@ -58,8 +59,14 @@ def drawn_sequences(
     """int64 [sequences, tokens] from the model at temperature 1; the same numbers for the same device.
 
     kept: a file that they are read from if it is there, and written to otherwise
+    Raises UserError where the model does not fit into memory.
     """
     if not kept.is_file():
+        if not can_draw(checkpoint, device):
+            raise UserError(
+                f"{checkpoint.source} does not fit into memory, so it cannot write a text to be calibrated on; "
+                "give one with --calibration: a file, or hub:OWNER/NAME"
+            )
         instead = None if _writes_as_it_is(checkpoint, device) else rounded_weights(checkpoint, device)
         model = load_model(checkpoint.folder, device=device, progress=progress, instead=instead).model
         count, tokens = shape

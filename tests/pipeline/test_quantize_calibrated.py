@@ -235,6 +235,14 @@ def test_with_no_text_the_model_writes_one(
     assert make(small, recipe, tmp_path / "said", None).bytes_digest() != drawn[0]
 
 
+def test_a_model_that_does_not_fit_into_memory_asks_for_a_text(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_calibration, "free_memory", lambda _: 1000)
+    with pytest.raises(UserError, match="does not fit into memory, so it cannot write .* --calibration"):
+        make(small, RECIPE, tmp_path / "out", None)
+
+
 def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     example_checkpoint: Path, heldout_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
