@@ -6,13 +6,14 @@ Without a server, and not for a verdict: nothing is decided here.
 import gc
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 
 from ..layouts.errors import UserError
 from ..layouts.progress import progress_bar
-from ..serving_check.artifact_figures import WeightFigures
+from ..serving_check.checks.weights import check_weights
+from ..serving_check.engine.options import UNQUANTIZED
 from ..serving_check.quality import compare as compare_predictions
 from ..serving_check.quality_figures import Comparison as Predictions
 from ..serving_check.settings import QUALITY_TOKENS
@@ -25,7 +26,10 @@ from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import load_model
 from .validation.held_out import read_held_out
 from .validation.subject import describe_quantization
-from .validation.weights import compare_weights
+from .validation.weights import ComparedWeights, compare_each_weight
+
+FAR = 1.0
+"""Relative error of a weight that a zero would be as near to; of an unrelated weight it is about 1.4."""
 
 
 def compare(
@@ -54,7 +58,7 @@ def compare(
     found = []
     total = len(checkpoints) * sum(window.numel() for window in windows.windows)
     with progress_bar(total=total, desc="comparing", unit="tok", shown=progress) as bar:
-        for checkpoint in checkpoints:
+        for checkpoint, name in zip(checkpoints, distinct_names(checkpoints), strict=True):
             loaded = load_model(checkpoint.folder, device=where, dtype=kind, progress=progress).model
             if loaded.config.get_text_config().vocab_size != reference.config.get_text_config().vocab_size:
                 raise UserError(
@@ -63,10 +67,16 @@ def compare(
             figures = compare_predictions(loaded, reference, windows.windows, bar.update)
             del loaded
             _release_memory()
-            errors = compare_weights(
-                checkpoint, other, _manifest(checkpoint), device=where, progress=progress
+            manifest = _manifest(checkpoint)
+            weights = compare_each_weight(
+                checkpoint,
+                other,
+                manifest,
+                has_kv_format=manifest is not None and manifest.kv_cache != UNQUANTIZED,
+                device=where,
+                progress=progress,
             )
-            found.append(_compared(checkpoint, figures, errors))
+            found.append(_compared(checkpoint, name, figures, weights))
     first = _manifest(checkpoints[0])
     return Comparison(
         baseline=other.public_name,
@@ -79,10 +89,26 @@ def compare(
     )
 
 
-def _compared(checkpoint: Checkpoint, figures: Predictions, errors: WeightFigures | None) -> ComparedModel:
-    kinds = errors.kinds if errors is not None else ()
+def distinct_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Their public names; folders of one name have as many parents in front as tell them apart."""
+    ways = [one.folder.resolve().parts if one.revision is None else (one.source,) for one in checkpoints]
+    return [_distinct(way, [other for other in ways if other != way]) for way in ways]
+
+
+def _distinct(way: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
+    for parts in range(1, len(way)):
+        if all(other[-parts:] != way[-parts:] for other in others):
+            return str(PurePath(*way[-parts:]))
+    return str(PurePath(*way))
+
+
+def _compared(
+    checkpoint: Checkpoint, name: str, figures: Predictions, weights: ComparedWeights | None
+) -> ComparedModel:
+    kinds = weights.figures.kinds if weights is not None else ()
+    errors = weights.errors if weights is not None else {}
     return ComparedModel(
-        name=checkpoint.public_name,
+        name=name,
         quantization=describe_quantization(checkpoint),
         bits_per_weight=round(bits_per_weight(checkpoint), 4),
         weight_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
@@ -95,7 +121,20 @@ def _compared(checkpoint: Checkpoint, figures: Predictions, errors: WeightFigure
         max_kl=figures.max_kl,
         top1_agreement=figures.top1_agreement,
         module_errors={one.kind: one.median for one in kinds if one.median is not None},
+        weight_errors={module: error if math.isfinite(error) else None for module, error in errors.items()},
+        unlike_baseline=None if weights is None else _unlike_baseline(weights),
     )
+
+
+def _unlike_baseline(weights: ComparedWeights) -> str | None:
+    """Ours by its manifest; of another tool's, which may scale weights before rounding, one has to be near."""
+    figures, errors = weights.figures, weights.errors.values()
+    if figures.is_ours:
+        check = check_weights(figures)
+        said = f"was not made from the baseline, or was changed since: {check.reason}"
+        return said if check.status == "fail" else None
+    is_near = any(error < FAR for error in errors) if errors else figures.changed_tensors < figures.kept
+    return None if is_near else "no weight is near the baseline's: made from another model, or rotated"
 
 
 def bits_per_weight(checkpoint: Checkpoint) -> float:

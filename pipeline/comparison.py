@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from ..layouts.outside_files import read_json_object
 COMPARISON_NAME = ".scalegate-comparison.json"
 """Beside the manifest, hidden and so never published by itself."""
 COLUMNS = ("", "bits", "MB", "extra nats", "mean KL", "p99", "p99.9", "top-1", "weights' error")
+
+MARK = "(!)"
+"""Behind the name of a model that is unlike the baseline."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,17 @@ class ComparedModel:
     top1_agreement: float
     module_errors: dict[str, float]
     """By kind of module, the median relative error of its weights."""
+    weight_errors: dict[str, float | None] = field(default_factory=dict)
+    """By quantized module, its weight's relative error; None where it is not finite."""
+    unlike_baseline: str | None = None
+    """Why it seems to be made from another model than the baseline; None where it does not."""
 
     @property
     def cells(self) -> tuple[str, ...]:
         """As in `COLUMNS`."""
         worst = max(self.module_errors.values(), default=0.0)
         return (
-            self.name,
+            self.name if self.unlike_baseline is None else f"{self.name} {MARK}",
             f"{self.bits_per_weight:.2f}",
             f"{self.weight_bytes / 1e6:,.1f}",
             f"{self.extra_nats_per_token:+.4f}",
@@ -84,6 +91,15 @@ class Comparison:
         rows = [COLUMNS, *(model.cells for model in self.models)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
         return "\n".join(_line(row, widths) for row in rows)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each model that is marked in the table."""
+        return [
+            f"{MARK} {one.name}: {one.unlike_baseline}"
+            for one in self.models
+            if one.unlike_baseline is not None
+        ]
 
     def module_table(self) -> str:
         """Median relative errors of weights by kind of module, a column for each model."""

@@ -41,6 +41,7 @@ def command(
     Examples:
         pipeline compare int4 nvfp4 ORG/Qwen3-8B-AWQ
         pipeline compare out --baseline Qwen/Qwen3-8B --text texts.jsonl --json
+        pipeline compare out ORG/Qwen3-8B-AWQ --card
     """
     from ..artifact import Artifact
     from ..compare import compare
@@ -58,5 +59,7 @@ def command(
     baseline_nats = f"{found.baseline}: {found.baseline_nats_per_token:.4f} nats a token"
     click.echo(f"{found.tokens:,} tokens in {found.dtype}; {baseline_nats}\n")
     click.echo(found.table())
+    for warning in found.warnings:
+        click.echo(f"\n{warning}")
     click.echo("\nMedian relative error of the weights:\n")
     click.echo(found.module_table())

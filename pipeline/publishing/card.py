@@ -127,6 +127,7 @@ def _comparison(folder: Path, artifact: Artifact) -> dict[str, Any] | None:
         "baseline": found.baseline,
         "columns": ["model", *COLUMNS[1:]],
         "rows": [[plain(cell) for cell in model.cells] for model in found.models],
+        "warnings": found.warnings,
     }
 
 

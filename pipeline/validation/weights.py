@@ -34,6 +34,14 @@ NAMED = 8
 WEIGHT = ".weight"
 
 
+@dataclass(frozen=True)
+class ComparedWeights:
+    """errors: by quantized module, its relative error, not finite where it holds a NaN"""
+
+    figures: WeightFigures
+    errors: dict[str, float]
+
+
 def compare_weights(
     artifact: Checkpoint,
     baseline: Checkpoint,
@@ -43,6 +51,22 @@ def compare_weights(
     device: str = "cpu",
     progress: bool = True,
 ) -> WeightFigures | None:
+    """The figures of `compare_each_weight`."""
+    compared = compare_each_weight(
+        artifact, baseline, manifest, has_kv_format=has_kv_format, device=device, progress=progress
+    )
+    return None if compared is None else compared.figures
+
+
+def compare_each_weight(
+    artifact: Checkpoint,
+    baseline: Checkpoint,
+    manifest: Artifact | None,
+    *,
+    has_kv_format: bool = False,
+    device: str = "cpu",
+    progress: bool = True,
+) -> ComparedWeights | None:
     """Every stored tensor of `artifact` against `baseline`; None where the baseline is itself quantized.
 
     has_kv_format: keys and values are stored quantized, so the weights need not be
@@ -66,7 +90,7 @@ def compare_weights(
             bar.update(math.prod(artifact.tensors[name].shape))
     not_quantized = sorted(recorded.keys() - stored.keys())
     not_recorded = sorted(stored.keys() - recorded.keys()) if manifest else []
-    return WeightFigures(
+    figures = WeightFigures(
         is_ours=manifest is not None,
         is_baseline=_same_weights(artifact, baseline, comparison),
         is_other_quantized=has_kv_format,
@@ -83,6 +107,7 @@ def compare_weights(
         missing=tuple(comparison.missing()[:NAMED]),
         unknown=tuple(comparison.unknown[:NAMED]),
     )
+    return ComparedWeights(figures, errors)
 
 
 def squared_errors(

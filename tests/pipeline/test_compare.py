@@ -1,19 +1,23 @@
 """`pipeline compare`: several quantized checkpoints beside one baseline, as a table, JSON and on the card."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
-from scalegate.pipeline.compare import compare
+from scalegate.pipeline.compare import compare, distinct_names
 from scalegate.pipeline.comparison import COMPARISON_NAME, read_comparison
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,10 @@ def artifacts(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     for recipe in recipes:
         quantize(example_checkpoint, recipe, folder / recipe.name, device="cpu", progress=False)
     return {recipe.name: folder / recipe.name for recipe in recipes}
+
+
+def quantized_errors(folder: Path) -> dict[str, float]:
+    return Artifact.read(folder).module_errors()
 
 
 def test_all_are_held_against_one_baseline(artifacts: dict[str, Path], example_checkpoint: Path) -> None:
@@ -38,6 +46,11 @@ def test_all_are_held_against_one_baseline(artifacts: dict[str, Path], example_c
     assert g32.extra_nats_per_token == pytest.approx(g32.nats_per_token - found.baseline_nats_per_token)
     kinds = set(g32.module_errors)
     assert any(kind.endswith("down_proj") for kind in kinds)
+    errors = quantized_errors(artifacts["g32"])
+    assert g32.weight_errors == pytest.approx(errors, rel=1e-3)
+    assert len(errors) == 28
+    assert all(one.unlike_baseline is None for one in found.models)
+    assert found.warnings == []
     assert all(g32.module_errors[kind] < g256.module_errors[kind] for kind in kinds)
     assert len(found.table().splitlines()) == 4
     assert len(found.module_table().splitlines()) == 1 + len(kinds)
@@ -46,6 +59,41 @@ def test_all_are_held_against_one_baseline(artifacts: dict[str, Path], example_c
 def test_the_baseline_beside_itself_differs_in_nothing(example_checkpoint: Path) -> None:
     one = compare([example_checkpoint], example_checkpoint, quality_tokens=300, progress=False).models[0]
     assert (one.mean_kl, one.extra_nats_per_token, one.top1_agreement) == (0, 0, 1)
+
+
+def test_folders_of_one_name_are_told_apart(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        shutil.copytree(artifacts["g32"], tmp_path / parent / "out")
+    same = [open_checkpoint(tmp_path / parent / "out") for parent in ("a", "b")]
+    assert distinct_names([*same, open_checkpoint(artifacts["g256"])]) == ["a/out", "b/out", "g256"]
+    assert distinct_names([same[0], same[0]]) == ["out", "out"]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_was_made_from_another_model_is_marked(
+    artifacts: dict[str, Path], example_checkpoint: Path, tmp_path: Path, is_ours: bool
+) -> None:
+    torch.manual_seed(0)
+    other = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(example_checkpoint), dtype=torch.bfloat16
+    )
+    other.save_pretrained(tmp_path / "other")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example_checkpoint / name, tmp_path / "other")
+    quantize(tmp_path / "other", Recipe("other"), tmp_path / "out", device="cpu", progress=False)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(artifacts["g256"], foreign)
+    (foreign / MANIFEST_NAME).unlink()
+    if not is_ours:
+        (tmp_path / "out" / MANIFEST_NAME).unlink()
+    found = compare([foreign, tmp_path / "out"], example_checkpoint, quality_tokens=300, progress=False)
+    sound, strange = found.models
+    assert sound.unlike_baseline is None
+    assert ("was not made from the baseline" if is_ours else "made from another model") in str(
+        strange.unlike_baseline
+    )
+    assert "out (!)" in found.table() and "foreign (!)" not in found.table()
+    assert len(found.warnings) == 1
 
 
 def test_the_command_keeps_it_for_the_card(artifacts: dict[str, Path]) -> None:

@@ -115,9 +115,7 @@ def test_a_short_text_is_learned_from_or_named(
     # What the model writes beside it would be as many sequences again.
     monkeypatch.setattr(job_text, "can_draw", lambda *_: False)
     monkeypatch.setattr(calibration_text, "SEQUENCES", sequences)
-    artifact = quantize(
-        small, recipe(Int4(64), 2), tmp_path / "out", calibration=heldout_text, device="cpu"
-    )
+    artifact = quantize(small, recipe(Int4(64), 2), tmp_path / "out", calibration=heldout_text, device="cpu")
     facts = artifact.quantization[CALIBRATION]
     assert facts["text"] == sequences
     assert len(facts[LEARNED]) == (1 if learns else 0)

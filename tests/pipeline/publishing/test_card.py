@@ -9,6 +9,7 @@ import yaml
 from passed_artifact import INT4, curve_point, make_artifact, passing_verdict
 from scalegate.pipeline.artifact import SIGNATURE_NAME, Artifact, record_files
 from scalegate.pipeline.cli.release import command as release_command
+from scalegate.pipeline.comparison import ComparedModel, Comparison
 from scalegate.pipeline.publishing import card
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.quantization import job
@@ -73,6 +74,29 @@ def test_the_table_holds_the_measured_figures(artifact):
     assert "| 32 | 1,234 | 1,000 | 1.23 | 1.21 to 1.26 | 9.5 | 9.5 | 12 | 12 |" in text
     assert "| throughput | 1.02 at M=4 | >= 0.93 | pass |" in text
     assert "1,234 tokens of held-out text" in text
+
+
+def test_a_comparison_beside_the_artifact_is_shown(artifact):
+    assert "## Beside others" not in card_of(artifact)
+    digest = Artifact.read(artifact).bytes_digest()
+    sizes = {"bits_per_weight": 4.156, "weight_bytes": 3_210_000, "nats_per_token": 1.25}
+    figures = {"mean_kl": 0.0123, "p99_kl": 0.1, "p999_kl": 0.5, "max_kl": 1.5, "top1_agreement": 0.9512}
+    models = [
+        ComparedModel(
+            name, "INT4", **sizes, extra_nats_per_token=0.0115, extra_nats_limits=None, **figures,
+            module_errors={"a": 0.08}, unlike_baseline=unlike,
+        )
+        for name, unlike in (("out", None), ("b/out", "made from *another* model"))
+    ]  # fmt: skip
+    found = Comparison("maker/base", 1.2385, 4321, "0" * 64, "bfloat16", digest, tuple(models))
+    found.write(artifact)
+    text = card_of(artifact)
+    assert "## Beside others" in text and "Quality on 4,321 tokens of held-out text" in text
+    assert "| model | bits | MB | extra nats | mean KL | p99 | p99.9 | top-1 | weights' error |" in text
+    row = "| 4.16 | 3.2 | +0.0115 | 0.01230 | 0.1000 | 0.500 | 95.12% | 0.0800 |"
+    assert f"| out {row}\n| b/out (!) {row}\n\n(!) b/out: made from \\*another\\* model\n" in text
+    replace(found, bytes_digest="of other bytes").write(artifact)
+    assert "## Beside others" not in card_of(artifact)
 
 
 def test_the_plots_are_shown_from_where_they_are_pushed_to(artifact):
