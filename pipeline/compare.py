@@ -127,7 +127,7 @@ def _compared(
 
 
 def _unlike_baseline(weights: ComparedWeights) -> str | None:
-    """Ours by its manifest; of another tool's, which may scale weights before rounding, one has to be near."""
+    """Ours by its manifest; of another tool's, which may scale weights first, one has to be near."""
     figures, errors = weights.figures, weights.errors.values()
     if figures.is_ours:
         check = check_weights(figures)

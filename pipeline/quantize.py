@@ -90,8 +90,8 @@ def quantize(
     not depend on interruptions, processes or threads, nor, where no text is read, on the device.
 
     export:      a convention; left out, compressed-tensors, or our own for formats that no other one stores
-    calibration: plain text, or .jsonl with one `{"text": ...}` a line; `hub:OWNER/NAME`; or `self`, for what the
-                 model itself writes, in the place of the recipe's; for `method: gptq`, for formats that
+    calibration: plain text, or .jsonl with one `{"text": ...}` a line; `hub:OWNER/NAME`; or `self`, for what
+                 the model itself writes, in the place of the recipe's; for `method: gptq`, for formats that
                  round inputs or heed how much each matters, and for the scales of keys and values
     target_bits: INT4 layers get the group sizes, or stay plain, as buys most at so many bits a weight
     max_kl:      the same, at the fewest bits that keep the divergence, in nats, to this

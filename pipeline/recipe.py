@@ -71,8 +71,8 @@ class Recipe:
     learned_rounding: int = 0
     """For how many steps each layer's rounding is learned after that (`quantization/learned_rounding.py`)."""
     calibration: str = ""
-    """The text for what reads one: a file, `hub:OWNER/NAME`, or `self` for what the model itself writes, which a
-    recipe that needs a text and names none gets. In YAML a file's path begins where the recipe lies."""
+    """The text for what reads one: a file, by its path from the recipe's folder, `hub:OWNER/NAME`, or `self`
+    for what the model itself writes, which a recipe that needs a text and names none gets."""
     include: tuple[str, ...] = ()
     """Patterns of the modules to quantize; none means all."""
     ignore: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class Recipe:
     (`serving_check.policy.ReleasePolicy`) that this recipe changes, under their names there."""
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as its YAML would say it beside its text, defaults included and bounds at the top level."""
+        """The recipe as its YAML would say it beside its text: with defaults, and bounds at the top level."""
         return {
             "name": self.name,
             "description": self.description,

@@ -1,4 +1,4 @@
-"""Whether a model knows the tokens of a text: told before it reads them, for an embedding has no row for others."""
+"""Whether a model knows the tokens of a text: others have no row in its embedding."""
 
 from typing import Any
 
@@ -15,6 +15,6 @@ def refuse_unknown_tokens(ids: Tensor, tokenizer: Any, checkpoint: Checkpoint) -
     largest = int(ids.max()) if ids.numel() else 0
     if largest >= size:
         raise UserError(
-            f"the tokenizer of {len(tokenizer)} tokens is not that of {checkpoint.source}, which knows {size}: "
-            f"the text has token {largest}; put the model's own tokenizer beside its weights"
+            f"the tokenizer of {len(tokenizer)} tokens is not that of {checkpoint.source}, which knows "
+            f"{size}: the text has token {largest}; put the model's own tokenizer beside its weights"
         )

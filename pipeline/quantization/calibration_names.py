@@ -13,4 +13,4 @@ LEARNED = "layer_error"
 """In the same place: each layer's error before and after its rounding was learned, where it was to be;
 empty where the text was too short."""
 SCARCE = "experts_with_few_tokens"
-"""In the same place: experts that fewer tokens reached than they have inputs, by module, where there are any."""
+"""In the same place: experts that fewer tokens reached than they have inputs, where there are any."""

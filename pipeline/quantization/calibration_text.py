@@ -76,7 +76,8 @@ def _file_windows(tokenizer: Any, path: Path) -> tuple[list[Tensor], str]:
         raise UserError(f"cannot read the calibration text {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(
-            f'{path} is not a text: {error}; give plain UTF-8, or a .jsonl file with one {{"text": ...}} a line'
+            f"{path} is not a text: {error}; give plain UTF-8, "
+            'or a .jsonl file with one {"text": ...} a line'
         ) from error
 
 

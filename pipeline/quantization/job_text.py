@@ -39,8 +39,8 @@ ALONE = (
 
 
 UNLEARNED = (
-    "no rounding was learned: that needs two sequences of the text at least, one to be held aside; weights are as "
-    "the recipe's method left them"
+    "no rounding was learned: that needs two sequences of the text at least, one to be held aside; weights "
+    "are as the recipe's method left them"
 )
 
 

@@ -84,7 +84,7 @@ def test_texts_come_from_json_lines_or_are_the_whole_file(tmp_path: Path):
 def test_a_broken_json_line_is_named(tmp_path: Path, broken: str):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one\u2028more"}}\n\n{broken}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="^line 3 is not a JSON object"):
+    with pytest.raises(ValueError, match=r"^line 3 is not a JSON object"):
         read_texts(path)
 
 
