@@ -89,6 +89,8 @@ class LayoutPlan:
     choices: tuple[ShapeChoice, ...] = field(default_factory=tuple)
     kv: tuple[KVMeasurement, ...] = ()
     """Empty where KV formats were not timed."""
+    kv_left_out: tuple[tuple[int, int], ...] = ()
+    """Context and M at which KV formats were to be timed, and their keys and values did not fit in memory."""
 
     def layout_for(self, problem: Problem) -> str | None:
         key = str(problem)
@@ -137,7 +139,8 @@ class LayoutPlan:
             for choice in value["choices"]
         )
         kv = tuple(KVMeasurement(**one) for one in value.get("kv", ()))
-        return cls(value["device"], dict(value["versions"]), choices, kv)
+        left_out = tuple((context, m) for context, m in value.get("kv_left_out", ()))
+        return cls(value["device"], dict(value["versions"]), choices, kv, left_out)
 
     def pays_from(self, kv_format: str, m: int) -> int | None:
         """The context from which on `kv_format` is no slower than unquantized at M; None where it is."""

@@ -5,6 +5,7 @@ Not for measuring itself: that is `layouts/choose.py`. A plan that was made here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -64,6 +65,11 @@ def layout(
     kv:       time the KV formats as well, at each of `ms`
     contexts: tokens of a request that they are timed at; None takes the device's own
     """
+    for name, numbers in (("m", ms or ()), ("contexts", contexts or ())):
+        if any(number < 1 for number in numbers):
+            raise UserError(f"{name} must be whole numbers of at least 1, not {list(numbers)}")
+    if contexts and not kv:
+        raise UserError("KV formats are timed at --contexts, and --no-kv times none; leave one of them out")
     on = torch.device(resolve_device(device))
     checkpoint = open_checkpoint(str(artifact), revision)
     to_serve = problems(checkpoint, resolve_dtype(dtype), on)
@@ -89,7 +95,9 @@ def layout(
         plan = LayoutPlan(device_name(on), kernel_versions())
     if kv:
         timed = time_kv_formats(layers, list(KV_FORMATS), contexts, ms, on, progress)
-        plan = replace(plan, kv=timed)
+        found = {(one.context, one.m) for one in timed}
+        left_out = tuple(cell for cell in product(contexts, ms) if cell not in found)
+        plan = replace(plan, kv=timed, kv_left_out=left_out)
     if manifest is None:
         note = f"The plan was not stored: {checkpoint.source} has no {MANIFEST_NAME}."
         return LayoutResult(plan, True, False, note)
@@ -118,19 +126,22 @@ def _stands(
 
 
 def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """As asked, or the device's own; none is longer than the model's."""
+    """As asked, or the device's own up to the model's. UserError where one is asked for beyond that."""
     wanted = asked or (CUDA_CONTEXTS if device.type == "cuda" else CONTEXTS)
-    text_config = checkpoint.config.get("text_config") or checkpoint.config
-    limit = text_config.get("max_position_embeddings")
-    longest = limit if isinstance(limit, int) else max(wanted)
+    longest = max(wanted) if checkpoint.context is None else checkpoint.context
+    if asked and max(asked) > longest:
+        raise UserError(
+            f"--contexts {max(asked)} is more than the {longest} tokens of {checkpoint.source}'s context"
+        )
     return tuple(sorted({min(context, longest) for context in wanted}))
 
 
 def _kv_stands(plan: LayoutPlan, contexts: Sequence[int], ms: Sequence[int]) -> bool:
-    """Whether every KV format was timed at the shortest of `contexts` and each M: memory may hold no more."""
+    """Whether every KV format was timed at each of `contexts` and M, or memory did not hold them."""
     timed = {(one.kv_format, one.context, one.m) for one in plan.kv}
     formats = set(KV_FORMATS) - {UNQUANTIZED}
-    return all((name, context, m) in timed for name in formats for context in contexts[:1] for m in ms)
+    cells = set(product(contexts, ms)) - set(plan.kv_left_out)
+    return all((name, *cell) in timed for name in formats for cell in cells)
 
 
 def _measured_all(choice: ShapeChoice, ms: Sequence[int]) -> bool:

@@ -51,6 +51,12 @@ class Checkpoint:
         return self.config["model_type"]
 
     @property
+    def context(self) -> int | None:
+        """The most tokens of a request, prompt and answer together; None where its config does not say."""
+        context = (self.config.get("text_config") or self.config).get("max_position_embeddings")
+        return context if isinstance(context, int) else None
+
+    @property
     def shards(self) -> list[Path]:
         return list(self.headers)
 

@@ -21,7 +21,12 @@ from .validate import WholeNumbers
     help="Of activations; auto is the checkpoint's own.",
 )
 @click.option("--kv/--no-kv", default=True, show_default=True, help="Time the KV formats as well.")
-@click.option("--contexts", type=WholeNumbers(), help="Tokens of a request to time them at.")
+@click.option(
+    "--contexts",
+    type=WholeNumbers(),
+    metavar="N,N,...",
+    help="Tokens of a request to time them at; default 128,1024,4096, on CUDA 16384 too.",
+)
 @click.option("--fresh", is_flag=True, help="Measure again, whatever was measured before.")
 @click.option("--revision", help="Branch, tag or commit, where ARTIFACT is a Hub id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -48,6 +53,7 @@ def command(
     Examples:
         pipeline layout work/Qwen3-8B-INT4
         pipeline layout work/Qwen3-8B-INT4 --m 1,8,64,256 --fresh
+        pipeline layout work/Qwen3-8B-INT4 --contexts 512,8192
         pipeline layout work/Qwen3-8B-INT4 --layout tinygemm
         pipeline layout ORG/Qwen3-8B-AWQ --json
     """

@@ -33,6 +33,8 @@ def kv_table(plan: LayoutPlan) -> str:
             )
             for name in names
         ]
+    left_out = ", ".join(f"{context:,} tokens at M={m}" for context, m in plan.kv_left_out)
+    lines += ["", f"No memory to time {left_out}"] if left_out else []
     return "\n".join([*lines, "", *pays(plan)])
 
 

@@ -96,6 +96,4 @@ def window_for(checkpoint: Checkpoint, kv_format: str) -> int:
     """Tokens of a window that quality is measured on: long ones, within the context, for quantized keys."""
     if kv_format == UNQUANTIZED:
         return WINDOW
-    text_config = checkpoint.config.get("text_config") or checkpoint.config
-    context = text_config.get("max_position_embeddings")
-    return min(LONG_WINDOW, context) if isinstance(context, int) else LONG_WINDOW
+    return LONG_WINDOW if checkpoint.context is None else min(LONG_WINDOW, checkpoint.context)

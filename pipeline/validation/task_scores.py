@@ -39,9 +39,7 @@ def public_tasks(tasks: str | None) -> str | None:
 
 def task_context(checkpoint: Checkpoint) -> int:
     """Tokens that a server has to take for tasks: the model's own context, within bounds."""
-    text_config = checkpoint.config.get("text_config") or checkpoint.config
-    context = text_config.get("max_position_embeddings")
-    return min(context, CONTEXT) if isinstance(context, int) else CONTEXT
+    return CONTEXT if checkpoint.context is None else min(checkpoint.context, CONTEXT)
 
 
 def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, concurrent: int) -> Results:

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click import Option
 from click.testing import CliRunner
 from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken
 from scalegate.layouts.plan import KVMeasurement, LayoutPlan
 from scalegate.pipeline.artifact import Artifact
+from scalegate.pipeline.cli.layout import command
 from scalegate.pipeline.cli.main import main
-from scalegate.pipeline.layout import layout
+from scalegate.pipeline.layout import CONTEXTS, CUDA_CONTEXTS, LayoutResult, layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.report.kv_table import kv_table, pays
+from scalegate.serving_check.engine import kv_timing
 
 FLUSH_SECONDS = 0.016
 
@@ -55,7 +58,7 @@ def test_the_plan_keeps_it_and_stands(example_checkpoint: Path, two_formats: Non
     recipe.write_text("format: unquantized\nkv_cache: slow_pages\n")
     folder = tmp_path / "artifact"
     quantize(example_checkpoint, recipe, folder, progress=False)
-    words = ["layout", str(folder), "--m", "1,2", "--contexts", "32,9999", "--device", "cpu", "--json"]
+    words = ["layout", str(folder), "--m", "1,2", "--contexts", "32,8192", "--device", "cpu", "--json"]
     printed = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
     assert {(one["context"], one["m"]) for one in printed["kv"]} == {(32, 1), (32, 2), (8192, 1), (8192, 2)}
     assert printed["kv_pays"] and printed["choices"] == []
@@ -63,6 +66,50 @@ def test_the_plan_keeps_it_and_stands(example_checkpoint: Path, two_formats: Non
     assert [vars(one) for one in recorded.kv] == printed["kv"]
     assert not layout(folder, kv=True, ms=(1, 2), contexts=(32,), device="cpu", progress=False).measured
     assert layout(folder, kv=True, ms=(1, 4), contexts=(32,), device="cpu", progress=False).measured
+
+
+def test_a_context_that_was_not_asked_for_before_is_timed(
+    example_checkpoint: Path, two_formats: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recipe = tmp_path / "kv.yaml"
+    recipe.write_text("format: unquantized\nkv_cache: slow_pages\n")
+    folder = tmp_path / "artifact"
+    quantize(example_checkpoint, recipe, folder, progress=False)
+
+    def again(*contexts: int, **options: bool) -> LayoutResult:
+        return layout(folder, kv=True, ms=(1,), contexts=contexts, device="cpu", progress=False, **options)
+
+    assert again(32, 64).measured and not again(64).measured
+    more = again(32, 128)
+    assert more.measured and [one.context for one in more.plan.kv] == [32, 128]
+
+    monkeypatch.setattr(kv_timing, "free_memory", lambda device: 4 << 20)
+    short = again(32, 8192, fresh=True)
+    assert [one.context for one in short.plan.kv] == [32] and short.plan.kv_left_out == ((8192, 1),)
+    assert "No memory to time 8,192 tokens at M=1" in kv_table(short.plan)
+    stands = again(32, 8192)
+    assert not stands.measured and stands.plan == short.plan
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--contexts", "0"], "contexts must be whole numbers of at least 1"),
+        (["--m", "0,1"], "m must be whole numbers of at least 1"),
+        (["--contexts", "128,999999"], "--contexts 999999 is more than the 8192 tokens of"),
+        (["--contexts", "128", "--no-kv"], "--no-kv times none; leave one of them out"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_in_one_line(example_checkpoint: Path, words: list[str], said: str):
+    ran = CliRunner().invoke(main, ["layout", str(example_checkpoint), "--device", "cpu", *words])
+    assert ran.exit_code == 2 and said in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.output
+
+
+def test_help_shows_the_contexts_that_are_timed_by_default():
+    [option] = [one for one in command.params if one.name == "contexts"]
+    extra = set(CUDA_CONTEXTS) - set(CONTEXTS)
+    said = f"default {','.join(map(str, CONTEXTS))}, on CUDA {','.join(map(str, extra))} too."
+    assert isinstance(option, Option) and said in (option.help or "")
 
 
 def test_a_format_pays_from_where_it_is_no_slower_any_more():
