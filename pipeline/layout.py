@@ -68,8 +68,6 @@ def layout(
     for name, numbers in (("m", ms or ()), ("contexts", contexts or ())):
         if any(number < 1 for number in numbers):
             raise UserError(f"{name} must be whole numbers of at least 1, not {list(numbers)}")
-    if contexts and not kv:
-        raise UserError("KV formats are timed at --contexts, and --no-kv times none; leave one of them out")
     on = torch.device(resolve_device(device))
     checkpoint = open_checkpoint(str(artifact), revision)
     to_serve = problems(checkpoint, resolve_dtype(dtype), on)

@@ -4,6 +4,7 @@ import json
 
 import click
 
+from ...layouts.errors import UserError
 from ...serving_check.engine.options import DTYPES
 from .validate import WholeNumbers
 
@@ -57,6 +58,8 @@ def command(
         pipeline layout work/Qwen3-8B-INT4 --layout tinygemm
         pipeline layout ORG/Qwen3-8B-AWQ --json
     """
+    if contexts and not kv:
+        raise UserError("KV formats are timed at --contexts, and --no-kv times none; leave one of them out")
     from ..layout import layout
     from ..report.kv_table import kv_table, pays
     from ..report.layout_table import layout_table
