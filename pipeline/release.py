@@ -202,7 +202,10 @@ def sorted_out(options: Mapping[str, Any]) -> Asked:
     refuse_unreached(given | placement.asked_for(), own.engine, own.baseline_engine or own.engine)
     if own.sign is not None:
         require_key(Path(own.sign))
-    return Asked(own, engine, placement, given)
+    asked = Asked(own, engine, placement, given)
+    # `validate` would refuse sizes that do not go together, after hours of work.
+    sized_options(asked.given, asked.workload)
+    return asked
 
 
 def claiming(asked: Asked, recipe: Recipe) -> Asked:

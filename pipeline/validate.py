@@ -108,14 +108,18 @@ def validate(
     refuse_unreached(given_options, engine, baseline_engine)
     bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
     other = open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision)
-    longest_task = 0 if tasks is None else task_context(other)
-    options = sized_options(engine_options, workload, longest_task)
-    options = replace(options, device=placed(options.device, placement))
-    given = {"throughput_floor": floor, "max_first_rival_m": rival_from_m}
-    bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
     third = open_rival(checkpoint, manifest, None if rival is None else str(rival), rival_revision)
     if third is not None and not engine_named(engine).starts:
         raise UserError(f"a rival is served by the artifact's engine, and {engine} is running already")
+    models = [one for one in (checkpoint, other, third) if one is not None]
+    for one in models:
+        require_context(one, workload)
+    context = min((one.context for one in models if one.context is not None), default=None)
+    longest_task = 0 if tasks is None else task_context(other)
+    options = sized_options(engine_options, workload, longest_task, context)
+    options = replace(options, device=placed(options.device, placement))
+    given = {"throughput_floor": floor, "max_first_rival_m": rival_from_m}
+    bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
     run = Run(
         artifact=checkpoint,
         baseline=other,
@@ -146,8 +150,6 @@ def validate(
         require_key(key)
         if not places:
             raise UserError("nothing is written here that could be signed; name a folder with --report")
-    for one in run.checkpoints:
-        require_context(one, workload)
     say_exploratory(run)
     return write_down(measure_and_judge(run), places, key)
 

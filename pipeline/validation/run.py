@@ -10,7 +10,6 @@ from ...layouts.errors import UserError
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.engines.placement import Placement
-from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.options import flag, words_of
 from ...serving_check.policy import declared_by, first_lines, weaker_settings
 from ...serving_check.record import parse_verdict
@@ -20,7 +19,7 @@ from ...serving_check.statistics import LOOKS
 from ..artifact import VERDICT_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
-from .servers import IN_PROCESS, artifact_options, baseline_options
+from .servers import IN_PROCESS, artifact_options, baseline_options, longest_request
 from .task_scores import public_tasks
 
 
@@ -119,10 +118,9 @@ class Run:
 
 
 def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
-    text_config = checkpoint.config.get("text_config") or checkpoint.config
-    context = text_config.get("max_position_embeddings")
-    needed = max(workload.input_len + workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
-    if isinstance(context, int) and needed > context:
+    """UserError where the model takes no requests as long as the workload's."""
+    context, needed = checkpoint.context, longest_request(workload)
+    if context is not None and needed > context:
         raise UserError(
             f"requests of {workload.input_len} + {workload.output_len} tokens (at least {needed}) do not fit "
             f"the {context} tokens of {checkpoint.source}'s context; lower --input-len or --output-len"

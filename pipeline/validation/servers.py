@@ -41,21 +41,39 @@ BESIDE_WEIGHTS = 4 << 30
 
 
 def sized_options(
-    given: Mapping[str, Any], workload: WorkloadSettings, longest_task: int = 0
+    given: Mapping[str, Any],
+    workload: WorkloadSettings,
+    longest_task: int = 0,
+    context: int | None = None,
 ) -> EngineOptions:
-    """The options that are given, and the sizes that the workload, or a task's longest prompt, needs."""
+    """The options that are given, and the sizes that the workload, or a task's longest prompt, needs.
+
+    UserError where the servers would be too short for the workload.
+
+    context: the most tokens of a request that the models take, where it is known; the workload fits in it
+    """
     pool = max(pool_tokens(workload), longest_task)
-    sizes = max(workload.ms), max(request_tokens(workload), longest_task), pool
+    length = max(request_tokens(workload), longest_task)
+    sizes = max(workload.ms), length if context is None else min(length, context), pool
     needed = dict(zip(SIZED, sizes, strict=True))
     options = from_given(EngineOptions, needed | {k: v for k, v in given.items() if v is not None})
-    return _with_chunks(options, workload)
+    if options.max_model_len is not None and options.max_model_len < longest_request(workload):
+        raise UserError(
+            f"--max-model-len {options.max_model_len} is too short for requests of {workload.input_len} + "
+            f"{workload.output_len} tokens (at least {longest_request(workload)}); leave it out, or lower "
+            "--input-len or --output-len"
+        )
+    limits = [limit for limit in (context, given.get("max_model_len")) if limit is not None]
+    return _with_chunks(options, workload, min(limits, default=None))
 
 
-def _with_chunks(options: EngineOptions, workload: WorkloadSettings) -> EngineOptions:
+def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:
     """For long prompts, chunks so large that all M are read while the first answer is a quarter written: else
     those who came first have gone before those who came last begin, and M never decode together.
 
     UserError where the largest chunks are not enough for half of it.
+
+    longest: the most tokens of a request; None where nothing limits it
     """
     if workload.input_len <= LONG_PROMPT:
         return options
@@ -65,11 +83,14 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings) -> EngineOp
     wanted = usual[1] if is_given else -(-4 * prompts // workload.output_len)
     chunk = max(usual[1], min(wanted, LARGEST_CHUNK))
     if prompts > chunk * workload.output_len / 2:
+        output_len = -(-2 * prompts // chunk)
+        fits = longest is None or workload.input_len + output_len <= longest
+        advice = f"--output-len {output_len}" if fits else "shorter prompts (--input-len)"
         raise UserError(
             f"{max(workload.ms)} prompts of {workload.input_len} tokens are read in {-(-prompts // chunk)} "
             f"steps, and an answer of {workload.output_len} tokens is written in as many: the first would "
-            "have gone before the last begin, and M would not be reached. Give --output-len "
-            f"{-(-2 * prompts // chunk)}, or fewer at once (--m)"
+            f"have gone before the last begin, and M would not be reached. Give {advice}, or fewer at once "
+            "(--m)"
         )
     if chunk == usual[1]:
         return options
@@ -235,10 +256,14 @@ def effective_options(options: EngineOptions) -> dict[str, OptionValue]:
     return options.to_json() | {"prefill_chunk": chunk, "chunk_while_decoding": while_decoding}
 
 
+def longest_request(workload: WorkloadSettings) -> int:
+    """Tokens of the longest request that is sent, prompt and answer."""
+    return max(workload.input_len + workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
+
+
 def request_tokens(workload: WorkloadSettings) -> int:
     """The longest request that is sent, rounded up to whole pages."""
-    longest = max(workload.input_len + workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
-    return (longest // PAGE + 1) * PAGE
+    return (longest_request(workload) // PAGE + 1) * PAGE
 
 
 def pool_tokens(workload: WorkloadSettings) -> int:

@@ -63,6 +63,8 @@ def check_kv_capacity(
         )
     elif counted:
         reason = "every request kept its pages from start to end"
+    elif not curve:
+        reason = "nothing was measured under load"
     else:
         reason = "the server's /metrics tells nothing of preemptions"
     held = "capacity not reported" if capacity is None else f"holds {capacity} tokens"

@@ -1,16 +1,20 @@
 """Long prompts are practical to validate on: M is reached, fewer Ms are measured, the text is long enough."""
 
+import importlib
 from pathlib import Path
 
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation.held_out import read_held_out, window_for
 from scalegate.pipeline.validation.servers import sized_options
 from scalegate.serving_check.policy import weaker_settings
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
 from scalegate.serving_check.workload.prompts import prompts
 from scalegate.serving_check.workload.spec import WorkloadSpec
+
+validate_module = importlib.import_module("scalegate.pipeline.validate")
 
 
 def chunks(input_len: int, output_len: int, device: str, **given) -> tuple[int, int]:
@@ -32,6 +36,39 @@ def test_answers_too_short_for_m_are_refused_with_the_length_that_would_do():
     assert chunks(16384, 128, "cuda") == (8192, 8192)
     with pytest.raises(UserError, match="Give --output-len 2048"):
         chunks(16384, 128, "cuda", prefill_chunk=512)
+
+
+def test_the_length_that_would_do_is_one_that_the_model_takes():
+    load = WorkloadSettings((1, 32), 4096, 8)
+    with pytest.raises(UserError, match="Give --output-len 32, or fewer"):
+        sized_options({"device": "cpu"}, load, context=8192)
+    for given, context in (({}, 4120), ({"max_model_len": 4120}, 8192)):
+        with pytest.raises(UserError, match=r"Give shorter prompts \(--input-len\), or fewer"):
+            sized_options({"device": "cpu", **given}, load, context=context)
+
+
+def test_requests_that_fill_the_context_are_served_within_it():
+    load = WorkloadSettings((1,), 8128, 64)
+    assert sized_options({"device": "cpu"}, load, context=8192).max_model_len == 8192
+    assert sized_options({"device": "cpu"}, load, longest_task=9000, context=16384).max_model_len == 9000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"input_len": 4096, "max_model_len": 2048}, "--max-model-len 2048 is too short for requests"),
+        ({"max_model_len": 127}, r"64 \+ 64 tokens \(at least 128\)"),
+        ({"input_len": 9000}, "do not fit the 8192 tokens"),
+        ({"input_len": 8150, "output_len": 80, "m": (1, 2)}, "do not fit the 8192 tokens"),
+    ],
+)
+def test_lengths_that_cannot_be_served_are_refused_before_anything_starts(
+    example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, options: dict, said: str
+):
+    monkeypatch.setattr(validate_module, "measure_and_judge", lambda run: pytest.fail("it began"))
+    with pytest.raises(UserError, match=said) as refused:
+        validate(example_checkpoint, example_checkpoint, device="cpu", progress=False, **options)
+    assert "\n" not in refused.value.message
 
 
 def test_fewer_ms_are_measured_and_the_policy_agrees():

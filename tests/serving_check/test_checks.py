@@ -119,7 +119,8 @@ def test_no_curve_is_not_a_pass():
     assert check_reached([], 0.75).status == "inconclusive"
     assert check_latency([], BOUNDS).status == "inconclusive"
     assert check_failures([]).status == "inconclusive"
-    assert check_kv_capacity([], WorkloadSettings(), 1000).status == "inconclusive"
+    capacity = check_kv_capacity([], WorkloadSettings(), 1000)
+    assert capacity.status == "inconclusive" and capacity.reason == "nothing was measured under load"
 
 
 def test_requests_that_wait_fail_the_latency_check():
@@ -219,7 +220,8 @@ def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():
     preempted = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=3))
     assert "3 preemptions at M=8" in check_kv_capacity([curve[0], preempted], load, 2048).reason
     silent = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=None))
-    assert check_kv_capacity([silent], load, None).status == "inconclusive"
+    unknown = check_kv_capacity([silent], load, None)
+    assert unknown.status == "inconclusive" and "tells nothing of preemptions" in unknown.reason
 
 
 def test_a_cache_that_has_room_while_requests_wait_breaks_its_promise():

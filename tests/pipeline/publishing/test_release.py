@@ -193,6 +193,12 @@ def test_a_kv_format_cannot_be_released_by_trying_it(run, gate, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
+def test_servers_too_short_for_the_load_are_refused_before_anything_is_quantized(run, gate, tmp_path):
+    with pytest.raises(UserError, match="--max-model-len 100 is too short for requests of 64"):
+        run(max_model_len=100)
+    assert not (tmp_path / "work").exists()
+
+
 @pytest.mark.parametrize("spoil", ["the verdict", "the plan"])
 def test_a_verdict_on_something_else_does_not_stand(run, gate, spoil):
     folder = run().artifact
