@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from ...layouts.errors import UserError
-from ...layouts.kv_format import KVFormat
+from ...layouts.kv_format import KV_FORMATS, KVFormat
 from ...layouts.kv_layer import KVScales, LayerKV, PoolSize, Workspaces
 from .attention import AttentionLayer
 from .sequence import Sequence
@@ -127,10 +127,25 @@ def pool_pages(
         origin = f"{memory / 2**30:.1f} GiB of {device.type} memory"
     if num_pages < full_context:
         raise UserError(
-            f"the KV pool is too small for one full-length request: {origin} holds {num_pages * page_size} "
-            f"tokens, max_model_len is {max_model_len}. Lower max_model_len, or give the pool more tokens."
+            f"the KV pool is too small for one full-length request: {origin} holds {num_pages} "
+            f"page{'' if num_pages == 1 else 's'} of {page_size} tokens, max_model_len is {max_model_len}. "
+            "Lower max_model_len, or give the pool more tokens"
+            f"{_smaller_pages(page_size, kv_cache_tokens, max_model_len, device)}."
         )
     return num_pages
+
+
+def _smaller_pages(
+    page_size: int, kv_cache_tokens: int | None, max_model_len: int, device: torch.device
+) -> str:
+    """The KV formats, if any, whose pages are so much smaller that as many tokens hold a full context."""
+    sizes = {name: kv_format.page_size(device) for name, kv_format in KV_FORMATS.items()}
+    enough = [
+        name
+        for name, size in sizes.items()
+        if size < page_size and (kv_cache_tokens or 0) // size >= pages_for(max_model_len, size)
+    ]
+    return f", or choose a KV format with smaller pages: {', '.join(enough)}" if enough else ""
 
 
 def free_memory(device: torch.device) -> int:

@@ -207,6 +207,20 @@ def test_a_page_and_a_request_take_what_their_tensors_take(monkeypatch: pytest.M
     assert pages(21) == (2**30 - 22 * rows) // 4 // (36 * 128 * 8 * 108)
 
 
+def test_a_pool_too_small_names_its_pages_and_the_formats_whose_pages_would_do():
+    shape, form = KVShape(8, 128, 128, torch.bfloat16, 32), KV_FORMATS["kvarn_k4v2_g128"]
+    layers = {0: AttentionLayer(shape, AttentionOptions(1.0))}
+
+    def refusal(max_model_len: int) -> str:
+        with pytest.raises(UserError, match="kv_cache_tokens=100 holds 0 pages of 128 tokens") as refused:
+            kv_pool.pool_pages(layers, form, 128, 100, 1, max_model_len, torch.device("cpu"))
+        return refused.value.message
+
+    assert "smaller pages: unquantized, fp8" in refusal(64) and "kvarn_k4v2_g64" in refusal(64)
+    assert "smaller pages: unquantized, fp8" in refusal(90) and "_g64" not in refusal(90)
+    assert "smaller pages" not in refusal(128)
+
+
 def test_a_window_layer_is_unquantized_and_another_page_size_is_refused():
     form = KV_FORMATS["kvarn_k4v2_g128"]
     window = KVShape(8, 128, 128, torch.bfloat16, 32, sliding_window=512)
