@@ -13,12 +13,14 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv_layer import LARGEST_CODED_DIM, LEAST_CODED_DIM, KVShape
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.recipe import load_recipe, shipped_recipes
 from scalegate.pipeline.validation.held_out import read_held_out
+from scalegate.serving_check.engines.all_engines import ENGINES
 from scalegate.serving_check.quality import score
 
 from .serving_check.gate_samples import sample_verdict
@@ -54,6 +56,26 @@ def test_each_page_names_all_that_there_is(page: str, names):
     text = (DOCS / page).read_text(encoding="utf-8")
     named = {*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)}
     assert set(names) - named == set()
+
+
+def test_the_engines_page_names_the_kv_formats_that_each_engine_is_started_with():
+    text = (DOCS / "engines.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| (vLLM|SGLang) \| `(\w+)` \| `(.+)` \|$", text, re.MULTILINE))
+    words = {
+        (engine.title, name): engine.kv_cache_words(name)
+        for engine in map(ENGINES.__getitem__, ("vllm", "sglang"))
+        for name in KV_FORMATS
+    }
+    assert rows == {(title, name, " ".join(found)) for (title, name), found in words.items() if found}
+
+
+def test_the_formats_page_says_what_kvarn_keeps_of_a_request_and_which_heads_a_gpu_serves():
+    text = (DOCS / "formats.md").read_text(encoding="utf-8")
+    shape = KVShape(8, 128, 128, torch.bfloat16, 32)
+    for name in ("kvarn_k4v2_g128", "kvarn_k4v4_g64"):
+        megabytes = 36 * KV_FORMATS[name].bytes_per_request(shape) / 1e6
+        assert f"{megabytes:.1f} MB" in text
+    assert f"heads of {LEAST_CODED_DIM} to {LARGEST_CODED_DIM} channels" in text
 
 
 def commands_of(markdown: str) -> list[str]:
