@@ -43,6 +43,14 @@ def default_ms(device: torch.device) -> tuple[int, ...]:
     return CUDA_MS if device.type == "cuda" else DEFAULT_MS
 
 
+def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[int, ...]:
+    """Those asked for, or the device's own, ascending. UserError where one is no number of requests."""
+    ms = tuple(sorted(set(asked or default_ms(device))))
+    if ms[0] < 1:
+        raise UserError(f"M={ms[0]}: M is a number of requests, so 1 or more")
+    return ms
+
+
 def default_layout(problem: Problem) -> str:
     """The first layout, in the order of preference, that serves the problem; nothing is measured.
 
@@ -91,9 +99,7 @@ def choose(
     if not problems:
         raise UserError("there is no quantized linear layer to choose a layout for")
     device = next(iter(problems.values())).device
-    ms = tuple(sorted(set(ms or default_ms(device))))
-    if ms[0] < 1:
-        raise UserError(f"M={ms[0]}: M is a number of requests, so 1 or more")
+    ms = ms_to_measure(ms, device)
     if force is not None:
         refuse_impossible(force, problems)
     modules: dict[Problem, list[str]] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..layouts.all_layouts import LAYOUTS
-from ..layouts.choose import choose, default_ms, forced_for
+from ..layouts.choose import choose, forced_for, ms_to_measure
 from ..layouts.errors import UserError
 from ..layouts.kv_format import KV_FORMATS
 from ..layouts.layout import Problem
@@ -65,15 +65,12 @@ def layout(
     kv:       time the KV formats as well, at each of `ms`
     contexts: tokens of a request that they are timed at; None takes the device's own
     """
-    for name, numbers in (("m", ms or ()), ("contexts", contexts or ())):
-        if any(number < 1 for number in numbers):
-            raise UserError(f"{name} must be whole numbers of at least 1, not {list(numbers)}")
     on = torch.device(resolve_device(device))
     checkpoint = open_checkpoint(str(artifact), revision)
     to_serve = problems(checkpoint, resolve_dtype(dtype), on)
     if not to_serve and not kv and kv_cache_of(checkpoint).kv_format == UNQUANTIZED:
         raise UserError(f"{checkpoint.source} has no quantized linear layer, so there is no layout to choose")
-    ms = tuple(sorted(set(ms or default_ms(on))))
+    ms = ms_to_measure(ms, on)
 
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into.
     ours = Path(artifact).is_dir() and (checkpoint.folder / MANIFEST_NAME).is_file()
@@ -126,6 +123,8 @@ def _stands(
 def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int] | None) -> tuple[int, ...]:
     """As asked, or the device's own up to the model's. UserError where one is asked for beyond that."""
     wanted = asked or (CUDA_CONTEXTS if device.type == "cuda" else CONTEXTS)
+    if min(wanted) < 1:
+        raise UserError(f"--contexts {min(wanted)}: a context is a number of tokens, so 1 or more")
     longest = max(wanted) if checkpoint.context is None else checkpoint.context
     if asked and max(asked) > longest:
         raise UserError(

@@ -94,8 +94,8 @@ def test_a_context_that_was_not_asked_for_before_is_timed(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--contexts", "0"], "contexts must be whole numbers of at least 1"),
-        (["--m", "0,1"], "m must be whole numbers of at least 1"),
+        (["--contexts", "0"], "--contexts 0: a context is a number of tokens"),
+        (["--m", "0,1"], "M=0: M is a number of requests"),
         (["--contexts", "128,999999"], "--contexts 999999 is more than the 8192 tokens of"),
         (["--contexts", "128", "--no-kv"], "--no-kv times none; leave one of them out"),
     ],
