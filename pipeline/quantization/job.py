@@ -60,6 +60,11 @@ def prepare(
         if reason is not None:
             raise UserError(f"{module}: {reason}")
     declared = kv_declaration(convention, recipe.kv_cache)
+    if not specs and declared is None and export != PLAIN:
+        raise UserError(
+            f"the recipe {recipe.name!r} quantizes no weights, and {export} has no place for "
+            f"{recipe.kv_cache} keys and values; export {PLAIN}, or leave --export out"
+        )
     config = convention.quantization_config(specs, tasks.ignore, embeddings) | (declared or {})
     plain = [task.written_name for task in tasks.in_order if not task.is_quantized]
     metadata = convention.file_metadata(specs, tasks.shapes, plain)

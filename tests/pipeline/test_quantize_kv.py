@@ -11,7 +11,9 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.conventions.kv_cache import kv_cache_of
+from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
@@ -96,6 +98,41 @@ def test_a_format_that_no_convention_declares_is_in_the_manifest(example_checkpo
     assert kv_cache_of(open_checkpoint(folder), "unquantized").kv_format == "unquantized"
     (folder / "scalegate.json").unlink()
     assert kv_cache_of(open_checkpoint(folder)).kv_format == "unquantized"
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "export"),
+    [
+        *(("kvarn_k4v2_g128", export) for export in EXPORTS if export != "plain"),
+        *(("nvfp4", export) for export in ("compressed-tensors", "torchao", "scalegate")),
+        *(("fp8", export) for export in ("torchao", "scalegate")),
+    ],
+)
+def test_an_export_that_would_declare_nothing_is_refused(
+    example_checkpoint: Path, tmp_path: Path, kv_cache: str, export: str
+):
+    recipe = Recipe(name="kv", spec=Unquantized(), kv_cache=kv_cache)
+    with pytest.raises(UserError, match=f"{export} has no place for {kv_cache} .*export plain, or leave"):
+        made(example_checkpoint, tmp_path / "kv", recipe, export=export)
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "export"),
+    [
+        ("kvarn_k4v2_g128", "plain"),
+        ("fp8", "plain"),
+        ("fp8", "compressed-tensors"),
+        ("fp8", "modelopt"),
+        ("nvfp4", "modelopt"),
+    ],
+)
+def test_what_is_written_in_other_exports_is_read_back(
+    example_checkpoint: Path, tmp_path: Path, kv_cache: str, export: str
+):
+    recipe = Recipe(name="kv", spec=Unquantized(), kv_cache=kv_cache)
+    folder, _ = made(example_checkpoint, tmp_path / "kv", recipe, export=export)
+    assert inspect(folder).kv_cache == kv_cache
 
 
 def test_quantized_weights_and_keys_are_in_one_declaration(
