@@ -21,7 +21,7 @@ from ..recipe import Recipe, Rule
 from .allocation import Allocation, Budget, allocate
 from .calibration_text import CalibrationText
 from .self_calibration import beside, can_draw, drawn_sequences
-from .sensitivity import TEXT_SEQUENCES, Group, measure_sensitivity
+from .sensitivity import TEXT_SEQUENCES, Group, measure_sensitivity, weights_to_choose_for
 from .tasks import make_tasks
 from .weight_tensors import WeightQuantizer
 from .work_record import CALIBRATION_FOLDER
@@ -48,16 +48,19 @@ def mixed_recipe(
     progress: bool,
 ) -> MixedRecipe:
     """`recipe` with the formats that buy most within `budget`; `folder` is the artifact's."""
+    tasks = make_tasks(checkpoint, recipe).in_order
+    nothing = UserError(f"{checkpoint.source}: the recipe {recipe.name!r} leaves no layer to choose for")
+    if not weights_to_choose_for(tasks):
+        raise nothing
     key = _key(checkpoint, recipe, text)
     groups = _kept(folder, key)
     if groups is None:
         work = folder / CALIBRATION_FOLDER
         work.mkdir(parents=True, exist_ok=True)
-        tasks = make_tasks(checkpoint, recipe).in_order
         sequences = _sequences(checkpoint, text, quantizer, work, progress)
         groups = measure_sensitivity(checkpoint, tasks, sequences, quantizer, work, progress)
         if not groups:
-            raise UserError(f"{checkpoint.source}: the recipe {recipe.name!r} leaves no layer to choose for")
+            raise nothing
         write_json(work / KEPT_NAME, {KEY: key, GROUPS: [group.to_json() for group in groups]})
     chosen = allocate(groups, budget)
     rules = tuple(Rule(module, spec) for module, spec in chosen.by_module().items())

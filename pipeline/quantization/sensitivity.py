@@ -19,7 +19,7 @@ from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from .hidden_states import HiddenStates
 from .layer_stream import LayerStream
-from .linear_weights import LINEAR
+from .linear_weights import LINEAR, LinearWeight
 from .shared_tensors import merged_under
 from .tasks import WeightTask
 from .weight_places import Places, kind_of, serve
@@ -65,6 +65,12 @@ def candidates(spec: WeightFormat) -> list[WeightFormat]:
     return [spec]
 
 
+def weights_to_choose_for(tasks: Sequence[WeightTask]) -> dict[str, LinearWeight]:
+    """By module, the linear weights that are quantized and may get another format."""
+    linears = [task.linear for task in tasks if task.linear is not None and task.is_quantized]
+    return {linear.module: linear for linear in linears if linear.role == LINEAR}
+
+
 def measure_sensitivity(
     checkpoint: Checkpoint,
     tasks: Sequence[WeightTask],
@@ -78,11 +84,7 @@ def measure_sensitivity(
     sequences: int64 [S, T]; the first 8 are read
     Weights are rounded without a text here: what a text gains is about the same share everywhere.
     """
-    linears = {
-        task.linear.module: task.linear
-        for task in tasks
-        if task.linear is not None and task.is_quantized and task.linear.role == LINEAR
-    }
+    linears = weights_to_choose_for(tasks)
     specs = {task.linear.module: task.spec for task in tasks if task.linear is not None}
     grouped: dict[str, list[str]] = defaultdict(list)
     for module, leader in merged_under(checkpoint, list(linears.values())).items():

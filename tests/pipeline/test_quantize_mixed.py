@@ -67,6 +67,15 @@ def test_what_cannot_be_kept_is_refused(example_checkpoint: Path, tmp_path: Path
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=-1, progress=False)
 
 
+def test_without_weights_to_choose_for_nothing_is_drawn(
+    example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_recipe, "drawn_sequences", None)
+    with pytest.raises(UserError, match="'kvarn-k4v2' leaves no layer to choose for"):
+        quantize(example_checkpoint, "kvarn-k4v2", tmp_path / "o", target_bits=4.5, progress=False)
+    assert not (tmp_path / "o").exists()
+
+
 def test_what_is_measured_is_the_divergence_of_the_whole_model(example_checkpoint: Path) -> None:
     sequences = torch.randint(0, 8192, (4, 64), generator=torch.Generator().manual_seed(0))
     checkpoint = open_checkpoint(example_checkpoint)
