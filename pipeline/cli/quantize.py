@@ -72,6 +72,7 @@ def command(
     \b
     Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, int4-gptq, int4-awq,
     int4-awq-gptq, int4-best, nvfp4, nvfp4-gptq, nvfp4-best, nvfp4-w4a4, iq2-xxs, or your own.
+    For keys and values alone: fp8-kv, int4-kv, nvfp4-kv, kvarn-k4v2, kvarn-k4v4.
 
     \b
     --calibration takes a data set, of the split `train` and the column `text` unless it says others, as
@@ -84,6 +85,8 @@ def command(
         pipeline quantize ./my-model --recipe mine.yaml --export torchao --out out
         pipeline quantize ./my-model --recipe int4-gptq --calibration texts.jsonl --out out
         pipeline quantize ./my-model --target-bits 4.5 --calibration texts.jsonl --out out
+        pipeline quantize ./my-model --recipe kvarn-k4v2 --out out
+        pipeline quantize ./my-model --recipe fp8-kv --calibration texts.jsonl --out out
         pipeline quantize ./my-70b --dry-run --out out
         pipeline quantize ./my-70b --devices all --out out
         torchrun --nproc-per-node 8 -m scalegate.pipeline quantize ./my-70b --out out

@@ -116,6 +116,7 @@ def command(
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4 --dry-run
         pipeline release Qwen/Qwen3-8B --recipe nvfp4 --rival iq2-xxs --to ORG/Qwen3-8B-NVFP4
+        pipeline release Qwen/Qwen3-8B --recipe kvarn-k4v2 --to ORG/Qwen3-8B-KVarN
         pipeline release ./my-model --recipe my-recipe.yaml --to folder:release/my-model-int4
     """
     if dry_run:

@@ -57,6 +57,7 @@ def command(
     Examples:
         pipeline serve examples/qwen3-pycode-5m
         pipeline serve work/Qwen3-8B-INT4 --port 0 --max-num-seqs 64
+        pipeline serve work/Qwen3-8B-INT4 --kv-cache-dtype kvarn_k4v2_g128
         pipeline serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key-file key.txt --protect-all
     """
     from ..serve import serve

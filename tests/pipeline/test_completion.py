@@ -1,5 +1,7 @@
 """What Tab offers: commands, and the names that registries hold."""
 
+import re
+
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
@@ -48,3 +50,8 @@ def test_the_shells_own_words_work():
     assert done.stdout.split() == [f"plain,{name}" for name in names] and "nvfp4-gptq" in names
     source = runner.invoke(main, [], prog_name="pipeline", env={"_PIPELINE_COMPLETE": "bash_source"})
     assert source.exit_code == 0 and "complete -o nosort -F _pipeline_completion pipeline" in source.stdout
+
+
+def test_the_help_of_quantize_names_every_shipped_recipe():
+    text = CliRunner().invoke(main, ["quantize", "--help"]).output
+    assert set(shipped_recipes()) <= set(re.findall(r"[\w-]+", text))
