@@ -111,6 +111,8 @@ def quantize(
             )
             chosen, told = mixed.recipe, {SENSITIVITY: mixed.table}
         job = prepare(checkpoint, chosen or asked, export, device, text)
+        if chosen is None:
+            _say_unread(job, text, progress)
         travelling = checkpoint.other_files(job.recipe.files)
         copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
         _say_left_out(travelling.left_out, progress)
@@ -158,6 +160,7 @@ def preview(
     text = None if calibration is None else str(calibration)
     device = None if device == "auto" else device
     job = prepare(checkpoint, load_recipe(recipe), export, device, text)
+    _say_unread(job, text, progress=True)
     folder = Path(out).expanduser()
     _refuse_inside_itself(checkpoint, folder)
     return estimate(job, divide_into_shards(checkpoint, job.tasks.in_order, MAX_SHARD_BYTES), folder)
@@ -367,6 +370,15 @@ def _say_left_out(left_out: Mapping[str, str], progress: bool) -> None:
         _notice(f"left out {name}: {reason}", progress)
     if len(left_out) > LEFT_OUT_SHOWN:
         _notice(f"left out {len(left_out) - LEFT_OUT_SHOWN} more files; --json lists them", progress)
+
+
+def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> None:
+    """Not refused: a release gives its text to its rival's recipe too."""
+    if calibration is not None and job.text is None:
+        name = job.recipe.name
+        _notice(
+            f"--calibration {calibration} is not read: the recipe {name!r} has nothing to calibrate", progress
+        )
 
 
 def _notice(text: str, progress: bool) -> None:

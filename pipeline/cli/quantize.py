@@ -157,14 +157,23 @@ def formats_in(found: "Estimate") -> str:
 
 def estimate_lines(found: "Estimate") -> list[str]:
     return [
+        *_kv_lines(found.kv_cache, found.text),
         f"  reads   {found.bytes_read / 1e6:,.1f} MB",
         f"  writes  {found.bytes_written / 1e6:,.1f} MB in {found.shards} "
         f"{'shard' if found.shards == 1 else 'shards'}, {found.kept} tensors as they are; "
         f"{found.free / 1e6:,.0f} MB are free there",
         f"  memory  about {found.memory / 1e6:,.0f} MB",
         f"  time    about {in_words(found.seconds)} of quantizing, on one process"
-        + ("; reading the text comes on top" if found.reads_text else ""),
+        + ("" if found.text is None else "; reading the text comes on top"),
     ]
+
+
+def _kv_lines(kv_format: str, text: str | None) -> list[str]:
+    if kv_format == UNQUANTIZED:
+        return []
+    from ..quantization.what_is_calibrated import said_of_kv
+
+    return [f"  keys and values: {said_of_kv(kv_format, text)}"]
 
 
 def _words(context: click.Context) -> list[str]:
@@ -212,7 +221,7 @@ def _as_text(summary: dict[str, Any]) -> str:
         ]
     else:
         lines = [f"{summary['artifact']}: weights as they are, {size}"]
-    lines += [f"  keys and values: {summary['kv_cache']}"] if summary["kv_cache"] != UNQUANTIZED else []
+    lines += _kv_lines(summary["kv_cache"], summary.get("calibration", {}).get("source"))
     if "sensitivity" in summary:
         from ..quantization.mixed_recipe import table_lines
 

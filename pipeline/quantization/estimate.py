@@ -43,7 +43,10 @@ class Estimate:
     memory: int
     free: int
     """On the disk that is written to."""
-    reads_text: bool
+    kv_cache: str
+    """The format of keys and values."""
+    text: str | None
+    """The name of the one that is read; None where none is."""
 
 
 def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: Path) -> Estimate:
@@ -68,7 +71,8 @@ def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: P
         + max(written, default=0)
         + FP32_COPIES * 4 * min(block, largest),
         free=shutil.disk_usage(there).free,
-        reads_text=job.text is not None,
+        kv_cache=job.recipe.kv_cache,
+        text=None if job.text is None else job.text.name,
     )
 
 

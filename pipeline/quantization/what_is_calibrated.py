@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ...layouts.errors import UserError
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import WeightFormat
+from ...layouts.kv_format import KV_FORMATS, largest_of
 from ..recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
 from .all_quantizers import QUANTIZERS
 from .calibration_names import SELF
@@ -29,6 +30,18 @@ def text_source(recipe: Recipe, wanted: Wanted, for_kv_scales: bool, given: str 
 def budget_source(recipe: Recipe, given: str | None) -> str:
     """Which text the formats are chosen on, where there is a budget."""
     return given or recipe.calibration or SELF
+
+
+def said_of_kv(kv_format: str, text: str | None) -> str:
+    """For people: the KV format, and what its scales were found on where it takes some.
+
+    text: the name of the one that is read; None where none is
+    """
+    if largest_of(KV_FORMATS[kv_format]) is None:
+        return kv_format
+    if text is None:
+        return f"{kv_format}, unscaled; give --calibration TEXT or self"
+    return f"{kv_format}, with scales found on {'what the model writes itself' if text == SELF else text}"
 
 
 def what_is_wanted(recipe: Recipe, tasks: Sequence[WeightTask]) -> Wanted:

@@ -5,18 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.conventions.kv_cache import kv_cache_of
 from scalegate.pipeline.inspect import inspect
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.quantization import calibration_text
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.recipe import Recipe, load_recipe
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights
 
@@ -87,6 +90,43 @@ def test_without_a_text_there_are_no_scales(example_checkpoint: Path, tmp_path: 
     assert tensors(folder).keys() == tensors(example_checkpoint).keys()
     assert kv_cache_of(open_checkpoint(folder)).scales == {} and "vLLM" in artifact.kv_cache_engines
     assert artifact.kv_cache_engines["vLLM"] == "vllm serve FOLDER --kv-cache-dtype fp8"
+
+
+@pytest.mark.parametrize("recipe", ["fp8-kv", "nvfp4-kv"])
+def test_the_shipped_recipes_find_scales_on_what_the_model_writes(
+    example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+):
+    monkeypatch.setattr(calibration_text, "SEQUENCES", 2)
+    monkeypatch.setattr(calibration_text, "SEQUENCE_TOKENS", 16)
+    shown = said(example_checkpoint, tmp_path / "kv", recipe)
+    assert f"keys and values: {load_recipe(recipe).kv_cache}, with scales found on what the model" in shown
+    cache = kv_cache_of(open_checkpoint(tmp_path / "kv"))
+    assert sorted(cache.scales) == [0, 1, 2, 3] and min(float(one.key) for one in cache.scales.values()) > 0
+    assert Artifact.read(tmp_path / "kv").quantization["calibration"]["own"] == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["made", "dry run"])
+def test_the_kv_format_is_named_and_whether_it_is_scaled(
+    example_checkpoint: Path, text: Path, tmp_path: Path, more: list[str]
+):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("format: unquantized\nkv_cache: fp8\n")
+    shown = said(example_checkpoint, tmp_path / "kv", recipe, *more)
+    assert "keys and values: fp8, unscaled; give --calibration TEXT or self\n" in shown
+    shown = said(example_checkpoint, tmp_path / "scaled", recipe, "--calibration", text, *more)
+    assert "keys and values: fp8, with scales found on text.jsonl\n" in shown
+    shown = said(example_checkpoint, tmp_path / "kvarn", "kvarn-k4v2", *more)
+    assert "keys and values: kvarn_k4v2_g128\n" in shown
+    assert "is not read" not in shown
+    shown = said(example_checkpoint, tmp_path / "kvarn", "kvarn-k4v2", "--calibration", text, *more)
+    assert f"--calibration {text} is not read: the recipe 'kvarn-k4v2' has nothing to calibrate\n" in shown
+
+
+def said(source: Path, out: Path, recipe: Path | str, *words: Path | str) -> str:
+    given = ["quantize", source, "--recipe", recipe, "--out", out, "--device", "cpu", *words]
+    result = CliRunner().invoke(main, [str(word) for word in given])
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_a_format_that_no_convention_declares_is_in_the_manifest(example_checkpoint: Path, tmp_path: Path):
