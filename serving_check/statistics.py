@@ -277,3 +277,13 @@ def _student_t_tail(t: float, freedom: int) -> float:
     if odd:
         central = 2 / math.pi * (angle + central)
     return (1 - central) / 2
+
+
+def chance_of_as_many(ours: int, theirs: int, share: float) -> float:
+    """The chance that at least `ours` of all events fall on our `share` of the time, or of the answers, where
+    both sides have them alike: a binomial's tail."""
+    total = ours + theirs
+    return math.fsum(
+        math.comb(total, count) * share**count * (1 - share) ** (total - count)
+        for count in range(ours, total + 1)
+    )

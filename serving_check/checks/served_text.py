@@ -11,9 +11,13 @@ from ..answer_figures import AnswerFigures
 from ..evidence import TextScore
 from ..measurement import MeasuredM, answers_of
 from ..settings import Bounds
+from ..statistics import chance_of_as_many
 from ..verdict import CheckResult, Status
 
 NAME = "served text"
+CHANCE = 0.05
+"""That so many of both sides' answers of a kind are the artifact's, where both give them alike: one answer of
+eleven says nothing, five of eleven do."""
 LOGIT_TOLERANCE = 0.25
 """Nats by which a greedy token may lie below the best one: another order of summation in 16 bits."""
 SURELY = 3.0
@@ -125,7 +129,8 @@ def _likeness(
             ("equal another one", ours.duplicates, theirs.duplicates, bounds.max_duplicates),
             ("are one token again and again", ours.one_token, theirs.one_token, bounds.max_one_token),
         ):
-            if count / ours.answers > usual / theirs.answers + most:
+            chance = chance_of_as_many(count, usual, ours.answers / (ours.answers + theirs.answers))
+            if count / ours.answers > usual / theirs.answers + most and chance <= CHANCE:
                 problems.append(
                     f"at M={m} {count} of {ours.answers} answers {what}, {usual} of the baseline's "
                     f"{theirs.answers}"

@@ -13,6 +13,7 @@ from statistics import median
 from ..gaps import Gap
 from ..measurement import MeasuredM, Repeat
 from ..settings import Bounds
+from ..statistics import chance_of_as_many
 from ..verdict import CheckResult, Status
 
 NAME = "stalls"
@@ -100,15 +101,6 @@ def m_in_doubt(measured: Sequence[MeasuredM], bounds: Bounds) -> int | None:
 def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
     """Measuring may have ended before the largest M."""
     return [one for one in measured if one.artifact and one.baseline]
-
-
-def chance_of_as_many(ours: int, theirs: int, share: float) -> float:
-    """The chance that at least `ours` of all stalls fall on our `share` of the time: a binomial's tail."""
-    total = ours + theirs
-    return math.fsum(
-        math.comb(total, count) * share**count * (1 - share) ** (total - count)
-        for count in range(ours, total + 1)
-    )
 
 
 def _stalls(

@@ -150,6 +150,17 @@ def test_answers_that_are_changed_or_all_alike_fail(answers: dict, words: str):
     assert status == "fail" and words in reason
 
 
+@pytest.mark.parametrize(("degenerate", "status"), [(1, "pass"), (4, "pass"), (5, "fail")])
+def test_an_answer_of_one_token_among_few_is_chance_and_many_are_not(degenerate: int, status: str):
+    """A small model's greedy answer to one of eleven prompts was one token: that is what it says."""
+    left = iter([1] * degenerate)
+    one = changed(
+        measured_m(1, 1.0, blocks=11), answers=lambda repeat: replace(repeat.answers, one_token=next(left, 0))
+    )
+    result = check_served_text([TextScore(1, 64, 0, 2, "text")], [one], BOUNDS)
+    assert result.status == status, result.reason
+
+
 @pytest.mark.parametrize(("blocks", "status"), [(7, "pass"), (8, "fail")])
 def test_few_answers_may_be_alike_by_chance(blocks: int, status: str):
     one = changed(
