@@ -20,7 +20,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from .hidden_states import HiddenStates
 from .layer_stream import LayerStream
 from .linear_weights import LINEAR, LinearWeight
-from .shared_tensors import merged_under
+from .shared_tensors import merged_under, shared_in
 from .tasks import WeightTask
 from .weight_places import Places, kind_of, serve
 from .weight_tensors import WeightQuantizer
@@ -87,7 +87,8 @@ def measure_sensitivity(
     linears = weights_to_choose_for(tasks)
     specs = {task.linear.module: task.spec for task in tasks if task.linear is not None}
     grouped: dict[str, list[str]] = defaultdict(list)
-    for module, leader in merged_under(checkpoint, list(linears.values())).items():
+    leaders = merged_under(checkpoint, list(linears.values()))
+    for module, leader in leaders.items():
         grouped[kind_of(leader)].append(module)
     variants: list[tuple[str, WeightFormat, HiddenStates]] = []
     with torch.no_grad():
@@ -106,8 +107,10 @@ def measure_sensitivity(
                     for spec in candidates(specs[modules[0]]):
                         if any(spec.refuses(linears[one].n, linears[one].k) for one in modules):
                             continue
+                        together = [linears[one] for one in modules]
+                        shared = shared_in(checkpoint, together, leaders, spec, quantizer)
                         rounded: dict[str, Weight] = {
-                            one: quantizer.quantize(checkpoint, linears[one], spec, {}).weight
+                            one: quantizer.quantize(checkpoint, linears[one], spec, shared.get(one, {})).weight
                             for one in modules
                         }
                         with serve(stream, rounded, places):

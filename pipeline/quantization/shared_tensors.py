@@ -62,6 +62,25 @@ def find_shared_tensors(
     return found
 
 
+def shared_in(
+    checkpoint: Checkpoint,
+    linears: Sequence[LinearWeight],
+    leaders: Mapping[str, str],
+    spec: WeightFormat,
+    quantizer: WeightQuantizer,
+) -> Shared:
+    """The same for `linears` alone, all in `spec`, read here; leaders: as `merged_under` finds them."""
+    if not spec.shared:
+        return {}
+    sharer = _sharing_quantizer(spec)
+    largest: dict[str, float] = {}
+    for linear in linears:
+        leader = leaders[linear.module]
+        largest[leader] = max(largest.get(leader, 0.0), quantizer.measure(checkpoint, linear, sharer))
+    tensors = {leader: sharer.shared_tensors(spec, value) for leader, value in largest.items()}
+    return {linear.module: tensors[leaders[linear.module]] for linear in linears}
+
+
 def _measure(
     checkpoint: Checkpoint,
     sharing: Mapping[str, Sequence[WeightTask]],

@@ -102,6 +102,17 @@ def test_what_is_measured_is_the_divergence_of_the_whole_model(example_checkpoin
             assert one.divergence[G32] == pytest.approx(expected, rel=0.1)
 
 
+def test_formats_that_share_tensors_are_measured_with_those(
+    example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+) -> None:
+    options = {"calibration": heldout_text, "device": "cpu", "progress": False}
+    artifact = quantize(example_checkpoint, "nvfp4", tmp_path / "o", target_bits=8, **options)
+    values = artifact.quantization["sensitivity"]["groups"]
+    assert values and all(one["kl"] > 0 for value in values for one in value["formats"])
+    kinds = {value["chosen"]["format"] for value in values}
+    assert kinds == {"nvfp4", "unquantized"}
+
+
 def test_at_fewer_bits_it_is_nearer_than_uniform_groups(
     example_checkpoint: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
