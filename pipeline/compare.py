@@ -24,6 +24,8 @@ from .comparison import ComparedModel, Comparison
 from .conventions.all_conventions import convention_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import load_model
+from .quantization.allocation import PLAIN_BITS
+from .sensitivity_table import plain_weights
 from .validation.held_out import read_held_out
 from .validation.subject import describe_quantization
 from .validation.weights import ComparedWeights, compare_each_weight
@@ -138,13 +140,19 @@ def _unlike_baseline(weights: ComparedWeights) -> str | None:
 
 
 def bits_per_weight(checkpoint: Checkpoint) -> float:
-    """What the quantized weights take in the files, in bits for each of their numbers; 16 where none is."""
+    """What the quantized weights take in the files, in bits for each of their numbers; 16 where none is.
+
+    Of an artifact whose formats were chosen under a budget, those that it kept plain are counted as well.
+    """
     stored = [
         weight for weight in convention_of(checkpoint).modules(checkpoint).values() if weight.is_quantized
     ]
     numbers = sum(math.prod(weight.shape) for weight in stored)
     bits = sum(weight.spec.bits_per_weight(*weight.shape) * math.prod(weight.shape) for weight in stored)
-    return bits / numbers if numbers else 16.0
+    manifest = _manifest(checkpoint)
+    plain = 0 if manifest is None else plain_weights(manifest.quantization)
+    numbers, bits = numbers + plain, bits + PLAIN_BITS * plain
+    return bits / numbers if numbers else PLAIN_BITS
 
 
 def _manifest(checkpoint: Checkpoint) -> Artifact | None:

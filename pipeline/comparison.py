@@ -31,7 +31,7 @@ class ComparedModel:
     name: str
     quantization: str
     bits_per_weight: float
-    """Of the quantized weights, scales and zero points included."""
+    """Of the quantized weights, with scales and zero points, and of those that a budget kept at 16 bits."""
     weight_bytes: int
     """Of all tensors in the files."""
     nats_per_token: float

@@ -24,16 +24,16 @@ from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from .file_digests import sha256_of_each
 from .publishing.card_engines import kv_cache_commands
-from .quantization.allocation import Budget
+from .quantization.allocation import PLAIN_BITS, Budget
 from .quantization.base_metadata import read_base_metadata
 from .quantization.calibration_names import CALIBRATION
 from .quantization.calibration_text import read_calibration_text
 from .quantization.estimate import Estimate, estimate
 from .quantization.importance import importance_of
-from .quantization.job import QuantizeJob, prepare, weight_quantizer
+from .quantization.job import QuantizeJob, prepare
 from .quantization.job_text import Reading, facts_of, found_on, read_text
 from .quantization.kv_scales import find_kv_scales
-from .quantization.mixed_recipe import SENSITIVITY, MixedRecipe, mixed_recipe
+from .quantization.mixed_recipe import mixed_recipe
 from .quantization.progress import byte_bar
 from .quantization.ranks import Ranks, join_ranks, local_device
 from .quantization.shared_tensors import find_shared_tensors
@@ -46,6 +46,7 @@ from .quantization.work_record import (
     locked_folder,
     open_record,
     parameters_digest,
+    refuse_foreign,
 )
 from .quantization.write_shards import (
     Known,
@@ -56,6 +57,7 @@ from .quantization.write_shards import (
     write_shards,
 )
 from .recipe import Recipe, load_recipe
+from .sensitivity_table import SENSITIVITY, plain_weights
 
 MAX_SHARD_BYTES = 1 << 30
 """So small that the shards of a large model divide evenly among eight processes."""
@@ -64,6 +66,7 @@ NOT_COPIED = ("hf_quant_config.json",)
 VERSIONED_PACKAGES = ("scalegate", "torch", "transformers", "torchao")
 MODULE_FIGURES = ("shape", "format", "relative_error", SCALED_BY, "output_error")
 """What the manifest says of each quantized module."""
+NO_BUDGET = Budget()
 LEFT_OUT_SHOWN = 10
 """Files beside the source's weights that are named one by one on stderr."""
 
@@ -93,7 +96,8 @@ def quantize(
     calibration: plain text, or .jsonl with one `{"text": ...}` a line; `hub:OWNER/NAME`; or `self`, for what
                  the model itself writes, in the place of the recipe's; for `method: gptq`, for formats that
                  round inputs or heed how much each matters, and for the scales of keys and values
-    target_bits: INT4 layers get the group sizes, or stay plain, as buys most at so many bits a weight
+    target_bits: INT4 layers get the group sizes, or stay plain, as buys most at so many bits a weight; those
+                 that a rule of the recipe names keep what it says
     max_kl:      the same, at the fewest bits that keep the divergence, in nats, to this
     """
     ranks = join_ranks()
@@ -103,15 +107,9 @@ def quantize(
         checkpoint = ranks.in_turn("source", lambda: open_checkpoint(model, revision))
         text = None if calibration is None else str(calibration)
         folder = Path(out).expanduser()
-        asked, chosen, told = load_recipe(recipe), None, dict[str, Any]()
-        if target_bits is not None or max_kl is not None:
-            budget = Budget(target_bits, max_kl)
-            mixed = ranks.in_turn(
-                "formats", lambda: _mixed(checkpoint, asked, budget, device, text, folder, progress)
-            )
-            chosen, told = mixed.recipe, {SENSITIVITY: mixed.table}
-        job = prepare(checkpoint, chosen or asked, export, device, text)
-        if chosen is None:
+        budget, told = Budget(target_bits, max_kl), dict[str, Any]()
+        job = prepare(checkpoint, load_recipe(recipe), export, device, text)
+        if target_bits is None and max_kl is None:
             _say_unread(job, text, progress)
         travelling = checkpoint.other_files(job.recipe.files)
         copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
@@ -119,12 +117,27 @@ def quantize(
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         _refuse_inside_itself(checkpoint, folder)
-        parameters = _parameters(job, copied, max_shard_bytes, ranks, progress)
         with _writing(folder), locked_folder(folder) if ranks.is_first else nullcontext():
 
-            def open_work() -> Artifact | WorkRecord:
+            def check_folder() -> None:
                 if overwrite and ranks.is_first:
                     clear_folder(folder, [*copied, CONFIG_NAME])
+                if ranks.is_first:
+                    refuse_foreign(folder)
+
+            ranks.in_turn("folder", check_folder)
+            source = _source(checkpoint, copied, ranks, progress)
+            if budget != NO_BUDGET:
+                asked = job
+                read_on = job.text or read_calibration_text(checkpoint, budget_source(job.recipe, text))
+                mixed = ranks.in_turn(
+                    "formats", lambda: mixed_recipe(asked, source, budget, read_on, folder, progress)
+                )
+                job = prepare(checkpoint, mixed.recipe, export, device, text)
+                told = {SENSITIVITY: mixed.table}
+            parameters = _parameters(job, source, max_shard_bytes)
+
+            def open_work() -> Artifact | WorkRecord:
                 finished = finished_artifact(folder, parameters)
                 return finished or _opened(folder, parameters, ranks, progress)
 
@@ -233,48 +246,30 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _mixed(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    budget: Budget,
-    device: str | torch.device | None,
-    calibration: str | None,
-    folder: Path,
-    progress: bool,
-) -> MixedRecipe:
-    """The recipe's formats chosen under `budget`. UserError where it asks for both, or for what cannot be."""
-    if budget.bits is not None and budget.divergence is not None:
-        raise UserError("--target-bits and --max-kl exclude each other; give one")
-    if not all(value is None or value > 0 for value in (budget.bits, budget.divergence)):
-        raise UserError("--target-bits and --max-kl are positive numbers")
-    _refuse_inside_itself(checkpoint, folder)
-    text = read_calibration_text(checkpoint, budget_source(recipe, calibration))
-    with _writing(folder):
-        return mixed_recipe(
-            checkpoint, recipe, budget, text, weight_quantizer(checkpoint, device), folder, progress
-        )
-
-
-def _parameters(
-    job: QuantizeJob, copied: Mapping[str, Path], max_shard_bytes: int, ranks: Ranks, progress: bool
+def _source(
+    checkpoint: Checkpoint, copied: Mapping[str, Path], ranks: Ranks, progress: bool
 ) -> dict[str, Any]:
-    """Everything that decides the artifact's bytes."""
-    checkpoint = job.checkpoint
+    """What identifies the checkpoint's bytes: the Hub's commit, or the digests of its files."""
     source: dict[str, Any] = {"name": checkpoint.public_name, "revision": checkpoint.revision}
-    if checkpoint.revision is None:
-        paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *copied.values()]
-        sizes = {path: path.stat().st_size for path in paths}
-        with byte_bar(sum(sizes.values()), "checking the source", ranks, progress) as read:
-            mine = {}
-            dealt = ranks.deal("checking the source", paths, sizes.__getitem__)
-            for path, digest in sha256_of_each(dealt):
-                mine[path.relative_to(checkpoint.folder).as_posix()] = digest
-                read(sizes[path])
-        digests: dict[str, str] = {}
-        for theirs in ranks.gather("source digests", mine):
-            digests |= theirs
-        names = {path.relative_to(checkpoint.folder).as_posix(): size for path, size in sizes.items()}
-        source["files"] = {name: {"size": size, "sha256": digests[name]} for name, size in names.items()}
+    if checkpoint.revision is not None:
+        return source
+    paths = [checkpoint.folder / CONFIG_NAME, *checkpoint.shards, *copied.values()]
+    sizes = {path: path.stat().st_size for path in paths}
+    with byte_bar(sum(sizes.values()), "checking the source", ranks, progress) as read:
+        mine = {}
+        dealt = ranks.deal("checking the source", paths, sizes.__getitem__)
+        for path, digest in sha256_of_each(dealt):
+            mine[path.relative_to(checkpoint.folder).as_posix()] = digest
+            read(sizes[path])
+    digests: dict[str, str] = {}
+    for theirs in ranks.gather("source digests", mine):
+        digests |= theirs
+    names = {path.relative_to(checkpoint.folder).as_posix(): size for path, size in sizes.items()}
+    return source | {"files": {name: {"size": names[name], "sha256": digests[name]} for name in names}}
+
+
+def _parameters(job: QuantizeJob, source: dict[str, Any], max_shard_bytes: int) -> dict[str, Any]:
+    """Everything that decides the artifact's bytes."""
     return {
         "source": source,
         "recipe": job.recipe.to_json(),
@@ -303,6 +298,9 @@ def _artifact(
         elements[module] * job.convention.bits_per_weight(spec, *shapes[module])
         for module, spec in specs.items()
     )
+    # What a budget has kept plain is of what it counted.
+    plain = plain_weights(told)
+    weights, bits = sum(elements.values()) + plain, bits + PLAIN_BITS * plain
     norm = sum(value["squared_norm"] for value in measured.values())
     error = sum(value["squared_error"] for value in measured.values())
     quantization = {
@@ -311,7 +309,7 @@ def _artifact(
             for spec, count in Counter(specs.values()).most_common()
         ],
         "export": job.export,
-        "bits_per_weight": round(bits / sum(elements.values()), 4) if elements else 0.0,
+        "bits_per_weight": round(bits / weights, 4) if weights else 0.0,
         "relative_error": rounded((error / norm) ** 0.5) if norm else 0.0,
         "modules": {
             module: {key: value[key] for key in MODULE_FIGURES if key in value}

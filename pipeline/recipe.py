@@ -54,6 +54,8 @@ class Rule:
     modules: str
     """A shell pattern over module names (`*.down_proj`), or `re:` and a regular expression."""
     spec: WeightFormat
+    reason: str = ""
+    """Why the modules stay unquantized, where it is not the recipe's author who says so; not in YAML."""
 
 
 @dataclass(frozen=True)

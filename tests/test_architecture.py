@@ -61,6 +61,7 @@ ROOMS = {
         "name_patterns",
         "artifact",
         "comparison",
+        "sensitivity_table",
         "signature",
         "recipe",
         "report",

@@ -100,8 +100,10 @@ def command(
         if len(chosen) > 1 and not dry_run:
             context.exit(run_on(chosen, _words(context)))
         device = chosen[0]
+    if dry_run and (target_bits is not None or max_kl is not None):
+        raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
     if dry_run:
-        _dry_run(model, recipe, out, revision, export, device, calibration, target_bits or max_kl, as_json)
+        _dry_run(model, recipe, out, revision, export, device, calibration, as_json)
         return
     from ..quantize import quantize
 
@@ -134,13 +136,10 @@ def _dry_run(
     export: str | None,
     device: str,
     calibration: str | None,
-    budget: float | None,
     as_json: bool,
 ) -> None:
     from ..quantize import preview
 
-    if budget is not None:
-        raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
     found = preview(
         model, recipe, out, revision=revision, export=export, device=device, calibration=calibration
     )
@@ -211,20 +210,23 @@ def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
 
 
 def _as_text(summary: dict[str, Any]) -> str:
+    from ..sensitivity_table import KEPT_BY_BUDGET, table_lines
+
     formats = " and ".join(f"{count} × {label}" for label, count in summary["formats"].items())
     size = f"{summary['bytes'] / 1e6:,.1f} MB in all"
+    counted = "each"
+    if KEPT_BY_BUDGET in summary["kept"]:
+        counted = "a weight with those that are kept by the budget"
     if formats:
         lines = [
             f"{summary['artifact']}: {summary['quantized']} linear weights quantized ({formats}), "
-            f"{summary['bits_per_weight']:g} bits each, {size}",
+            f"{summary['bits_per_weight']:g} bits {counted}, {size}",
             f"  relative error of the weights {summary['relative_error']:.4f}",
         ]
     else:
         lines = [f"{summary['artifact']}: weights as they are, {size}"]
     lines += _kv_lines(summary["kv_cache"], summary.get("calibration", {}).get("source"))
     if "sensitivity" in summary:
-        from ..quantization.mixed_recipe import table_lines
-
         lines += [f"  {line}" for line in table_lines(summary["sensitivity"])]
     lines += [f"  kept: {count} × {reason}" for reason, count in summary["kept"].items()]
     return "\n".join(lines)

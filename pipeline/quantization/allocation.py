@@ -6,7 +6,7 @@ comes first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...layouts.errors import UserError
@@ -15,6 +15,7 @@ from ...layouts.formats.weight_format import WeightFormat
 from .sensitivity import Group
 
 PLAIN = Unquantized()
+PLAIN_BITS = PLAIN.bits_per_weight(1, 1)
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,36 @@ class Budget:
     bits: float | None = None
     divergence: float | None = None
 
+    def __post_init__(self) -> None:
+        """UserError where both are given, or what cannot be."""
+        if self.bits is not None and self.divergence is not None:
+            raise UserError("--target-bits and --max-kl exclude each other; give one")
+        if not all(value is None or value > 0 for value in (self.bits, self.divergence)):
+            raise UserError("--target-bits and --max-kl are positive numbers")
+        if self.bits is not None and self.bits >= PLAIN_BITS:
+            raise UserError(
+                f"--target-bits {self.bits:g}: weights that are not quantized take {PLAIN_BITS:g} bits; "
+                "give fewer"
+            )
+
 
 @dataclass(frozen=True)
 class Allocation:
-    """A format for each group, and what all of it should cost."""
+    """A format for each group, and what all of it should cost.
+
+    fixed: quantized weights beside the groups that nothing is chosen for, and their bits in all
+    """
 
     groups: tuple[Group, ...]
     chosen: tuple[WeightFormat, ...]
+    fixed: tuple[int, float] = (0, 0.0)
 
     @property
     def bits(self) -> float:
         """On average for each weight, scales and zero points included."""
-        total = sum(_bits(group, spec) for group, spec in zip(self.groups, self.chosen, strict=True))
-        return total / sum(group.weights for group in self.groups)
+        weights, total = self.fixed
+        total += sum(_bits(group, spec) for group, spec in zip(self.groups, self.chosen, strict=True))
+        return total / (weights + sum(group.weights for group in self.groups))
 
     @property
     def divergence(self) -> float:
@@ -51,10 +69,13 @@ class Allocation:
         return {module: spec for group, spec in pairs for module in group.modules}
 
 
-def allocate(groups: Sequence[Group], budget: Budget) -> Allocation:
-    """The formats that buy most within `budget`. UserError where even the smallest take more bits."""
+def allocate(groups: Sequence[Group], budget: Budget, fixed: tuple[int, float] = (0, 0.0)) -> Allocation:
+    """The formats that buy most within `budget`. UserError where even the smallest take more bits.
+
+    fixed: as `Allocation` has it
+    """
     smallest = tuple(min(group.divergence, key=partial(_bits, group)) for group in groups)
-    now = Allocation(tuple(groups), smallest)
+    now = Allocation(tuple(groups), smallest, fixed)
     if budget.bits is not None and now.bits > budget.bits:
         raise UserError(
             f"--target-bits {budget.bits:g}: the smallest formats of the recipe take {now.bits:.3f} bits each"
@@ -79,7 +100,7 @@ def _fits(now: Allocation, index: int, spec: WeightFormat, budget: Budget) -> bo
 
 
 def _with(now: Allocation, index: int, spec: WeightFormat) -> Allocation:
-    return Allocation(now.groups, (*now.chosen[:index], spec, *now.chosen[index + 1 :]))
+    return replace(now, chosen=(*now.chosen[:index], spec, *now.chosen[index + 1 :]))
 
 
 def _bits(group: Group, spec: WeightFormat) -> float:

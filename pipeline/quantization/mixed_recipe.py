@@ -5,6 +5,8 @@ What was measured is kept in the work folder, and later in the manifest, so that
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +15,23 @@ from torch import Tensor
 
 from ...layouts.errors import UserError
 from ...layouts.files import write_json
-from ...layouts.formats.weight_format import spec_from_json, spec_to_json
+from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.outside_files import read_json_object
 from ..artifact import MANIFEST_NAME
 from ..checkpoints.checkpoint import Checkpoint
 from ..recipe import Recipe, Rule
-from .allocation import Allocation, Budget, allocate
+from ..sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
+from .allocation import PLAIN, Allocation, Budget, allocate
 from .calibration_text import CalibrationText
+from .job import QuantizeJob
 from .self_calibration import beside, can_draw, drawn_sequences
 from .sensitivity import TEXT_SEQUENCES, Group, measure_sensitivity, weights_to_choose_for
-from .tasks import make_tasks
+from .tasks import rule_for
 from .weight_tensors import WeightQuantizer
-from .work_record import CALIBRATION_FOLDER
+from .work_record import CALIBRATION_FOLDER, START_OVER, begun_in
 
 KEPT_NAME = "sensitivity.json"
-KEY, GROUPS, SENSITIVITY = "key", "groups", "sensitivity"
+KEY = "key"
 
 
 @dataclass(frozen=True)
@@ -39,51 +43,71 @@ class MixedRecipe:
 
 
 def mixed_recipe(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
+    job: QuantizeJob,
+    source: Mapping[str, Any],
     budget: Budget,
     text: CalibrationText,
-    quantizer: WeightQuantizer,
     folder: Path,
     progress: bool,
 ) -> MixedRecipe:
-    """`recipe` with the formats that buy most within `budget`; `folder` is the artifact's."""
-    tasks = make_tasks(checkpoint, recipe).in_order
-    nothing = UserError(f"{checkpoint.source}: the recipe {recipe.name!r} leaves no layer to choose for")
-    if not weights_to_choose_for(tasks):
+    """The job's recipe with the formats that buy most within `budget`.
+
+    Modules that a rule of the recipe names keep what that says, and so do those that are merged with them.
+    source: what identifies the checkpoint's bytes
+    folder: the artifact's, which is held by this job
+    """
+    recipe, tasks = job.recipe, job.tasks
+    nothing = UserError(f"{job.checkpoint.source}: the recipe {recipe.name!r} leaves no layer to choose for")
+    if not weights_to_choose_for(tasks.in_order):
         raise nothing
-    key = _key(checkpoint, recipe, text)
+    key = _key(source, recipe, text)
     groups = _kept(folder, key)
     if groups is None:
+        if begun_in(folder):
+            raise UserError(f"{folder} was made with another source, recipe or text; {START_OVER}")
         work = folder / CALIBRATION_FOLDER
-        work.mkdir(parents=True, exist_ok=True)
-        sequences = _sequences(checkpoint, text, quantizer, work, progress)
-        groups = measure_sensitivity(checkpoint, tasks, sequences, quantizer, work, progress)
+        work.mkdir(exist_ok=True)
+        drawn = work / f"drawn-{key[:16]}.safetensors"
+        sequences = _sequences(job.checkpoint, text, job.quantizer, drawn, progress)
+        linears = [task.linear for task in tasks.in_order if task.linear is not None]
+        fixed = [linear.module for linear in linears if rule_for(recipe, linear) is not None]
+        groups = measure_sensitivity(
+            job.checkpoint, tasks.in_order, sequences, job.quantizer, work, progress, fixed
+        )
         if not groups:
             raise nothing
         write_json(work / KEPT_NAME, {KEY: key, GROUPS: [group.to_json() for group in groups]})
-    chosen = allocate(groups, budget)
-    rules = tuple(Rule(module, spec) for module, spec in chosen.by_module().items())
-    return MixedRecipe(replace(recipe, rules=(*rules, *recipe.rules)), _table(key, chosen, budget))
+    free = {module for group in groups for module in group.modules}
+    beside = {module: spec for module, spec in tasks.specs.items() if module not in free}
+    weights = {module: math.prod(tasks.shapes[module]) for module in beside}
+    bits = sum(
+        spec.bits_per_weight(*tasks.shapes[module]) * weights[module] for module, spec in beside.items()
+    )
+    chosen = allocate(groups, budget, (sum(weights.values()), bits))
+    if not beside and set(chosen.chosen) == {PLAIN}:
+        raise UserError(f"--max-kl {budget.divergence:g}: no layer can be quantized within it; give more")
+    rules = tuple(
+        Rule(module, spec, KEPT_BY_BUDGET if spec == PLAIN else "")
+        for module, spec in chosen.by_module().items()
+    )
+    return MixedRecipe(replace(recipe, rules=(*rules, *recipe.rules)), _table(key, chosen, budget, text))
 
 
 def _sequences(
-    checkpoint: Checkpoint, text: CalibrationText, quantizer: WeightQuantizer, work: Path, progress: bool
+    checkpoint: Checkpoint, text: CalibrationText, quantizer: WeightQuantizer, kept: Path, progress: bool
 ) -> Tensor:
     """Half of them the model's own where a text is given, as in what weights are solved on."""
     device = quantizer.device
     if text.sequences is not None and not can_draw(checkpoint, device):
         return text.sequences
     count = TEXT_SEQUENCES if text.sequences is None else TEXT_SEQUENCES // 2
-    kept = work / "drawn-few.safetensors"
     own = drawn_sequences(checkpoint, (count, text.shape[1]), device, kept, progress)
     return own if text.sequences is None else beside(text.sequences, own)
 
 
-def _key(checkpoint: Checkpoint, recipe: Recipe, text: CalibrationText) -> str:
-    """One digest of all that decides what is measured, but for the weights: their sizes stand for them."""
-    files = {path.name: path.stat().st_size for path in checkpoint.shards}
-    said = [checkpoint.public_name, checkpoint.revision, files, recipe.to_json(), text.parameters]
+def _key(source: Mapping[str, Any], recipe: Recipe, text: CalibrationText) -> str:
+    """One digest of all that decides what is measured."""
+    said = [source, recipe.to_json(), text.parameters]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
@@ -99,26 +123,16 @@ def _kept(folder: Path, key: str) -> list[Group] | None:
     return None
 
 
-def _table(key: str, chosen: Allocation, budget: Budget) -> dict[str, Any]:
+def _table(key: str, chosen: Allocation, budget: Budget, text: CalibrationText) -> dict[str, Any]:
     asked = {"target_bits": budget.bits, "max_kl": budget.divergence}
     return {
         KEY: key,
+        TEXT: {"source": text.name, **text.parameters},
         **{name: value for name, value in asked.items() if value is not None},
         "bits_per_weight": round(chosen.bits, 4),
         "kl": float(f"{chosen.divergence:.4g}"),
         GROUPS: [
-            group.to_json() | {"chosen": spec_to_json(spec)}
+            group.to_json() | {CHOSEN: spec_to_json(spec)}
             for group, spec in zip(chosen.groups, chosen.chosen, strict=True)
         ],
     }
-
-
-def table_lines(table: dict[str, Any]) -> list[str]:
-    """For people: a line for each group of modules, with what it costs in each format and which it got."""
-    lines = []
-    for value in table[GROUPS]:
-        group, chosen = Group.from_json(value), spec_from_json(value["chosen"])
-        costs = "  ".join(f"{spec.key} {kl:.5f}" for spec, kl in group.divergence.items())
-        more = f" and {len(group.modules) - 1} more" if len(group.modules) > 1 else ""
-        lines.append(f"{group.modules[0]}{more}: KL {costs}; became {chosen.key}")
-    return lines

@@ -5,7 +5,7 @@ go through the decoder together, so every layer is read once, whatever their num
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,12 @@ def measure_sensitivity(
     quantizer: WeightQuantizer,
     spill: Path | None,
     progress: bool,
+    fixed: Collection[str] = (),
 ) -> list[Group]:
     """The groups of the quantized layers among `tasks`, with what each costs in each of its formats.
 
     sequences: int64 [S, T]; the first 8 are read
+    fixed:     modules whose groups are left out
     Weights are rounded without a text here: what a text gains is about the same share everywhere.
     """
     linears = weights_to_choose_for(tasks)
@@ -90,40 +92,55 @@ def measure_sensitivity(
     leaders = merged_under(checkpoint, list(linears.values()))
     for module, leader in leaders.items():
         grouped[kind_of(leader)].append(module)
+    for group in [group for group, modules in grouped.items() if not set(fixed).isdisjoint(modules)]:
+        del grouped[group]
     variants: list[tuple[str, WeightFormat, HiddenStates]] = []
     with torch.no_grad():
         stream = LayerStream(checkpoint, sequences[:TEXT_SEQUENCES], quantizer.device, spill)
         places = Places(stream.assignments, list(linears.values()))
-        with progress_bar(
-            total=len(stream.layers), desc="sensitivity", unit=" layers", shown=progress
-        ) as bar:
-            for name in stream.layers:
+        begun: dict[str, list[tuple[str, WeightFormat]]] = {}
+        for name in stream.layers:
+            here = set(places.of_layer(name))
+            begun[name] = [
+                (group, spec)
+                for group, modules in grouped.items()
+                if here.issuperset(modules)
+                for spec in candidates(specs[modules[0]])
+                if not any(spec.refuses(linears[one].n, linears[one].k) for one in modules)
+            ]
+        # Through each layer from the one where it begins, and through the output projection.
+        to_go = range(len(begun) + 1, 1, -1)
+        passes = sum(len(new) * left for new, left in zip(begun.values(), to_go, strict=True))
+        passes += len(begun) + 1
+        with progress_bar(total=passes, desc="sensitivity", unit=" passes", shown=progress) as bar:
+            for name, new in begun.items():
                 stream.place(name)
-                variants = [(group, spec, stream.after(name, states)) for group, spec, states in variants]
-                here = set(places.of_layer(name))
-                for group, modules in grouped.items():
-                    if not here.issuperset(modules):
-                        continue
-                    for spec in candidates(specs[modules[0]]):
-                        if any(spec.refuses(linears[one].n, linears[one].k) for one in modules):
-                            continue
-                        together = [linears[one] for one in modules]
-                        shared = shared_in(checkpoint, together, leaders, spec, quantizer)
-                        rounded: dict[str, Weight] = {
-                            one: quantizer.quantize(checkpoint, linears[one], spec, shared.get(one, {})).weight
-                            for one in modules
-                        }
-                        with serve(stream, rounded, places):
-                            stream.place(name)
-                            variants.append((group, spec, stream.after(name)))
+                for index, (group, spec, states) in enumerate(variants):
+                    variants[index] = group, spec, stream.after(name, states)
+                    bar.update()
+                for group, spec in new:
+                    together = [linears[one] for one in grouped[group]]
+                    shared = shared_in(checkpoint, together, leaders, spec, quantizer)
+                    rounded: dict[str, Weight] = {
+                        one.module: quantizer.quantize(
+                            checkpoint, one, spec, shared.get(one.module, {})
+                        ).weight
+                        for one in together
+                    }
+                    with serve(stream, rounded, places):
+                        stream.place(name)
+                        variants.append((group, spec, stream.after(name)))
+                    bar.update()
                 stream.place(name)
                 stream.advance(name)
                 stream.drop(name)
                 bar.update()
             expected = [stream.predictions(hidden).float().log_softmax(-1) for hidden in stream.outputs()]
+            bar.update()
             found: dict[str, dict[WeightFormat, float]] = defaultdict(dict)
             for group, spec, states in variants:
                 found[group][spec] = _divergence(stream, states, expected)
+                bar.update()
     return [
         Group(tuple(modules), tuple((linears[one].n, linears[one].k) for one in modules), found[group])
         for group, modules in grouped.items()

@@ -15,7 +15,7 @@ from ...serving_check.engine.options import UNQUANTIZED as KV_UNQUANTIZED
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale, refuse_unreadable, scale_of
 from ..conventions.kv_cache import SCALE as KV_SCALE
-from ..recipe import KEEP, Recipe, matches
+from ..recipe import KEEP, Recipe, Rule, matches
 from .linear_weights import (
     EMBEDDING,
     LM_HEAD,
@@ -124,9 +124,9 @@ def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
     names = {weight.module, weight.tensor}
     if any(matches(pattern, name) for pattern in recipe.ignore for name in names):
         return IGNORED
-    rule = next((r for r in recipe.rules if any(matches(r.modules, name) for name in names)), None)
+    rule = rule_for(recipe, weight)
     if rule is not None and isinstance(rule.spec, Unquantized):
-        return IGNORED
+        return rule.reason or IGNORED
     if weight.role == ROUTER:
         return "router, never quantized"
     if weight.role == LM_HEAD and recipe.lm_head == KEEP:
@@ -145,6 +145,12 @@ def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
             f"to keep it unquantized, add it to the recipe's `ignore`"
         )
     return spec
+
+
+def rule_for(recipe: Recipe, weight: LinearWeight) -> Rule | None:
+    """The first of the recipe's rules that names `weight`."""
+    names = {weight.module, weight.tensor}
+    return next((r for r in recipe.rules if any(matches(r.modules, name) for name in names)), None)
 
 
 def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight]) -> None:

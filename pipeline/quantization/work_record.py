@@ -160,22 +160,34 @@ def finished_artifact(folder: Path, parameters: dict[str, Any]) -> Artifact | No
     return artifact
 
 
+def begun_in(folder: Path) -> bool:
+    """Whether there is a finished artifact in `folder`, or one whose shards are being written."""
+    return (folder / RECORD_NAME).is_file() or (folder / MANIFEST_NAME).is_file()
+
+
+def refuse_foreign(folder: Path) -> None:
+    """UserError where a folder that is held has files of other origin."""
+    for name in (PARTS_FOLDER, CALIBRATION_FOLDER):
+        if (folder / name).is_symlink():
+            raise UserError(f"{folder / name} is a symlink; {START_OVER}")
+    if begun_in(folder):
+        return
+    foreign = [
+        name
+        for name in _entries(folder)
+        if not name.endswith(PARTIAL_SUFFIX) and name not in (CALIBRATION_FOLDER, PARTS_FOLDER)
+    ]
+    if foreign:
+        raise UserError(
+            f"{folder} is not empty (it has {foreign[0]}) and `pipeline quantize` did not begin it; "
+            "give a new or empty folder"
+        )
+
+
 def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
     """The record of the job interrupted in `folder`, or a new one. UserError where it is another job's."""
     path = folder / RECORD_NAME
-    if (folder / PARTS_FOLDER).is_symlink():
-        raise UserError(f"{folder / PARTS_FOLDER} is a symlink; {START_OVER}")
     if not path.is_file():
-        foreign = [
-            name
-            for name in _entries(folder)
-            if not name.endswith(PARTIAL_SUFFIX) and name not in (CALIBRATION_FOLDER, PARTS_FOLDER)
-        ]
-        if foreign:
-            raise UserError(
-                f"{folder} is not empty (it has {foreign[0]}) and `pipeline quantize` did not begin it; "
-                "give a new or empty folder"
-            )
         record = WorkRecord(folder, parameters)
         # Of a job whose record was cleared away: not this one's.
         shutil.rmtree(record.parts, ignore_errors=True)
@@ -203,8 +215,7 @@ def _entries(folder: Path) -> list[str]:
 
 def clear_folder(folder: Path, copied: Iterable[str]) -> None:
     """Remove what a job wrote into `folder`, `copied` names included. UserError where it is not a job's."""
-    ours = (folder / RECORD_NAME).is_file() or (folder / MANIFEST_NAME).is_file()
-    if not ours and _entries(folder):
+    if not begun_in(folder) and _entries(folder):
         raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")
     names: set[str] = {
         RECORD_NAME,

@@ -1,22 +1,33 @@
 """`--target-bits` and `--max-kl`: each group of layers gets the format that buys most, as measured."""
 
+import io
+import shutil
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from scalegate.layouts.errors import UserError
+from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
+from scalegate.layouts.formats.weight_format import WeightFormat, spec_from_json
+from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.compare import compare
+from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.compare import bits_per_weight, compare
 from scalegate.pipeline.quantization import calibration_text, mixed_recipe, sensitivity
 from scalegate.pipeline.quantization.allocation import PLAIN, Allocation, Budget, allocate
 from scalegate.pipeline.quantization.sensitivity import Group, measure_sensitivity
 from scalegate.pipeline.quantization.tasks import make_tasks
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
+from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER, locked_folder
 from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.recipe import Recipe, Rule
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 G128, G64, G32 = (Int4(size) for size in (128, 64, 32))
@@ -65,6 +76,14 @@ def test_what_cannot_be_kept_is_refused(example_checkpoint: Path, tmp_path: Path
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=4.5, max_kl=0.1, progress=False)
     with pytest.raises(UserError, match="positive"):
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=-1, progress=False)
+    with pytest.raises(UserError, match="--target-bits 20: weights that are not quantized take 16 bits"):
+        quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=20, progress=False)
+
+
+def test_a_dry_run_takes_no_budget_of_zero(example_checkpoint: Path, tmp_path: Path) -> None:
+    words = ["quantize", str(example_checkpoint), "--out", str(tmp_path / "o"), "--dry-run"]
+    result = CliRunner().invoke(main, [*words, "--target-bits", "0"])
+    assert "leave --dry-run out" in result.output
 
 
 def test_without_weights_to_choose_for_nothing_is_drawn(
@@ -133,4 +152,128 @@ def test_at_fewer_bits_it_is_nearer_than_uniform_groups(
     monkeypatch.setattr(mixed_recipe, "measure_sensitivity", None)
     again = quantize(example_checkpoint, RECIPE, tmp_path / "mixed", target_bits=4.31, **options)
     assert again.bytes_digest() == artifact.bytes_digest()
+    with pytest.raises(UserError, match="made with another source, recipe or text"):
+        quantize(example_checkpoint, "int4-hqq-g64", tmp_path / "mixed", target_bits=4.31, **options)
     assert Unquantized() == PLAIN
+
+
+@pytest.fixture
+def options(heldout_text: Path) -> dict[str, Any]:
+    return {"calibration": heldout_text, "device": "cpu", "progress": False}
+
+
+def chosen_for(artifact: Artifact) -> dict[str, WeightFormat]:
+    groups = artifact.quantization["sensitivity"]["groups"]
+    return {name: spec_from_json(one["chosen"]) for one in groups for name in one["modules"]}
+
+
+def test_layers_kept_at_16_bits_count_wherever_bits_are_said(
+    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    artifact = quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=8, **options)
+    said = artifact.quantization["sensitivity"]["bits_per_weight"]
+    assert 7 < said <= 8
+    assert artifact.quantization["bits_per_weight"] == pytest.approx(said, abs=1e-3)
+    assert bits_per_weight(open_checkpoint(tmp_path / "o")) == pytest.approx(said, abs=1e-3)
+    plain = [name for name, spec in chosen_for(artifact).items() if spec == PLAIN]
+    kept = artifact.quantization["kept"]
+    assert sorted(kept["kept at 16 bits by the budget"]) == sorted(plain)
+    assert "ignored by the recipe" not in kept
+
+
+def test_what_rules_of_the_recipe_say_stays_and_its_bits_count(
+    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    recipe = Recipe("ruled", spec=G128, rules=(Rule("*.down_proj", G32), Rule("*.q_proj", G64)))
+    artifact = quantize(example_checkpoint, recipe, tmp_path / "o", target_bits=4.4, **options)
+    formats = {
+        name: spec_from_json(value["format"]) for name, value in artifact.quantization["modules"].items()
+    }
+    assert {formats[name] for name in formats if name.endswith("down_proj")} == {G32}
+    assert {formats[name] for name in formats if name.endswith("q_proj")} == {G64}
+    # Of q_proj's siblings too, which are loaded as one with it.
+    assert {name.split(".")[-1] for name in chosen_for(artifact)} == {"o_proj", "gate_proj", "up_proj"}
+    said = artifact.quantization["sensitivity"]["bits_per_weight"]
+    assert said <= 4.4
+    assert artifact.quantization["bits_per_weight"] == pytest.approx(said, abs=1e-3)
+
+
+def test_weights_replaced_in_place_are_measured_again(
+    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "o"
+    shutil.copytree(example_checkpoint, source)
+    before = quantize(source, RECIPE, out, target_bits=4.5, **options)
+    # As an interrupted job leaves it.
+    table = before.quantization["sensitivity"]
+    kept = {name: table[name] for name in ("key", "groups")}
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({name: tensor.flip(0) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    with pytest.raises(UserError, match="made with another source, recipe or text"):
+        quantize(source, RECIPE, out, target_bits=4.5, **options)
+    after = quantize(source, RECIPE, out, target_bits=4.5, overwrite=True, **options)
+    assert after.quantization["sensitivity"]["groups"] != table["groups"]
+    other = tmp_path / "interrupted"
+    write_json(other / CALIBRATION_FOLDER / "sensitivity.json", kept)
+    again = quantize(source, RECIPE, other, target_bits=4.5, **options)
+    assert again.quantization["sensitivity"] == after.quantization["sensitivity"]
+
+
+def test_the_folder_is_checked_and_held_before_anything_is_measured(
+    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    measured: list[bool] = []
+
+    def measure(*_: object) -> list[Group]:
+        with pytest.raises(UserError, match="at work"), locked_folder(tmp_path / "o"):
+            pass
+        measured.append(True)
+        return []
+
+    monkeypatch.setattr(mixed_recipe, "measure_sensitivity", measure)
+    with pytest.raises(UserError, match=r"not empty \(it has notes\.txt\)"):
+        quantize(example_checkpoint, RECIPE, foreign, target_bits=4.5, **options)
+    assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
+    with pytest.raises(UserError, match="did not write"):
+        quantize(example_checkpoint, RECIPE, foreign, target_bits=4.5, overwrite=True, **options)
+    assert not measured
+    with pytest.raises(UserError, match="leaves no layer to choose for"):
+        quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=4.5, **options)
+    assert measured
+
+
+def test_divergence_that_no_format_keeps_is_said_to_be_too_small(
+    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="--max-kl 1e-12: no layer can be quantized within it"):
+        quantize(example_checkpoint, RECIPE, tmp_path / "o", max_kl=1e-12, **options)
+
+
+def test_progress_ends_with_the_last_divergence(
+    example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = tqdm(disable=False, file=io.StringIO())
+    shares: list[float] = []
+    real = sensitivity._divergence
+
+    def divergence(*arguments: Any) -> float:
+        shares.append(bar.n / bar.total)
+        return real(*arguments)
+
+    def shown(total: int, **_: object) -> tqdm:
+        bar.total = total
+        return bar
+
+    monkeypatch.setattr(sensitivity, "_divergence", divergence)
+    monkeypatch.setattr(sensitivity, "progress_bar", shown)
+    checkpoint = open_checkpoint(example_checkpoint)
+    tasks = make_tasks(checkpoint, Recipe("few", spec=G128, include=("*.o_proj",))).in_order
+    sequences = torch.randint(0, 8192, (2, 32), generator=torch.Generator().manual_seed(0))
+    quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))
+    measure_sensitivity(checkpoint, tasks, sequences, quantizer, None, True)
+    assert shares and max(shares) < 1
+    assert bar.n == bar.total

@@ -1,0 +1,69 @@
+"""What was measured of each group of layers, and chosen, as the manifest keeps it: read for people and sums.
+
+`quantization/mixed_recipe.py` makes it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from ..layouts.formats.unquantized import Unquantized
+from ..layouts.formats.weight_format import WeightFormat, spec_from_json
+
+SENSITIVITY = "sensitivity"
+"""Its name in the manifest."""
+GROUPS, CHOSEN, TEXT = "groups", "chosen", "text"
+KEPT_BY_BUDGET = "kept at 16 bits by the budget"
+"""Why modules stay as they are that the recipe quantizes."""
+COLUMNS = ("layers", "format", "groups", "bits", "measured KL")
+
+
+def plain_weights(quantization: Mapping[str, Any]) -> int:
+    """Numbers that a budget has kept at 16 bits; 0 where the formats were not chosen under one."""
+    groups = quantization.get(SENSITIVITY, {}).get(GROUPS, [])
+    return sum(_weights(group) for group in groups if isinstance(_chosen(group), Unquantized))
+
+
+def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """As in `COLUMNS`: a row for each kind of layer and each format that layers of it got."""
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for group in table[GROUPS]:
+        leaves = dict.fromkeys(module.rpartition(".")[2] for module in group["modules"])
+        kinds[", ".join(leaves), _chosen(group).key].append(group)
+    return [
+        (kind, key, str(len(groups)), f"{_bits(groups):.3f}", f"{sum(map(_divergence, groups)):.5f}")
+        for (kind, key), groups in sorted(kinds.items())
+    ]
+
+
+def table_lines(table: Mapping[str, Any]) -> list[str]:
+    """For people: a line for each group of modules, with what it costs in each format and which it got."""
+    lines = []
+    for group in table[GROUPS]:
+        costs = "  ".join(f"{spec.key} {kl:.5f}" for spec, kl in _measured(group).items())
+        modules = group["modules"]
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        lines.append(f"{modules[0]}{more}: KL {costs}; became {_chosen(group).key}")
+    return lines
+
+
+def _chosen(group: Mapping[str, Any]) -> WeightFormat:
+    return spec_from_json(group[CHOSEN])
+
+
+def _measured(group: Mapping[str, Any]) -> dict[WeightFormat, float]:
+    return {spec_from_json(one["spec"]): float(one["kl"]) for one in group["formats"]}
+
+
+def _divergence(group: Mapping[str, Any]) -> float:
+    return _measured(group).get(_chosen(group), 0.0)
+
+
+def _weights(group: Mapping[str, Any]) -> int:
+    return sum(n * k for n, k in group["shapes"])
+
+
+def _bits(groups: list[Mapping[str, Any]]) -> float:
+    """On average for each weight."""
+    bits = sum(_chosen(group).bits_per_weight(n, k) * n * k for group in groups for n, k in group["shapes"])
+    return bits / sum(map(_weights, groups))
