@@ -24,6 +24,28 @@ def plain_weights(quantization: Mapping[str, Any]) -> int:
     return sum(_weights(group) for group in groups if isinstance(_chosen(group), Unquantized))
 
 
+def shown(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a card and a page show of it; None where the formats were not chosen under a budget."""
+    table = quantization.get(SENSITIVITY)
+    if table is None:
+        return None
+    return {
+        "text": measured_on(table),
+        "bits": f"{table['bits_per_weight']:g}",
+        "kl": f"{table['kl']:g}",
+        "columns": COLUMNS,
+        "rows": rows_by_kind(table),
+    }
+
+
+def measured_on(table: Mapping[str, Any]) -> str:
+    """The text, in words; tables of older versions do not say."""
+    text = table.get(TEXT)
+    if text is None:
+        return "a text that was not recorded"
+    return "text that the model wrote itself" if "drawn" in text else str(text["source"])
+
+
 def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """As in `COLUMNS`: a row for each kind of layer and each format that layers of it got."""
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)

@@ -32,6 +32,7 @@ from ..quantization.calibration_names import CALIBRATION, SCARCE, SELF
 from ..recipe import load_recipe, shipped_recipes
 from ..report.names import BADGE_NAME
 from ..report.table import held_out_text, with_error
+from ..sensitivity_table import plain_weights, shown
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
 from .card_engines import engines
@@ -74,6 +75,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "base_revision": artifact.source_revision,
         "quantization": _quantization(artifact, method),
         "bits_per_weight": artifact.quantization.get("bits_per_weight"),
+        "kept_by_budget": plain_weights(artifact.quantization) > 0,
         "relative_error": artifact.quantization.get("relative_error"),
         "calibration": _calibration(artifact.quantization.get(CALIBRATION)),
         "kv_cache": None if artifact.kv_cache == UNQUANTIZED else artifact.kv_cache,
@@ -89,6 +91,7 @@ def _fields(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: s
         "rival": _rival(verdict),
         "scores": [_score_row(score) for score in verdict.scores],
         "comparison": _comparison(folder, artifact),
+        "sensitivity": _sensitivity(artifact),
         "badge": BADGE if BADGE in report_files(verdict) else None,
         "plots": [{"title": _title(path), "path": path} for path in plot_files(verdict)],
         "first_lines": first_lines(verdict.exploratory, verdict.declared),
@@ -129,6 +132,11 @@ def _comparison(folder: Path, artifact: Artifact) -> dict[str, Any] | None:
         "rows": [[plain(cell) for cell in model.cells] for model in found.models],
         "warnings": found.warnings,
     }
+
+
+def _sensitivity(artifact: Artifact) -> dict[str, Any] | None:
+    found = shown(artifact.quantization)
+    return found and found | {"rows": [[plain(cell) for cell in row] for row in found["rows"]]}
 
 
 def front_matter(artifact: Artifact, method: str | None, verdict: Verdict, name: str) -> str:

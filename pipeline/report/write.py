@@ -21,10 +21,13 @@ TEMPLATE = Path(__file__).parent / "page.html.j2"
 CURVES_SCRIPT = Path(__file__).parent / "curves.js"
 
 
-def render_report(verdict: Verdict) -> dict[str, bytes]:
-    """`report.html`, the plots and the badge, by file name."""
+def render_report(verdict: Verdict, sensitivity: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+    """`report.html`, the plots and the badge, by file name.
+
+    sensitivity: what `sensitivity_table.shown` makes of the artifact's, where it has one
+    """
     plots = draw_plots(verdict)
-    page = render_page(verdict, plots).encode()
+    page = render_page(verdict, plots, sensitivity).encode()
     return {**plots, PAGE_NAME: page, BADGE_NAME: draw_badge(verdict).encode()}
 
 
@@ -35,7 +38,9 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
             partial.write_bytes(content)
 
 
-def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
+def render_page(
+    verdict: Verdict, plots: dict[str, bytes], sensitivity: Mapping[str, Any] | None = None
+) -> str:
     """The page, with the plots inside it, so that it can be sent about as one file."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -52,6 +57,7 @@ def render_page(verdict: Verdict, plots: dict[str, bytes]) -> str:
         curves=curves_of(verdict),
         curves_script=CURVES_SCRIPT.read_text(encoding="utf-8"),
         images=images,
+        sensitivity=sensitivity,
         settings=_settings(verdict),
         first_lines=first_lines(verdict.exploratory, verdict.declared),
         raw=json.dumps(_without_evidence(verdict), indent=2, ensure_ascii=False),

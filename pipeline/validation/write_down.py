@@ -14,6 +14,7 @@ from pathlib import Path
 from ...serving_check.verdict import Verdict
 from ..artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..file_digests import sha256_of
+from ..sensitivity_table import shown
 from ..signature import sign_file
 
 
@@ -64,7 +65,8 @@ def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> V
             # Imported here: plots take a library that takes half a second.
             from ..report.write import render_report
 
-            pages = render_report(verdict)
+            manifest = next((place.manifest for place in places if place.manifest is not None), None)
+            pages = render_report(verdict, None if manifest is None else shown(manifest.quantization))
     bound = replace(verdict, report={n: hashlib.sha256(page).hexdigest() for n, page in pages.items()})
     for place in places:
         if pages and place.write_pages(pages):
