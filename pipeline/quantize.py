@@ -33,7 +33,7 @@ from .quantization.importance import importance_of
 from .quantization.job import QuantizeJob, prepare
 from .quantization.job_text import Reading, facts_of, found_on, read_text
 from .quantization.kv_scales import find_kv_scales
-from .quantization.mixed_recipe import mixed_recipe
+from .quantization.mixed_recipe import mixed_recipe, require_choice
 from .quantization.progress import byte_bar
 from .quantization.ranks import Ranks, join_ranks, local_device
 from .quantization.shared_tensors import find_shared_tensors
@@ -111,6 +111,8 @@ def quantize(
         job = prepare(checkpoint, load_recipe(recipe), export, device, text)
         if target_bits is None and max_kl is None:
             _say_unread(job, text, progress)
+        else:
+            require_choice(job)
         travelling = checkpoint.other_files(job.recipe.files)
         copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
         _say_left_out(travelling.left_out, progress)

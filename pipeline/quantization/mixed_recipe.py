@@ -42,6 +42,16 @@ class MixedRecipe:
     table: dict[str, Any]
 
 
+def require_choice(job: QuantizeJob) -> None:
+    """UserError where there is no layer to choose for, before anything is made or drawn."""
+    if not weights_to_choose_for(job.tasks.in_order):
+        raise nothing_to_choose(job)
+
+
+def nothing_to_choose(job: QuantizeJob) -> UserError:
+    return UserError(f"{job.checkpoint.source}: the recipe {job.recipe.name!r} leaves no layer to choose for")
+
+
 def mixed_recipe(
     job: QuantizeJob,
     source: Mapping[str, Any],
@@ -57,9 +67,6 @@ def mixed_recipe(
     folder: the artifact's, which is held by this job
     """
     recipe, tasks = job.recipe, job.tasks
-    nothing = UserError(f"{job.checkpoint.source}: the recipe {recipe.name!r} leaves no layer to choose for")
-    if not weights_to_choose_for(tasks.in_order):
-        raise nothing
     key = _key(source, recipe, text)
     groups = _kept(folder, key)
     if groups is None:
@@ -75,7 +82,7 @@ def mixed_recipe(
             job.checkpoint, tasks.in_order, sequences, job.quantizer, work, progress, fixed
         )
         if not groups:
-            raise nothing
+            raise nothing_to_choose(job)
         write_json(work / KEPT_NAME, {KEY: key, GROUPS: [group.to_json() for group in groups]})
     free = {module for group in groups for module in group.modules}
     beside = {module: spec for module, spec in tasks.specs.items() if module not in free}
