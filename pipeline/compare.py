@@ -28,7 +28,7 @@ from .quantization.allocation import PLAIN_BITS
 from .sensitivity_table import plain_weights
 from .validation.held_out import read_held_out
 from .validation.subject import describe_quantization
-from .validation.weights import ComparedWeights, compare_each_weight
+from .validation.weights import ComparedWeights, compare_weights
 
 FAR = 1.0
 """Relative error of a weight that a zero would be as near to; of an unrelated weight it is about 1.4."""
@@ -70,7 +70,7 @@ def compare(
             del loaded
             _release_memory()
             manifest = _manifest(checkpoint)
-            weights = compare_each_weight(
+            weights = compare_weights(
                 checkpoint,
                 other,
                 manifest,

@@ -81,7 +81,7 @@ def score(run: Run, looked: Looked, served: Served) -> Scores:
 
 def _look_at_files(run: Run) -> tuple[WeightFigures | None, TextFigures]:
     kv_cache = kv_cache_of(run.artifact, run.options.kv_cache_dtype)
-    weights = compare_weights(
+    compared = compare_weights(
         run.artifact,
         run.baseline,
         run.manifest,
@@ -89,5 +89,6 @@ def _look_at_files(run: Run) -> tuple[WeightFigures | None, TextFigures]:
         device=run.options.device,
         progress=run.progress,
     )
+    weights = None if compared is None else compared.figures
     declared = run.manifest.declared_changes() if run.manifest else ()
     return weights, TextFigures(compare_text_files(run.artifact, run.baseline), declared)

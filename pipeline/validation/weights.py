@@ -50,22 +50,6 @@ def compare_weights(
     has_kv_format: bool = False,
     device: str = "cpu",
     progress: bool = True,
-) -> WeightFigures | None:
-    """The figures of `compare_each_weight`."""
-    compared = compare_each_weight(
-        artifact, baseline, manifest, has_kv_format=has_kv_format, device=device, progress=progress
-    )
-    return None if compared is None else compared.figures
-
-
-def compare_each_weight(
-    artifact: Checkpoint,
-    baseline: Checkpoint,
-    manifest: Artifact | None,
-    *,
-    has_kv_format: bool = False,
-    device: str = "cpu",
-    progress: bool = True,
 ) -> ComparedWeights | None:
     """Every stored tensor of `artifact` against `baseline`; None where the baseline is itself quantized.
 

@@ -50,7 +50,7 @@ def nearest(weight: torch.Tensor) -> torch.Tensor:
 
 def judged(folder: Path, baseline: Path, manifest: Artifact) -> CheckResult:
     checkpoints = open_checkpoint(str(folder)), open_checkpoint(str(baseline))
-    return check_weights(compare_weights(*checkpoints, manifest, progress=False))
+    return check_weights(compare_weights(*checkpoints, manifest, progress=False).figures)
 
 
 def test_columns_with_large_inputs_get_finer_weights():

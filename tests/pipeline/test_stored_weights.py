@@ -35,8 +35,8 @@ def figures_of(source: Path, folder: Path, **options) -> WeightFigures:
     found = compare_weights(
         open_checkpoint(folder), open_checkpoint(source), Artifact.read(folder), progress=False
     )
-    assert found is not None and found.compared == found.quantized > 0
-    return found
+    assert found is not None and found.figures.compared == found.figures.quantized > 0
+    return found.figures
 
 
 def require_exact(figures: WeightFigures, tolerance: float = 2e-5) -> None:

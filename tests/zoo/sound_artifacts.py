@@ -78,7 +78,7 @@ def judge_files(folder: Path, baseline: Path) -> dict[str, CheckResult]:
     manifest = Artifact.read(folder) if (folder / MANIFEST_NAME).is_file() else None
     declared = manifest.declared_changes() if manifest else ()
     results = (
-        check_weights(compare_weights(artifact, source, manifest, progress=False)),
+        check_weights(compare_weights(artifact, source, manifest, progress=False).figures),
         check_text_files(TextFigures(compare_text_files(artifact, source), declared)),
     )
     return {result.name: result for result in results}
@@ -92,4 +92,4 @@ def judge_quality(folder: Path, baseline: Path, tokens: int) -> CheckResult:
     options = LoadOptions(engine, engine.dtype, progress=False)
     comparison = take_figures(artifact, source, text, options).comparison
     weights = compare_weights(artifact, source, None, progress=False)
-    return check_quality(comparison, Bounds(), largest_errors(weights))
+    return check_quality(comparison, Bounds(), largest_errors(weights.figures))
