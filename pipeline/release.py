@@ -202,15 +202,12 @@ def sorted_out(options: Mapping[str, Any]) -> Asked:
     refuse_unreached(given | placement.asked_for(), own.engine, own.baseline_engine or own.engine)
     if own.sign is not None:
         require_key(Path(own.sign))
-    asked = Asked(own, engine, placement, given)
-    # `validate` would refuse sizes that do not go together, after hours of work.
-    sized_options(asked.given, asked.workload)
-    return asked
+    return Asked(own, engine, placement, given)
 
 
 def claiming(asked: Asked, recipe: Recipe) -> Asked:
     """With the KV format and the batch invariance that the recipe claims. UserError where another one of
-    these was asked for."""
+    these was asked for, or servers too short for the load."""
     claim, given = recipe.batch_invariance, asked.given.get("batch_invariance")
     if given is not None and given != claim:
         raise UserError(
@@ -219,6 +216,8 @@ def claiming(asked: Asked, recipe: Recipe) -> Asked:
             "`pipeline validate`"
         )
     asked = replace(asked, kv_cache=recipe.kv_cache)
+    # `validate` would refuse sizes that do not go together, after hours of work.
+    sized_options(asked.given, asked.workload)
     if claim == TUNED:
         return asked
     return replace(

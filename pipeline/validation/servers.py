@@ -122,7 +122,8 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
             raise UserError(f"{flag(name)} does not reach an engine {engine!r}; leave it out")
         raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
     for one, other in ((engine, theirs), (baseline_engine, ours)):
-        alone = list(GPUS_OF_A_SERVER & given.keys() - engine_named(one).options)
+        asked = {name for name in GPUS_OF_A_SERVER if given.get(name) not in (None, 1)}
+        alone = list(asked - engine_named(one).options)
         if alone and engine_named(one).starts and other.options.issuperset(alone):
             raise UserError(
                 f"{flag(alone[0])} does not reach an engine {one!r}, whose server would run on fewer GPUs "

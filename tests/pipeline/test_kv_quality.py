@@ -61,3 +61,5 @@ def test_what_reaches_no_server_is_refused():
     with pytest.raises(UserError, match="--page-size does not reach an engine 'vllm'"):
         refuse_unreached({"page_size": 16}, "vllm", "vllm")
     refuse_unreached({"page_size": 16, "layout": "dequantize"}, "vllm", "embedded")
+    one_gpu = {"tensor_parallel_size": 1, "pipeline_parallel_size": None}
+    refuse_unreached(one_gpu, "vllm", "embedded")

@@ -196,6 +196,9 @@ def test_a_kv_format_cannot_be_released_by_trying_it(run, gate, tmp_path):
 def test_servers_too_short_for_the_load_are_refused_before_anything_is_quantized(run, gate, tmp_path):
     with pytest.raises(UserError, match="--max-model-len 100 is too short for requests of 64"):
         run(max_model_len=100)
+    # The load of its KV format, whose codes are not read sooner.
+    with pytest.raises(UserError, match="--max-model-len 200 is too short for requests of 352"):
+        run("kvarn-k4v2", max_model_len=200)
     assert not (tmp_path / "work").exists()
 
 
