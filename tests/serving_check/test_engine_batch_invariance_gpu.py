@@ -47,7 +47,7 @@ def test_no_company_changes_a_bit_unless_tuned(kind: str):
         found[numerics] = drifted_in_company(engine, everyone)
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
-    assert found["tuned"]["all of them together"], "nothing was proved"
+    assert any(found["tuned"].values()), "nothing was proved"
 
 
 def with_wide_heads() -> PreTrainedModel:

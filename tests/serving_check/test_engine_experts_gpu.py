@@ -38,6 +38,8 @@ ARCHITECTURES = {name: exactness.ARCHITECTURES[name] for name in ("qwen3_moe", "
     ),
 }  # fmt: skip
 MAX_ERROR = 4e-3
+MORE_THAN_PLAIN = 1.5
+"""Of the error that plain experts have in bf16: theirs and ours are two draws of the same roundings."""
 ENGINE = {"max_num_seqs": 32, "prefill_chunk": 64, "decode_buckets": (1, 4, 32)}
 
 
@@ -138,6 +140,7 @@ def test_packed_experts_are_the_dequantized_ones(architecture: str, spec, layout
 @pytest.mark.parametrize("zero_point", ["integer", "fractional"])
 @torch.inference_mode()
 def test_experts_that_are_served_whole_are_the_dequantized_ones_in_float32(zero_point: str, tokens: int):
+    torch.manual_seed(17)
     config = copy.deepcopy(ARCHITECTURES["qwen3_moe"])
     config.hidden_size, config.moe_intermediate_size = 256, 128
     with torch.device("cuda"):
@@ -153,11 +156,13 @@ def test_experts_that_are_served_whole_are_the_dequantized_ones_in_float32(zero_
         x = torch.randn(tokens, 256, device="cuda").bfloat16()
         expert = torch.rand(tokens, module.num_experts, device="cuda").topk(2).indices
         weights = torch.rand(tokens, 2, device="cuda").bfloat16()
-        y = module(x, expert, weights).float()
         expected = in_float32(x.float(), expert, weights.float())
-        # Grouped products round what lies between them twice more.
-        bound = MAX_ERROR if tokens == 1 else 1.25 * MAX_ERROR
-        assert (y - expected).norm() / expected.norm() <= bound
+
+        def error(served_by: PackedExperts, expected: torch.Tensor = expected, inputs=(x, expert, weights)):
+            return (served_by(*inputs).float() - expected).norm() / expected.norm()
+
+        # Five values in a row are rounded to bf16: .0045 on average, .0058 at most (400 draws of 5 tokens).
+        assert error(module) <= MORE_THAN_PLAIN * error(dequantized)
 
 
 @pytest.mark.parametrize(
