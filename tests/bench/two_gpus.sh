@@ -5,7 +5,7 @@
 #
 # A part, and the seconds that it is known to take; A+B: two parts of one GPU at once, each with half of the cores.
 #   one GPU:   8b 156 to 206, load-generators 100, turns 400, failures about 150
-#   two GPUs:  two-gpus 206, and 100 to make its weights; tensor-parallel about 230, speed about 250, resume about 107
+#   two GPUs:  two-gpus 206, and 100 to make its weights; tensor-parallel 352, speed about 250, resume about 107
 # 8b, turns and two-gpus share weights, which the first of them makes; load-generators takes them where they are made.
 #
 # scalegate and vLLM have to be importable, `vllm` on PATH. Weights are made in memory (WORK, 110 GB for `speed`). LIMIT
