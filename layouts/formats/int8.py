@@ -12,6 +12,8 @@ WHOLE_ROW = -1
 GROUP_SIZES = (WHOLE_ROW, 32, 64, 128)
 """Those that other engines' kernels for eight bits read."""
 COMMON_GROUPS = (128, 64, 32)
+WORD_CODES = 4
+"""Codes to a word of a checkpoint, which whole rows are made of."""
 MIN_CODE, MAX_CODE = -128, 127
 SCALE_BITS = 16
 
@@ -46,7 +48,7 @@ class Int8:
 
     @property
     def column_multiple(self) -> int:
-        return self.group_size if self.has_groups else 1
+        return self.group_size if self.has_groups else WORD_CODES
 
     def groups(self, k: int) -> int:
         """How many groups a row of `k` weights has."""
@@ -57,13 +59,14 @@ class Int8:
         return Int8Weight
 
     def refuses(self, n: int, k: int) -> str | None:
-        if k % self.column_multiple:
-            return f"K = {k} is no multiple of group size {self.group_size}"
-        return None
+        multiple = self.column_multiple
+        what = "group size " if self.has_groups else ""
+        return f"K = {k} is no multiple of {what}{multiple}" if k % multiple else None
 
-    def nearest(self, n: int, k: int) -> "Int8":
-        size = next((size for size in COMMON_GROUPS if k % size == 0), WHOLE_ROW)
-        return replace(self, group_size=size) if self.refuses(n, k) else self
+    def nearest(self, n: int, k: int) -> "Int8 | None":
+        sizes = (self.group_size, *COMMON_GROUPS, WHOLE_ROW)
+        specs = (replace(self, group_size=size) for size in sizes)
+        return next((spec for spec in specs if spec.refuses(n, k) is None), None)
 
     def bits_per_weight(self, n: int, k: int) -> float:
         return 8 + SCALE_BITS * self.groups(k) / k

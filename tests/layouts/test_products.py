@@ -103,7 +103,7 @@ def test_nvfp4_products_agree_with_float64(device, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("group_size", "k"), [(128, 640), (64, 192), (32, 96), (WHOLE_ROW, 170), (128, 512)])
+@pytest.mark.parametrize(("group_size", "k"), [(128, 640), (64, 192), (32, 96), (WHOLE_ROW, 172), (128, 512)])
 def test_int8_products_agree_with_float64(device, dtype, group_size, k):
     problem = Problem(Int8(group_size), 72, k, dtype, torch.device(device))
     weight = random_weight(problem)

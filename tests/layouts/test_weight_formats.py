@@ -248,7 +248,7 @@ def test_the_nearest_spec_differs_in_its_groups_alone():
     assert spec.nearest(N, 512) == spec
     assert spec.nearest(N, 40) is None
     assert Int8(128).nearest(N, 192) == Int8(64)
-    assert Int8(128).nearest(N, 40) == Int8(WHOLE_ROW), "which takes any K"
+    assert Int8(128).nearest(N, 40) == Int8(WHOLE_ROW) and Int8(128).nearest(N, 42) is None
     assert NVFP4().nearest(N, 40) is None
     assert Unquantized().nearest(N, 40) == Unquantized()
 
