@@ -4,13 +4,14 @@ Where nothing was measured, the first layout that does not refuse is taken; wher
 first of them. A new layout is one file and one line here.
 """
 
-from .cpu_dequantized import CpuDequantized, CpuOneDnn
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
+from .dequantized import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .fixed_rows import FixedRows
 from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
 from .humming import Humming
+from .int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT
 from .invariant_linear import InvariantLinear
 from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout, Layout
@@ -20,18 +21,21 @@ from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
 from .torch_linear import TorchLinear
 
-FOR_A_CPU: tuple[Layout, ...] = (TorchLinear(), CPU_INT4, CpuDequantized(), Dequantize(), CPU_INT4_FLOAT32)
+FOR_A_CPU: tuple[Layout, ...] = (TorchLinear(), CPU_INT4, CPU_DEQUANTIZED, Dequantize(), CPU_INT4_FLOAT32)
 
 IN_ORDER: tuple[AnyLayout, ...] = (
     TorchLinear(),
     SWAP_AB,
     NVFP4_SWAP_AB,
+    INT8_SWAP_AB,
     Tinygemm(),
     SWAP_AB_INVARIANT,
     NVFP4_SWAP_AB_INVARIANT,
+    INT8_SWAP_AB_INVARIANT,
     IQ2_XXS,
     CPU_INT4,
-    CpuDequantized(),
+    CPU_DEQUANTIZED,
+    GPU_DEQUANTIZED,
     # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was
     # asked for in float32, or is slower still, or is somebody else's kernel, trusted once it was checked.
     Dequantize(),
@@ -49,7 +53,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     GroupedNVFP4(),
     PerExpert(TorchLinear()),
     PerExpert(CPU_INT4),
-    PerExpert(CpuDequantized()),
+    PerExpert(CPU_DEQUANTIZED),
     PerExpert(Dequantize()),
     PerExpert(CPU_INT4_CAST),
     PerExpert(CPU_INT4_FLOAT32),

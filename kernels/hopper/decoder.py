@@ -81,6 +81,14 @@ class Decoder(ABC):
         """Columns of K that one `read_scales` serves: 64, or 128 where two tiles share theirs."""
         return 64
 
+    @property
+    def planes(self) -> int:
+        """1; or 2, where the weight is the sum of two that lie one behind the other along K.
+
+        Each has a multiple of 256 columns then, so that no stage is in both.
+        """
+        return 1
+
     def words_block(self, tile: HopperTile) -> list[int]:
         """The part of `words` that TMA loads for a stage."""
         return [tile.n // 64, tile.k_tiles * self.word_rows, 64]

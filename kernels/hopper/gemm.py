@@ -56,12 +56,12 @@ MAX_ROWS = 16384
 
 def matmul(x: Tensor, weight: PackedOperand, n: int, batch_invariant: bool = False) -> Tensor:
     """y [M, N] = x [M, K] @ w.T; x bf16 or fp16 as the decoder has it, contiguous, on 16 bytes."""
-    m, k = x.shape
+    m = len(x)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if batch_invariant:
         invariant_config.matmul(x, weight, y)
         return y
     for first in range(0, m, MAX_ROWS):
         rows = slice(first, first + MAX_ROWS)
-        stream_k.launch(x[rows], weight, y[rows], stream_k_config.config_for(len(x[rows]), n, k))
+        stream_k.launch(x[rows], weight, y[rows], stream_k_config.config_for(len(x[rows]), n, weight.columns))
     return y

@@ -328,7 +328,7 @@ def launch(
     y_desc = TensorDescriptor.from_tensor(y, [tile.m, tile.n], x_layout()) if tma_store else x_desc
     invariant_kernel[(whole + (tiles - whole) * num_splits,)](
         x_desc, words_desc, scale_desc, y, y_desc, weight.factor, partials, weight.semaphores,
-        m, n, triton.cdiv(x.shape[1], SPLIT_UNIT), triton.cdiv(m, tile.m), whole, num_splits,
+        m, n, triton.cdiv(weight.columns, SPLIT_UNIT), triton.cdiv(m, tile.m), whole, num_splits,
         **constants(tile, weight.decoder, tma_store, sequential),
         **tile.options(),
     )  # fmt: skip

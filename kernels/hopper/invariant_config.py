@@ -112,8 +112,8 @@ def matmul(x: Tensor, weight: PackedOperand, y: Tensor) -> None:
     m, n = y.shape
     if m == 0:
         return
-    tile, sequential = tile_for(m, n, x.shape[1])
-    splits = splits_of(n, x.shape[1])
+    tile, sequential = tile_for(m, n, weight.columns)
+    splits = splits_of(n, weight.columns)
     rows = m if sequential else max(1, SEMAPHORES // triton.cdiv(n, tile.n)) * tile.m
     for first in range(0, m, rows):
         some = slice(first, first + rows)

@@ -41,6 +41,11 @@ class PackedOperand:
     factor: Tensor | None = None
     table: Tensor | None = None
 
+    @property
+    def columns(self) -> int:
+        """K as the weight lies: in whole tiles, and of all planes that its decoder has."""
+        return self.words.shape[1] * 64
+
     def descriptors(self, x: Tensor, tile: HopperTile) -> list[TensorDescriptor]:
         """TMA descriptors of a stage: activations, words, scales."""
         row_tiles, k_tiles, _ = self.words.shape

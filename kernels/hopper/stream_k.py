@@ -392,7 +392,7 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
     m, n = y.shape
     tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
     tiles_m = triton.cdiv(m, tile.m)
-    iters_per_tile = triton.cdiv(x.shape[1], tile.iter_columns)
+    iters_per_tile = triton.cdiv(weight.columns, tile.iter_columns)
     tiles = tile.num_tiles(m, n)
     total_iters = tiles * iters_per_tile
     scratch = 1 if num_ctas == tiles else num_ctas * tile.partial_floats

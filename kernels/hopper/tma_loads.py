@@ -49,10 +49,13 @@ class Ring:
     @gluon.jit
     def load_activations(self, slot, k_stage, tile_m, pred, t):
         """Start loading the activations of stage `k_stage` of K into a slot."""
-        x_from = [tile_m * self.x.shape[1], k_stage * (t.K_TILES * 64)]
-        tma.async_copy_global_to_shared(
-            self.x_desc, x_from, self.full.index(slot + t.X_BARRIER), self.x.index(slot), pred=pred
-        )
+        row = tile_m * self.x.shape[1]
+        column = k_stage * (t.K_TILES * 64)
+        if t.PLANES == 2:
+            # The weight has its planes one behind the other along K, and x is there once.
+            column = gl.where(column < self.x_desc.shape[1], column, column - self.x_desc.shape[1])
+        bar = self.full.index(slot + t.X_BARRIER)
+        tma.async_copy_global_to_shared(self.x_desc, [row, column], bar, self.x.index(slot), pred=pred)
 
 
 @gluon.constexpr_function

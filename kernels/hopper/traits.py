@@ -32,6 +32,8 @@ class Traits:
     DECODER: gl.constexpr
     SCALE_COLUMNS: gl.constexpr
     """Columns of K that one reading of scales serves."""
+    PLANES: gl.constexpr
+    """How many weights lie one behind the other along K, to be multiplied by the same x and added up."""
     HALF: gl.constexpr
     DTYPE: gl.constexpr
     STAGES: gl.constexpr
@@ -55,6 +57,7 @@ class Traits:
         self.BN = gl.constexpr(tile.n)
         self.DECODER = gl.constexpr(decoder)
         self.SCALE_COLUMNS = gl.constexpr(decoder.scale_columns)
+        self.PLANES = gl.constexpr(decoder.planes)
         self.HALF = gl.constexpr(decoder.half)
         self.DTYPE = gl.constexpr(gl.float16 if decoder.half else gl.bfloat16)
         self.STAGES = gl.constexpr(tile.stages)

@@ -181,10 +181,12 @@ class Int4Decoder(Decoder):
 
     group_size  32, 64 or 128
     fractional  zeros are not integers: w = (q - 8) * scale + offset, else w = (q - zero) * scale
+    planes      2 for the halves of eight-bit codes (`planes.py`)
     """
 
     group_size: int
     fractional: bool
+    planes: int = 1
 
     name = "int4"
     word_rows = nibbles.WORD_ROWS

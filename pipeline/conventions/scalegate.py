@@ -89,9 +89,8 @@ def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWe
         )
     n, k = info.shape[0], info.shape[1] // small[part].shape[1] * spec.column_multiple
     refuse_shape(checkpoint, info.name, spec, n, k)
-    for part, one in small.items():
-        shape = (n, one.shape[1] * (k // spec.column_multiple))
-        require_tensor(checkpoint, names[part], (one.dtype,), shape)
+    for part, one in spec.random(1, k, META).tensors().items():
+        require_tensor(checkpoint, names[part], (one.dtype,), (n, one.shape[1]))
 
     def read() -> Weight:
         return weight_of(spec, {part: checkpoint.read(name) for part, name in names.items()})

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...layouts.formats.int4 import Int4, Int4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from .int4_least_squares import quantize_int4
-from .int4_levels import Int4Levels
 from .int4_second_order import second_order_int4
+from .integer_levels import IntegerLevels, int4_levels
 from .quantizer import QUANTIZERS, Quantized
 from .second_order import Curvature
 from .torchao_hqq import quantize_int4_fractional
@@ -40,10 +40,10 @@ class Int4Quantizer:
     ) -> Quantized:
         return second_order_int4(values, _integer_zero(spec), scale_dtype, curvature)
 
-    def levels(self, weight: Weight) -> Int4Levels:
+    def levels(self, weight: Weight) -> IntegerLevels:
         if not isinstance(weight, Int4Weight):
             raise ValueError(self.refuses(weight.spec))
-        return Int4Levels(weight)
+        return int4_levels(weight)
 
 
 def _integer_zero(spec: WeightFormat) -> Int4:

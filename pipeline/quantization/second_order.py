@@ -41,9 +41,13 @@ class Grid(Protocol):
     Parameters are fp32 [P, ...], such as a scale and a zero point, as exact as the file will hold them.
     """
 
-    group_size: int
-    candidates: int
-    """How many `first` gives; `near` gives no more."""
+    @property
+    def group_size(self) -> int: ...
+
+    @property
+    def candidates(self) -> int:
+        """How many `first` gives; `near` gives no more."""
+        ...
 
     def __hash__(self) -> int:
         """The same for grids that are equal: those that do the same operations."""

@@ -2,6 +2,7 @@
 
     python -P tests/bench/linear.py --model qwen3-8b --out tests/bench/results/linear.json
     python -P tests/bench/linear.py --format nvfp4 --layouts nvfp4_swap_ab,humming
+    python -P tests/bench/linear.py --format int8 --layouts int8_swap_ab,gpu_dequantized
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -24,6 +25,7 @@ import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.hopper import HopperLayout
@@ -57,7 +59,7 @@ MAX_ERROR, OTHERS_MAX_ERROR = 4e-3, 1e-2
 """Relative; other people's kernels are compared, not guaranteed."""
 SLOW_FROM = 512
 """A layout more than `HOPELESS` times behind at some M is not timed from here on: that would take minutes."""
-OURS = {"int4": "swap_ab", "nvfp4": "nvfp4_swap_ab"}
+OURS = {"int4": "swap_ab", "int8": "int8_swap_ab", "nvfp4": "nvfp4_swap_ab"}
 """By format, what is compared with the best other."""
 COMPILING_BY_SHAPE, COMPILING_BY_M = "humming", "gemlite"
 """Layouts whose packages compile for each shape, for all M at once; for each M, for all shapes alike."""
@@ -300,7 +302,9 @@ def jobs_for(
 
 
 def spec_of(arguments: argparse.Namespace) -> WeightFormat:
-    return NVFP4() if arguments.format == "nvfp4" else int4(arguments.group_size, arguments.fractional)
+    if arguments.format == "int4":
+        return int4(arguments.group_size, arguments.fractional)
+    return Int8(arguments.group_size) if arguments.format == "int8" else NVFP4()
 
 
 def main() -> None:
@@ -311,7 +315,7 @@ def main() -> None:
     parser.add_argument("--m", default="1,8,16,32,64,128,256,512,2048,8192", help="comma-separated")
     parser.add_argument("--layouts", default="", help="comma-separated; all that serve the problem if empty")
     parser.add_argument("--format", choices=OURS, default="int4")
-    parser.add_argument("--group-size", type=int, default=128, help="of INT4")
+    parser.add_argument("--group-size", type=int, default=128, help="of INT4 and INT8")
     parser.add_argument("--fractional", action="store_true")
     parser.add_argument("--compile-seconds", type=float, default=600, help="for all that is compiled ahead")
     parser.add_argument("--first-call-seconds", type=float, default=600, help="for a layout's own tuning")

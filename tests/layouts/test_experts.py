@@ -16,6 +16,7 @@ from scalegate.layouts.experts import (
     stack_inputs,
 )
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
 from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
@@ -54,7 +55,7 @@ def serving(problem: Problem) -> dict[str, ExpertsLayout]:
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
-    "spec", [Int4(32), Int4(64, zero_point="fractional"), NVFP4(), Unquantized()], ids=str
+    "spec", [Int4(32), Int4(64, zero_point="fractional"), Int8(32), NVFP4(), Unquantized()], ids=str
 )
 @pytest.mark.parametrize(
     ("count", "top_k", "n", "k"), [(1, 1, 24, 64), (4, 1, 40, 192), (8, 3, 56, 128), (5, 5, 16, 64)]

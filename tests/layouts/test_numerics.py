@@ -4,6 +4,7 @@ import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.layout import ExpertsLayout, Problem
@@ -33,7 +34,7 @@ def drifts(name: str, spec, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spec", [Unquantized(), Int4(128), NVFP4()], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [Unquantized(), Int4(128), Int8(128), NVFP4()], ids=lambda spec: spec.name)
 def test_every_layout_that_claims_it_keeps_a_rows_bits(spec, dtype: torch.dtype):
     def serving(numerics: str) -> list[str]:
         problem = Problem(spec, N, K, dtype, CPU, numerics=numerics)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight
@@ -102,6 +103,21 @@ def test_nvfp4_products_agree_with_float64(device, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("group_size", "k"), [(128, 640), (64, 192), (32, 96), (WHOLE_ROW, 172), (128, 512)])
+def test_int8_products_agree_with_float64(device, dtype, group_size, k):
+    problem = Problem(Int8(group_size), 72, k, dtype, torch.device(device))
+    weight = random_weight(problem)
+    names = serving(problem)
+    assert {"dequantize", f"{'gpu' if device == 'cuda' else 'cpu'}_dequantized"} <= set(names)
+    for name in names:
+        x = torch.randn(7, k, device=device).to(dtype)
+        y = LAYOUTS[name].matmul(x, LAYOUTS[name].pack(weight, dtype))
+        expected = x.double() @ weight.dequantize(torch.float64).T
+        assert relative_error(y, expected) <= bound(name, dtype), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unquantized_products_agree_with_float64(device, dtype):
     problem = Problem(Unquantized(), 72, 170, dtype, torch.device(device))
     weight = UnquantizedWeight(Unquantized(), torch.randn(72, 170, device=device).to(dtype))
@@ -149,7 +165,7 @@ def test_packed_tensors_are_buffers_that_move_with_the_module():
     assert module.state_dict() == {}
 
 
-@pytest.mark.parametrize("spec", [Int4(64), Int4(64, zero_point="fractional"), NVFP4()], ids=str)
+@pytest.mark.parametrize("spec", [Int4(64), Int4(64, zero_point="fractional"), Int8(64), NVFP4()], ids=str)
 def test_a_traced_graph_holds_the_product_of_every_layout(spec):
     problem = Problem(spec, 40, 128, torch.bfloat16, torch.device("cpu"))
     weight, x = random_weight(problem), torch.randn(2, 3, 128, dtype=torch.bfloat16)

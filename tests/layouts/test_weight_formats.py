@@ -8,6 +8,7 @@ import torch
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.formats.int4 import Int4, pack_nibbles, unpack_nibbles
+from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import (
@@ -33,6 +34,8 @@ SPECS: list[WeightFormat] = list(
                 for zero in ("integer", "fractional")
             ),
             Int4(64, symmetric=True),
+            Int8(64),
+            Int8(32),
         ]
     )
 )
@@ -170,6 +173,12 @@ def test_parameters_that_int4_cannot_have_are_refused(given: dict[str, object], 
         Int4(**given)
 
 
+@pytest.mark.parametrize("size", [0, 16, 256, True, 64.0, "row"])
+def test_int8_has_the_groups_that_other_engines_read(size: object):
+    with pytest.raises(ValueError, match="one of 32, 64, 128, or -1 for whole rows; not"):
+        Int8(size)
+
+
 @EVERY
 def test_specs_are_equal_by_their_parameters_and_stay_as_they_are(spec: WeightFormat):
     twin = type(spec)(**parameters(spec))
@@ -202,6 +211,13 @@ def test_bits_of_int4_are_its_codes_scales_and_zero_points(size: int):
     assert Int4(128).bits_per_weight(N, K) == 4.15625
 
 
+@pytest.mark.parametrize("size", [32, 128, WHOLE_ROW])
+def test_bits_of_int8_are_its_codes_and_scales(size: int):
+    weight = random(Int8(size))
+    assert Int8(size).bits_per_weight(N, K) == bits(weight.codes, weight.scale)
+    assert Int8(128).bits_per_weight(N, K) == 8.125
+
+
 def test_bits_of_the_others_are_what_their_tensors_take():
     weight = random(NVFP4())
     assert NVFP4().bits_per_weight(N, K) == pytest.approx(bits(*weight.tensors().values()), rel=1e-12)
@@ -218,7 +234,7 @@ def test_bytes_in_a_checkpoint_are_about_those_of_the_bits(spec: WeightFormat):
 @EVERY
 def test_a_width_that_a_spec_takes_is_not_refused_and_another_is(spec: WeightFormat):
     assert spec.refuses(N, K) is None
-    if isinstance(spec, Unquantized):
+    if spec.column_multiple == 1:
         assert spec.refuses(3, 5) is None
         return
     odd = K + spec.column_multiple // 2
@@ -231,6 +247,8 @@ def test_the_nearest_spec_differs_in_its_groups_alone():
     assert spec.nearest(N, 192) == replace(spec, group_size=64)
     assert spec.nearest(N, 512) == spec
     assert spec.nearest(N, 40) is None
+    assert Int8(128).nearest(N, 192) == Int8(64)
+    assert Int8(128).nearest(N, 40) == Int8(WHOLE_ROW) and Int8(128).nearest(N, 42) is None
     assert NVFP4().nearest(N, 40) is None
     assert Unquantized().nearest(N, 40) == Unquantized()
 

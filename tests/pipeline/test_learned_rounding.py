@@ -6,6 +6,7 @@ import pytest
 import torch
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.artifact import Artifact
@@ -122,7 +123,9 @@ def test_a_short_text_is_learned_from_or_named(
     assert ("no rounding was learned" in capsys.readouterr().err) != learns
 
 
-@pytest.mark.parametrize("spec", [Int4(32), Int4(32, symmetric=True), NVFP4()], ids=lambda spec: spec.key)
+@pytest.mark.parametrize(
+    "spec", [Int4(32), Int4(32, symmetric=True), Int8(32), NVFP4()], ids=lambda spec: spec.key
+)
 def test_levels_are_those_of_the_weight(spec: WeightFormat) -> None:
     quantizer = QUANTIZERS[spec.name]
     assert isinstance(quantizer, CorrectingQuantizer)

@@ -112,7 +112,10 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("- a\n- b\n", "a recipe is a mapping"),
         ("", "a recipe is a mapping"),
         ("format: int5\n", "line 1: `format` is one of int4"),
-        ("\nformat: [int4]\n", "line 2: `format` is one of int4, iq2-xxs, nvfp4, unquantized; not ['int4']"),
+        (
+            "\nformat: [int4]\n",
+            "line 2: `format` is one of int4, int8, iq2-xxs, nvfp4, unquantized; not ['int4']",
+        ),
         ("format: nvfp4\ngroup_size: 64\n", "line 2: unknown key 'group_size'; "),
         ("group_size: 100\n", "multiple of 16"),
         ("format: int4\ngroup_size:\n", "line 2: `group_size` is a whole number"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.quantization import second_order
@@ -13,7 +14,7 @@ from scalegate.pipeline.quantization.second_order import prepare
 from torch import Tensor
 
 N, K = 48, 256
-SPECS = [Int4(128), Int4(32), Int4(64, symmetric=True), NVFP4()]
+SPECS = [Int4(128), Int4(32), Int4(64, symmetric=True), Int8(64), NVFP4()]
 
 
 @pytest.fixture(scope="module")

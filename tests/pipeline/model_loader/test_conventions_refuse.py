@@ -49,7 +49,7 @@ def activations_int8(config: dict[str, Any]) -> None:
         (lambda c: c.update(quant_method="gptq"), "quant_method 'gptq'"),
         (lambda c: c.update(quant_method="awq"), "quant_method 'awq'"),
         (lambda c: c.update(quant_method="bitsandbytes"), "quant_method 'bitsandbytes'"),
-        (lambda c: weights(c).update(num_bits=8), "8-bit int weights"),
+        (lambda c: weights(c).update(num_bits=3), "3-bit int weights"),
         (lambda c: weights(c).update(type="float"), "4-bit float weights"),
         (lambda c: weights(c).update(strategy="block"), "strategy 'block'"),
         (activations_int8, "activations 8-bit int"),
@@ -61,6 +61,34 @@ def test_an_unsupported_scheme_is_named_with_what_is_read(foreign, change, said:
     with pytest.raises(UserError, match=said) as raised:
         load_model(foreign("llmcompressor-w4a16", config=change), progress=False)
     assert "\n" not in raised.value.message
+
+
+def int8_group(config: dict[str, Any]) -> dict[str, Any]:
+    return config["config_groups"]["group_1"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: int8_group(c).update(symmetric=False), "is INT8 with zero points; symmetric INT8"),
+        (lambda c: int8_group(c).update(group_size=48), "which group_size 48 does not divide"),
+        (lambda c: int8_group(c).update(strategy="tensor"), "strategy 'tensor'"),
+    ],
+)
+def test_int8_that_is_not_read_is_named(foreign, change, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_model(foreign("llmcompressor-int8", config=change), progress=False)
+
+
+def test_int8_in_groups_that_it_does_not_have_is_named(foreign) -> None:
+    def in_groups_of_16(tensors: dict[str, torch.Tensor]) -> None:
+        for name, scale in tensors.items():
+            if name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale")):
+                tensors[name] = scale.repeat_interleave(4, 1)
+
+    folder = foreign("llmcompressor-int8", lambda c: int8_group(c).update(group_size=16), in_groups_of_16)
+    with pytest.raises(UserError, match="stored in INT8 that is not read: `group_size` is one of 32, 64"):
+        load_model(folder, progress=False)
 
 
 def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:

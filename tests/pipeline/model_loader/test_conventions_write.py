@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
+from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8, Int8Weight
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
@@ -64,6 +65,30 @@ def test_a_word_holds_eight_columns_least_significant_first() -> None:
     assert tensors["m.weight_packed"].tolist() == [[0x76543210, 0x76543210]]
     assert tensors["m.weight_shape"].tolist() == [1, 16]
     assert "m.weight_zero_point" not in tensors
+
+
+def test_a_word_holds_four_columns_of_int8_least_significant_first_and_128_above() -> None:
+    codes = torch.tensor([[-128, -127, 0, 127, 1, 2, 3, -1]], dtype=torch.int8)
+    for spec in (Int8(WHOLE_ROW), Int8(32)):
+        weight = Int8Weight(spec, codes.repeat(1, 4), torch.ones(1, 1))
+        tensors = EXPORTS["compressed-tensors"].tensors("m", weight)
+        words = [word & 0xFFFFFFFF for word in tensors["m.weight_packed"][0].tolist()]
+        assert words == [0xFF800100, 0x7F838281] * 4
+        assert tensors["m.weight_shape"].tolist() == [1, 32]
+        assert set(tensors) == {"m.weight_packed", "m.weight_scale", "m.weight_shape"}
+
+
+def test_int4_and_int8_are_two_groups_of_one_format() -> None:
+    specs = {"a.q": Int4(64), "a.k": Int8(128), "a.v": Int8(WHOLE_ROW)}
+    config = EXPORTS["compressed-tensors"].quantization_config(specs, ["lm_head"])
+    assert config["format"] == "pack-quantized"
+    groups = {group["targets"][0]: group for group in config["config_groups"].values()}
+    assert {group["format"] for group in groups.values()} == {"pack-quantized"}
+    said = [
+        (group["weights"]["num_bits"], group["weights"]["strategy"], group["weights"]["group_size"])
+        for group in groups.values()
+    ]
+    assert said == [(4, "group", 64), (8, "group", 128), (8, "channel", None)]
 
 
 def test_asymmetric_zeros_are_never_dropped_in_silence() -> None:

@@ -1,31 +1,40 @@
-"""A weight dequantized once, when it is packed, for formats that no CPU kernel multiplies by.
+"""A weight dequantized once, when it is packed, for formats that no kernel multiplies by.
 
-It takes the memory of an unquantized weight: on a CPU, a checkpoint of such a format saves disk and download,
-not memory. `cpu_dequantized` serves at an unquantized weight's speed. `cpu_onednn` also lays it out in blocks
-that oneDNN reads, so that no call has to: the same bits, 1.2 to 1.6 times as fast up to M=32 on small layers.
-That is owed to the order of the bytes and not to there being fewer of them.
+It takes the memory of an unquantized weight and serves at its speed: a checkpoint of such a format saves disk
+and download there, not memory.
+
+    cpu_dequantized  on a CPU
+    cpu_onednn       also laid out in blocks that oneDNN reads, so that no call has to: the same bits, 1.2 to
+                     1.6 times as fast up to M=32 on small layers. That is owed to the order of the bytes and
+                     not to there being fewer of them
+    gpu_dequantized  on a GPU, through cuBLAS. For eight bits alone: of fewer, it would take several times the
+                     memory that the checkpoint promises
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .formats.int8 import Int8
 from .formats.iq2_xxs import IQ2XXS
 from .formats.nvfp4 import NVFP4
 from .formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
-FORMATS = (NVFP4, IQ2XXS)
+CPU_FORMATS = (NVFP4, IQ2XXS, Int8)
 
 
-class CpuDequantized:
+class Dequantized:
     """`F.linear(x, w)` with w in the activations' dtype: bf16 holds our own NVFP4 weights exactly."""
 
-    name = "cpu_dequantized"
     kernel = "F.linear"
 
+    def __init__(self, name: str, formats: tuple[type, ...], device: str):
+        self.name = name
+        self._serves = Serves(formats, device)
+
     def refuses(self, problem: Problem) -> str | None:
-        return Serves(FORMATS, "cpu").refuses(problem)
+        return self._serves.refuses(problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, {"weight": weight.dequantize(dtype)})
@@ -41,7 +50,7 @@ class CpuOneDnn:
     kernel = "mkldnn::_linear_pointwise"
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = Serves(FORMATS, "cpu", (torch.bfloat16,)).refuses(problem)
+        refusal = Serves(CPU_FORMATS, "cpu", (torch.bfloat16,)).refuses(problem)
         if refusal is None and not _has_bf16_product():
             return "needs oneDNN, and a CPU with AVX-512"
         return refusal
@@ -56,3 +65,7 @@ class CpuOneDnn:
 
 def _has_bf16_product() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+CPU_DEQUANTIZED = Dequantized("cpu_dequantized", CPU_FORMATS, "cpu")
+GPU_DEQUANTIZED = Dequantized("gpu_dequantized", (Int8,), "cuda")

@@ -1,0 +1,52 @@
+"""INT8 weights as two INT4 planes for the INT4 kernels on Hopper: byte layout, packing, reference.
+
+An eight-bit code is two of four bits, `code + 128 = 16 high + low`, so a weight is the sum of two of INT4:
+
+    code * scale = (high - 8) * 16 scale + (low - 0) * scale
+
+and its product is one of INT4 along a K twice as long, with x there twice:
+
+    x @ W.T = [x, x] @ [HIGH | LOW].T
+
+The planes lie one behind the other along K, each packed as in `packing.py`:
+
+    words        int32 [N/64, 2 K/64, 512]    HIGH, then LOW
+    scale_words  int32 [2 K/group, N]         16 scale and zero 8, then scale and zero 0
+
+x is not copied: at the second plane its TMA loads begin again at its first column (`hopper/tma_loads.py`).
+So a weight costs half of bf16's bytes and no kernel of its own. What it costs is twice the wgmmas, which
+matters where there are many rows of x. K is a multiple of 256, so that no stage is in both planes.
+"""
+
+import torch
+from torch import Tensor
+
+from . import packing
+from .decoder import Int4Decoder
+
+PLANES = 2
+COLUMN_MULTIPLE = 256
+HIGH_ZERO, LOW_ZERO = 8, 0
+
+
+def pack(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes int8 [N, K] and scales [N, G] to words and scale words, for activations of `dtype`."""
+    group_size = codes.shape[1] // scale.shape[1]
+    unsigned = codes.view(torch.uint8) ^ 0x80
+    planes = (unsigned >> 4, scale.float() * 16, HIGH_ZERO), (unsigned & 0xF, scale.float(), LOW_ZERO)
+    words, scale_words = [], []
+    for nibbles, factor, zero in planes:
+        words.append(packing.pack_words(nibbles))
+        zeros = torch.full_like(factor, zero, dtype=torch.uint8)
+        scale_words.append(packing.pack_scales(factor, zeros, group_size, dtype))
+    return torch.cat(words, 1), torch.cat(scale_words)
+
+
+def decoder(group_size: int, half: bool) -> Int4Decoder:
+    return Int4Decoder(half, min(group_size, packing.MAX_GROUP), fractional=False, planes=PLANES)
+
+
+def reference_matmul(x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int) -> Tensor:
+    """y [M, N] = x [M, K] @ w.T in torch, accumulated in fp32."""
+    twice = torch.cat([x, x], 1)
+    return packing.reference_matmul(twice, words, scale_words, n, group_size, fractional=False)

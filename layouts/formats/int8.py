@@ -1,0 +1,108 @@
+"""INT8: signed eight-bit codes with a scale for every group of consecutive columns, or for a whole row."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .weight_format import WEIGHT_FORMATS, Weight
+
+WHOLE_ROW = -1
+GROUP_SIZES = (WHOLE_ROW, 32, 64, 128)
+"""Those that other engines' kernels for eight bits read."""
+COMMON_GROUPS = (128, 64, 32)
+WORD_CODES = 4
+"""Codes to a word of a checkpoint, which whole rows are made of."""
+MIN_CODE, MAX_CODE = -128, 127
+SCALE_BITS = 16
+
+
+@dataclass(frozen=True)
+class Int8:
+    """INT8 with its parameter. It is symmetric: a zero point would gain next to nothing over 256 levels."""
+
+    name: ClassVar[str] = "int8"
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    group_size: int = 128
+    """Consecutive weights of a row that share a scale: 32, 64 or 128; -1 is all of the row."""
+
+    def __post_init__(self) -> None:
+        size = self.group_size
+        if isinstance(size, bool) or not isinstance(size, int) or size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES[1:]))
+            raise ValueError(f"`group_size` is one of {sizes}, or {WHOLE_ROW} for whole rows; not {size!r}")
+
+    @property
+    def has_groups(self) -> bool:
+        return self.group_size != WHOLE_ROW
+
+    @property
+    def label(self) -> str:
+        return f"INT8 g{self.group_size}" if self.has_groups else "INT8 per row"
+
+    @property
+    def key(self) -> str:
+        return f"int8 g{self.group_size}" if self.has_groups else "int8 per row"
+
+    @property
+    def column_multiple(self) -> int:
+        return self.group_size if self.has_groups else WORD_CODES
+
+    def groups(self, k: int) -> int:
+        """How many groups a row of `k` weights has."""
+        return k // self.group_size if self.has_groups else 1
+
+    @property
+    def weight_class(self) -> "type[Int8Weight]":
+        return Int8Weight
+
+    def refuses(self, n: int, k: int) -> str | None:
+        multiple = self.column_multiple
+        what = "group size " if self.has_groups else ""
+        return f"K = {k} is no multiple of {what}{multiple}" if k % multiple else None
+
+    def nearest(self, n: int, k: int) -> "Int8 | None":
+        sizes = (self.group_size, *COMMON_GROUPS, WHOLE_ROW)
+        specs = (replace(self, group_size=size) for size in sizes)
+        return next((spec for spec in specs if spec.refuses(n, k) is None), None)
+
+    def bits_per_weight(self, n: int, k: int) -> float:
+        return 8 + SCALE_BITS * self.groups(k) / k
+
+    def nbytes(self, n: int, k: int) -> int:
+        return n * k + 2 * n * self.groups(k)
+
+    def random(self, n: int, k: int, device: torch.device) -> "Int8Weight":
+        codes = torch.randint(MIN_CODE, MAX_CODE + 1, (n, k), dtype=torch.int8, device=device)
+        scale = torch.rand(n, self.groups(k), device=device).add(0.5).mul(0.0005).to(torch.bfloat16)
+        return Int8Weight(self, codes, scale)
+
+    @classmethod
+    def variants(cls) -> "list[Int8]":
+        return [cls(), cls(WHOLE_ROW)]
+
+
+@dataclass(frozen=True)
+class Int8Weight(Weight):
+    """A linear layer's 8-bit weight, `w[n, k] = code[n, k] * scale[n, k//g]`.
+
+    codes: int8 [N, K], values -128..127
+    scale: float (bf16, fp16 or fp32) [N, K/g]; [N, 1] for whole rows
+    """
+
+    spec: Int8
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        groups = self.codes.view(*self.scale.shape, -1)
+        return (groups.float() * self.scale.float().unsqueeze(-1)).view(self.shape).to(dtype)
+
+
+WEIGHT_FORMATS.add(Int8.name, Int8)

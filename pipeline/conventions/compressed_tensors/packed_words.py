@@ -1,0 +1,146 @@
+"""compressed-tensors' `pack-quantized`: codes of a few bits in int32 words, in groups or whole rows.
+
+Weights [N, K] as `weight_packed` int32 [N, K * bits / 32], the first code in the lowest bits, `weight_scale`
+[N, K/g] and `weight_shape`. Codes are unsigned: those of symmetric weights have half of their range added.
+What the codes stand for, and zero points, are the schemes' own.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....layouts.errors import UserError
+from ....layouts.formats.weight_format import Weight, WeightFormat
+from ...checkpoints.checkpoint import Checkpoint
+from ..convention import StoredWeight
+from ..stored import FLOAT_DTYPES, require_tensor
+
+FORMAT = "pack-quantized"
+PACKED = ".weight_packed"
+GROUP, CHANNEL = "group", "channel"
+WORD_BITS = 32
+
+
+def recognizes(group: Mapping[str, Any], bits: int) -> bool:
+    """Whether a config group is of integer codes of so many bits, packed like that, weights alone."""
+    weights = group.get("weights") or {}
+    kind = weights.get("num_bits"), weights.get("type"), group["format"]
+    return kind == (bits, "int", FORMAT) and group.get("input_activations") is None
+
+
+def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[str, Any]:
+    """The `weights` section of a config group; without a group size of whole rows."""
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": CHANNEL if group_size is None else GROUP,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "dynamic": False,
+    }
+
+
+def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """codes: uint8 [N, K * bits / 8], as the file has them"""
+    return {
+        f"{module}{PACKED}": words_of(codes),
+        f"{module}.weight_scale": scale.contiguous(),
+        f"{module}.weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+
+
+@dataclass(frozen=True)
+class PackedWords:
+    """What a module's tensors and its config group say; nothing but shapes has been read.
+
+    group_size: None for whole rows
+    """
+
+    checkpoint: Checkpoint
+    module: str
+    n: int
+    k: int
+    group_size: int | None
+    symmetric: bool
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, module: str, weights: Mapping[str, Any]) -> "PackedWords":
+        """UserError where the tensors are not what the config says, or are not read."""
+        name = module + PACKED
+        n, words = require_tensor(checkpoint, name, (torch.int32,)).shape
+        if f"{module}.weight_g_idx" in checkpoint.tensors:
+            raise UserError(
+                f"{checkpoint.source}: {module} was quantized with activation ordering (weight_g_idx), "
+                f"whose groups are not consecutive; quantize it with actorder=None or 'static'"
+            )
+        k = words * WORD_BITS // weights["num_bits"]
+        strategy = weights.get("strategy")
+        group_size = k if strategy == CHANNEL else weights.get("group_size")
+        if strategy not in (GROUP, CHANNEL) or not isinstance(group_size, int) or group_size <= 0:
+            raise UserError(
+                f"{checkpoint.source}: {module} has strategy {strategy!r} with group_size {group_size!r}; "
+                f"Scalegate reads 'group' and 'channel'"
+            )
+        if k % group_size:
+            raise UserError(
+                f"{checkpoint.source}: {name} has K = {k}, which group_size {group_size} does not divide"
+            )
+        require_tensor(checkpoint, f"{module}.weight_scale", FLOAT_DTYPES, (n, k // group_size))
+        names = [name, f"{module}.weight_scale"]
+        if f"{module}.weight_shape" in checkpoint.tensors:
+            require_tensor(checkpoint, f"{module}.weight_shape", (torch.int64, torch.int32), (2,))
+            names.append(f"{module}.weight_shape")
+        symmetric = bool(weights.get("symmetric", True))
+        if symmetric and f"{module}.weight_zero_point" in checkpoint.tensors:
+            raise UserError(
+                f"{checkpoint.source}: the config says {module} is symmetric, but it has "
+                f"{module}.weight_zero_point"
+            )
+        whole = None if strategy == CHANNEL else group_size
+        return cls(checkpoint, module, n, k, whole, symmetric, tuple(names))
+
+    @property
+    def groups(self) -> int:
+        return 1 if self.group_size is None else self.k // self.group_size
+
+    def stored(
+        self, spec: WeightFormat, make: Callable[[Tensor, Tensor], Weight], *more: str
+    ) -> StoredWeight:
+        """make: from the codes, uint8 [N, K * bits / 8], and the scales; more: other tensors that it reads"""
+
+        def read() -> Weight:
+            checkpoint, shape_name = self.checkpoint, f"{self.module}.weight_shape"
+            if shape_name in self.names:
+                shape = checkpoint.read(shape_name).tolist()
+                if shape != [self.n, self.k]:
+                    raise UserError(
+                        f"{checkpoint.source}: {shape_name} says {shape}, {self.names[0]} holds "
+                        f"{[self.n, self.k]}"
+                    )
+            scale = checkpoint.read(f"{self.module}.weight_scale")
+            return make(bytes_of(checkpoint.read(self.names[0])), scale)
+
+        return StoredWeight(self.module, (self.n, self.k), spec, (*self.names, *more), read)
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """uint8 [N, B] to int32 [N, B/4]: the same bytes on a little-endian machine."""
+    _require_little_endian()
+    # Flat, because a dimension of size 1 may carry a stride that a wider dtype refuses.
+    return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
+
+
+def bytes_of(words: Tensor) -> Tensor:
+    """int32 [N, B/4] to uint8 [N, B]; undoes `words_of`."""
+    _require_little_endian()
+    return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise UserError("packed checkpoints are little-endian; this machine is not")
