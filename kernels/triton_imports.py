@@ -24,6 +24,9 @@ try:
     from triton.language.core import _aggregate as aggregate
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.runtime.jit import JITFunction, constexpr_function
+
+    # Triton 3.7 renamed it.
+    thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -57,7 +60,7 @@ except ModuleNotFoundError as error:
     triton = tl = gluon = gl = StandIn()
     fence_async_shared = mma_v2 = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = triton
     tensor_descriptor = TensorDescriptor = aggregate = triton
-    gdc_launch_dependents = gdc_wait = JITFunction = constexpr_function = triton
+    gdc_launch_dependents = gdc_wait = thread_barrier = JITFunction = constexpr_function = triton
 
 __all__ = [
     "JITFunction",
@@ -72,6 +75,7 @@ __all__ = [
     "mbarrier",
     "mma_v2",
     "tensor_descriptor",
+    "thread_barrier",
     "tl",
     "tma",
     "triton",

@@ -13,7 +13,7 @@ threads side by side; behind the fp16 ones an fp32 scale a thread.
 Not for `invariant.py`, where the split that finishes last reduces.
 """
 
-from ..triton_imports import aggregate, gdc_wait, gl, gluon
+from ..triton_imports import aggregate, gdc_wait, gl, gluon, thread_barrier
 from .ptx import (
     load_fp16,
     load_fp32,
@@ -124,7 +124,7 @@ def send_partials(fragments, exchange, offsets, t):
         address = scratch + offsets
         for i in gl.static_range(t.BM // 8):
             store_fp32(fragments[i], address, i * t.BN * 32)
-    gl.thread_barrier()
+    thread_barrier()
     semaphore_release(exchange.semaphores + exchange.owner, "tid.x")
 
 
@@ -171,7 +171,7 @@ def reduce_partials(fragments, exchange, offsets, t):
                     sums = load_fp32(address, wanted, j * t.BN * 32)
                     # The tuple rotates: after all fragments each is in its place.
                     fragments = fragments[1:] + (fragments[0] + sums,)  # noqa: RUF005
-    gl.thread_barrier()
+    thread_barrier()
     semaphore_reset(exchange.semaphores + cta, "tid.x")
     return fragments
 

@@ -33,6 +33,7 @@ from ..triton_imports import (
     gl,
     gluon,
     mbarrier,
+    thread_barrier,
     tma,
     triton,
     warpgroup_mma,
@@ -205,7 +206,7 @@ def store_y(sums, output, first_row, first_column, t):
     if output.TMA_STORE:
         output.staging.permute((1, 0)).store(sums)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         tma.async_copy_shared_to_global(output.y_desc, [first_row, first_column], output.staging)
         tma.store_wait(0)
     else:
@@ -279,7 +280,7 @@ def invariant_kernel(
         offset = column[:, None] * t.BM + row[None, :]
         scratch = partials + own.to(gl.int64) * splits * (t.BN * t.BM) + offset
         gl.store(scratch + split * (t.BN * t.BM), sums)
-        gl.thread_barrier()
+        thread_barrier()
         finished = gl.atomic_add(semaphores + own, 1, sem="acq_rel", scope="gpu")
         if finished == splits - 1:
             unroll: gl.constexpr = reduce_unroll(t.BM)

@@ -40,6 +40,7 @@ from ..triton_imports import (
     gl,
     gluon,
     mbarrier,
+    thread_barrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -261,7 +262,7 @@ def hide_rows(values, first_hidden, T: gl.constexpr):
             held = rows.load(layout)
             rows.store(gl.where((row < first_hidden)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -331,7 +332,7 @@ def consumer_partition(
             else:
                 query.store(following.to(T.dtype))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             if item.num_blocks > 0:
                 attend_item(
                     out, query, ring, key_scale, value_scale, sinks, factor, softcap, turns, item,
@@ -404,11 +405,11 @@ def attend_item(
     # The queries' place serves to write whole rows.
     staging = query._reinterpret(out.dtype.element_ty, [ROWS, T.dim], query.layout)
     staging.store((sums * inverse[:, None]).to(out.dtype.element_ty))
-    gl.thread_barrier()
+    thread_barrier()
     # Worked out again, since they would take registers all the while.
     at, is_row = places(opaque(item.first_token), item, WHICH, T)
     gl.store(out + at, staging.load(copy_layout(T.dim)), mask=is_row)
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "key_table_stride", "table_stride", "window"])

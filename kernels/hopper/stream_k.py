@@ -37,7 +37,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..triton_imports import aggregate, gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier, triton
+from ..triton_imports import (
+    aggregate,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    triton,
+)
 from .decoder import Decoder
 from .epilogue import (
     Exchange,
@@ -228,7 +237,7 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
     """The warpgroups that decode and multiply: main loop and epilogue of each tile, or part of one."""
     if smem.X > 0:
         t.DECODER.fill_table(memory, table, t)
-        gl.thread_barrier()
+        thread_barrier()
     lane, row = lane_offsets(t)
     tile_n = work.tile_n
     tile_m = work.tile_m
@@ -333,7 +342,7 @@ def stream_k_kernel(
     full = memory.index(smem.FULL // 1024)._reinterpret(gl.int64, [128, 1], mbarrier.MBarrierLayout())
     ring = Ring(x_desc, words_desc, scale_desc, words_ring, scale_ring, x_ring, full)
     init_mbarriers(M, t, smem, MAX_TAILS if TAILS else 0, REORDERING_WARPS if t.REORDER_X else 0)
-    gl.thread_barrier()
+    thread_barrier()
     gdc_launch_dependents()
     owner = tile
     last_cta = cta

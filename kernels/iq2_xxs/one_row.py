@@ -24,7 +24,7 @@ from torch import Tensor
 from ..hopper.packed_operand import PackedOperand
 from ..hopper.ptx import ptx
 from ..hopper.tile import NUM_SMS
-from ..triton_imports import gdc_launch_dependents, gdc_wait, gl, gluon, triton
+from ..triton_imports import gdc_launch_dependents, gdc_wait, gl, gluon, thread_barrier, triton
 from .lookup import DECLARATIONS, fill_table, load_lines, sign_lines
 from .packing import SUPER_BLOCK
 
@@ -233,7 +233,7 @@ def iq2_xxs_one_row_kernel(
             WK, SPLITS,
         )  # fmt: skip
     totals = copies_of(zero, STRIPS)
-    gl.thread_barrier()
+    thread_barrier()
 
     unit, step = program, 0
     for _ in range(gl.cdiv(units - program, programs) * steps):
@@ -268,7 +268,7 @@ def iq2_xxs_one_row_kernel(
                 else:
                     gl.store(partials + split * N + row, answer, mask=there)
             if SPLITS > 1:
-                gl.thread_barrier()
+                thread_barrier()
                 arrived = gl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
                 if arrived == SPLITS - 1:
                     # Whoever comes last adds all parts up in their order: the bits do not depend on who.
