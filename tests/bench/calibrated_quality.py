@@ -58,7 +58,6 @@ OURS: dict[str, dict[str, Any]] = {
     "int4-hqq, 5.5 bits": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 5.5},
     "int4-hqq, 4.5 bits without INT8": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 4.5},
     "int4-hqq, 5.5 bits without INT8": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 5.5},
-    "int4-gptq, 5.5 bits": {"recipe": "int4-gptq", "calibration": "text", "target_bits": 5.5},
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4-gptq": {"recipe": "nvfp4-gptq", "calibration": "text"},
     "nvfp4-gptq, self": {"recipe": "nvfp4-gptq", "calibration": "self"},
