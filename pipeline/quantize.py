@@ -96,8 +96,8 @@ def quantize(
     calibration: plain text, or .jsonl with one `{"text": ...}` a line; `hub:OWNER/NAME`; or `self`, for what
                  the model itself writes, in the place of the recipe's; for `method: gptq`, for formats that
                  round inputs or heed how much each matters, and for the scales of keys and values
-    target_bits: INT4 layers get the group sizes, or stay plain, as buys most at so many bits a weight; those
-                 that a rule of the recipe names keep what it says
+    target_bits: INT4 layers get the group sizes, or INT8, or stay plain, as buys most at so many bits a
+                 weight; those that a rule of the recipe names keep what it says
     max_kl:      the same, at the fewest bits that keep the divergence, in nats, to this
     """
     ranks = join_ranks()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     metavar="TEXT",
     help="For recipes that read a text: a file, hub:OWNER/NAME, or self for what the model writes.",
 )
-@click.option("--target-bits", type=float, help="INT4 group sizes chosen for so many bits a weight.")
+@click.option("--target-bits", type=float, help="INT4 group sizes and INT8 chosen for so many bits a weight.")
 @click.option("--max-kl", type=float, help="The same, for the fewest bits within this divergence, in nats.")
 @click.option("--dry-run", is_flag=True, help="Say sizes, memory and time, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
@@ -71,7 +71,7 @@ def command(
 
     \b
     Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, int4-gptq, int4-awq,
-    int4-awq-gptq, int4-best, nvfp4, nvfp4-gptq, nvfp4-best, nvfp4-w4a4, iq2-xxs, or your own.
+    int4-awq-gptq, int4-best, int8, nvfp4, nvfp4-gptq, nvfp4-best, nvfp4-w4a4, iq2-xxs, or your own.
     For keys and values alone: fp8-kv, int4-kv, nvfp4-kv, kvarn-k4v2, kvarn-k4v4.
 
     \b

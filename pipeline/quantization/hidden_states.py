@@ -17,6 +17,8 @@ MEMORY_BYTES = 1 << 28
 GPU_BYTES, GPU_SHARE = 3 << 30, 1 / 16
 """Up to here, and to that share of its memory, they stay on a GPU: copies to it and back take longer than a
 layer does."""
+GPU_VARIANTS_SHARE = 1 / 4
+"""The same of the many variants that `sensitivity.py` holds."""
 
 
 class HiddenStates:
@@ -28,14 +30,17 @@ class HiddenStates:
         dtype: torch.dtype,
         folder: Path | None = None,
         device: torch.device = CPU,
+        for_variants: bool = False,
     ):
         """folder: where they are spilled; the system's own for temporary files if left out
         device: where the layers run
+        for_variants: they stand for many variants of a text, where little else is in a GPU's memory
         """
         self.shape, self.dtype = shape, dtype
         self.bytes_each = shape[1] * shape[2] * dtype.itemsize
         whole = shape[0] * self.bytes_each
-        self.device = device if device.type != "cpu" and whole <= gpu_room(device) else CPU
+        room = 0 if device.type == "cpu" else gpu_room(device, for_variants)
+        self.device = device if whole <= room else CPU
         self.is_spilled = self.device == CPU and whole > MEMORY_BYTES
         if self.is_spilled:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the last reference
@@ -63,6 +68,23 @@ class HiddenStates:
         self._file.write(values.view(torch.uint8).numpy().data)
 
 
-def gpu_room(device: torch.device) -> int:
+class StatesPart:
+    """Sequences `first` to `first + count` of hidden states that stand for several texts, as those of one."""
+
+    def __init__(self, whole: HiddenStates, first: int, count: int):
+        self._whole, self._first, self._count = whole, first, count
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._whole.read(self._first + start, self._first + min(stop, self._count))
+
+    def write(self, start: int, values: Tensor) -> None:
+        self._whole.write(self._first + start, values)
+
+
+AnyStates = HiddenStates | StatesPart
+
+
+def gpu_room(device: torch.device, for_variants: bool) -> int:
     """Bytes of a GPU's memory that the states before one layer may take."""
-    return min(GPU_BYTES, int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return int(GPU_VARIANTS_SHARE * memory) if for_variants else min(GPU_BYTES, int(GPU_SHARE * memory))

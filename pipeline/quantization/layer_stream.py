@@ -22,7 +22,7 @@ from ..conventions.all_conventions import convention_of
 from ..model_loader.skeleton import build_skeleton
 from ..model_loader.weight_loader import LayoutPicker, WeightLoader
 from .freed_memory import return_freed_memory
-from .hidden_states import HiddenStates
+from .hidden_states import AnyStates, HiddenStates, StatesPart
 
 SEQUENCES_AT_ONCE = 8
 
@@ -95,7 +95,7 @@ class LayerStream:
                     module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
         return_freed_memory()
 
-    def run(self, name: str, start: int, states: HiddenStates | None = None) -> Tensor:
+    def run(self, name: str, start: int, states: AnyStates | None = None) -> Tensor:
         """What the layer makes of the sequences from `start` on: [n, T, hidden] on the device.
 
         states: others than the stream's own
@@ -104,18 +104,22 @@ class LayerStream:
         forward = self._forwards[name]
         return self._through(start, name, lambda _, *args, **kwargs: forward(hidden, *args, **kwargs))[0]
 
-    def after(self, name: str, states: HiddenStates | None = None) -> HiddenStates:
+    def after(self, name: str, states: AnyStates | None = None) -> HiddenStates:
         """The states after the layer, with the weights that it has now."""
         after = self.empty_states()
+        self.carry(name, states, after)
+        return after
+
+    def carry(self, name: str, states: AnyStates | None, after: AnyStates) -> None:
+        """Put the states after the layer into `after`, which may be `states` themselves."""
         for start in self.starts():
             after.write(start, self.run(name, start, states))
-        return after
 
     def advance(self, name: str) -> None:
         """The stream's hidden states become those after the layer."""
         self.states = self.after(name)
 
-    def outputs(self, states: HiddenStates | None = None) -> Iterator[Tensor]:
+    def outputs(self, states: AnyStates | None = None) -> Iterator[Tensor]:
         """What the output projection gets, [n, T, hidden] each; after the last layer."""
         first = next(iter(self.layers))
         for start in self.starts():
@@ -133,13 +137,20 @@ class LayerStream:
             # Its class has the real one; one of its own would be a cycle that keeps the embeddings in memory.
             del decoder.forward
 
-    def hidden(self, start: int, states: HiddenStates | None = None) -> Tensor:
+    def hidden(self, start: int, states: AnyStates | None = None) -> Tensor:
         """What the next layer gets of the sequences from `start` on: [n, T, hidden] on the device."""
         return (states or self.states).read(start, start + self._at_once).to(self.device)
 
     def empty_states(self) -> HiddenStates:
         """Room for the hidden states of the sequences."""
         return HiddenStates(self._shape, self.model.dtype, self._spill, self.device)
+
+    def variants(self, count: int) -> list[StatesPart]:
+        """Room for so many variants of the states, all of them in one file where they are many."""
+        each, *rest = self._shape
+        shape = (count * each, *rest)
+        whole = HiddenStates(shape, self.model.dtype, self._spill, self.device, for_variants=True)
+        return [StatesPart(whole, index * each, each) for index in range(count)]
 
     def _through(self, start: int, name: str, forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         """What `forward` gives in the place of layer `name`, and the decoder's output were it the last."""

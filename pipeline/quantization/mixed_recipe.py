@@ -67,7 +67,7 @@ def mixed_recipe(
     folder: the artifact's, which is held by this job
     """
     recipe, tasks = job.recipe, job.tasks
-    key = _key(source, recipe, text)
+    key = _key(source, recipe, text, job.export)
     groups = _kept(folder, key)
     if groups is None:
         if begun_in(folder):
@@ -79,7 +79,7 @@ def mixed_recipe(
         linears = [task.linear for task in tasks.in_order if task.linear is not None]
         fixed = [linear.module for linear in linears if rule_for(recipe, linear) is not None]
         groups = measure_sensitivity(
-            job.checkpoint, tasks.in_order, sequences, job.quantizer, work, progress, fixed
+            job.checkpoint, tasks.in_order, sequences, job.quantizer, job.convention, work, progress, fixed
         )
         if not groups:
             raise nothing_to_choose(job)
@@ -112,9 +112,9 @@ def _sequences(
     return own if text.sequences is None else beside(text.sequences, own)
 
 
-def _key(source: Mapping[str, Any], recipe: Recipe, text: CalibrationText) -> str:
+def _key(source: Mapping[str, Any], recipe: Recipe, text: CalibrationText, export: str) -> str:
     """One digest of all that decides what is measured."""
-    said = [source, recipe.to_json(), text.parameters]
+    said = [source, recipe.to_json(), text.parameters, export]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,11 +1,12 @@
 """What each group of a model's linear layers costs in each format: measured, one group at a time.
 
 The rest of the model stays as it is, and what is measured is the divergence of its predictions. All variants
-go through the decoder together, so every layer is read once, whatever their number. `allocation.py` chooses.
+go through the decoder together, so every layer is read once, whatever their number; their hidden states are
+spilled to a file where they are many. `allocation.py` chooses.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ...layouts.formats.int4 import Int4
+from ...layouts.formats.int8 import Int8
 from ...layouts.formats.weight_format import Weight, WeightFormat, spec_from_json, spec_to_json
 from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
-from .hidden_states import HiddenStates
+from ..conventions.convention import ExportConvention
+from .hidden_states import StatesPart
 from .layer_stream import LayerStream
 from .linear_weights import LINEAR, LinearWeight
 from .shared_tensors import merged_under, shared_in
@@ -59,10 +62,23 @@ class Group:
 
 
 def candidates(spec: WeightFormat) -> list[WeightFormat]:
-    """What a weight of a recipe for `spec` may be instead: the group sizes of INT4 that engines read."""
-    if isinstance(spec, Int4):
-        return [Int4(size, spec.symmetric, spec.zero_point) for size in GROUP_SIZES]
-    return [spec]
+    """What a weight of a recipe for `spec` may be instead: INT4 in groups that engines read, or INT8.
+
+    Beside fractional zero points there is no INT8, since only torchao's convention stores those. Nor beside
+    NVFP4: compressed-tensors can hold such a mixture, but no engine was seen here that serves it.
+    """
+    if not isinstance(spec, Int4):
+        return [spec]
+    sizes: list[WeightFormat] = [Int4(size, spec.symmetric, spec.zero_point) for size in GROUP_SIZES]
+    return [*sizes, Int8()] if spec.has_integer_zero else sizes
+
+
+def _takes(linear: LinearWeight, spec: WeightFormat, convention: ExportConvention) -> bool:
+    """Whether the weight can be of `spec`, stored and served."""
+    # Experts have no INT8 layout but the one that dequantizes them all for every product.
+    served = not isinstance(spec, Int8) or kind_of(linear.module) == linear.module
+    fits = spec.refuses(linear.n, linear.k) is None
+    return served and fits and convention.refuses(spec, linear.module) is None
 
 
 def weights_to_choose_for(tasks: Sequence[WeightTask]) -> dict[str, LinearWeight]:
@@ -76,14 +92,16 @@ def measure_sensitivity(
     tasks: Sequence[WeightTask],
     sequences: Tensor,
     quantizer: WeightQuantizer,
+    convention: ExportConvention,
     spill: Path | None,
     progress: bool,
     fixed: Collection[str] = (),
 ) -> list[Group]:
     """The groups of the quantized layers among `tasks`, with what each costs in each of its formats.
 
-    sequences: int64 [S, T]; the first 8 are read
-    fixed:     modules whose groups are left out
+    sequences:  int64 [S, T]; the first 8 are read
+    convention: which has to be able to store what is measured
+    fixed:      modules whose groups are left out
     Weights are rounded without a text here: what a text gains is about the same share everywhere.
     """
     linears = weights_to_choose_for(tasks)
@@ -94,7 +112,7 @@ def measure_sensitivity(
         grouped[kind_of(leader)].append(module)
     for group in [group for group, modules in grouped.items() if not set(fixed).isdisjoint(modules)]:
         del grouped[group]
-    variants: list[tuple[str, WeightFormat, HiddenStates]] = []
+    variants: list[tuple[str, WeightFormat, StatesPart]] = []
     with torch.no_grad():
         stream = LayerStream(checkpoint, sequences[:TEXT_SEQUENCES], quantizer.device, spill)
         places = Places(stream.assignments, list(linears.values()))
@@ -106,17 +124,18 @@ def measure_sensitivity(
                 for group, modules in grouped.items()
                 if here.issuperset(modules)
                 for spec in candidates(specs[modules[0]])
-                if not any(spec.refuses(linears[one].n, linears[one].k) for one in modules)
+                if all(_takes(linears[one], spec, convention) for one in modules)
             ]
         # Through each layer from the one where it begins, and through the output projection.
         to_go = range(len(begun) + 1, 1, -1)
         passes = sum(len(new) * left for new, left in zip(begun.values(), to_go, strict=True))
         passes += len(begun) + 1
+        room = iter(stream.variants(sum(map(len, begun.values()))))
         with progress_bar(total=passes, desc="sensitivity", unit=" passes", shown=progress) as bar:
             for name, new in begun.items():
                 stream.place(name)
-                for index, (group, spec, states) in enumerate(variants):
-                    variants[index] = group, spec, stream.after(name, states)
+                for _, _, states in variants:
+                    stream.carry(name, states, states)
                     bar.update()
                 for group, spec in new:
                     together = [linears[one] for one in grouped[group]]
@@ -129,18 +148,18 @@ def measure_sensitivity(
                     }
                     with serve(stream, rounded, places):
                         stream.place(name)
-                        variants.append((group, spec, stream.after(name)))
+                        states = next(room)
+                        stream.carry(name, None, states)
+                        variants.append((group, spec, states))
                     bar.update()
                 stream.place(name)
                 stream.advance(name)
                 stream.drop(name)
                 bar.update()
-            expected = [stream.predictions(hidden).float().log_softmax(-1) for hidden in stream.outputs()]
-            bar.update()
-            found: dict[str, dict[WeightFormat, float]] = defaultdict(dict)
-            for group, spec, states in variants:
-                found[group][spec] = _divergence(stream, states, expected)
-                bar.update()
+            divergences = _divergences(stream, [states for _, _, states in variants], bar.update)
+    found: dict[str, dict[WeightFormat, float]] = defaultdict(dict)
+    for (group, spec, _), value in zip(variants, divergences, strict=True):
+        found[group][spec] = value
     return [
         Group(tuple(modules), tuple((linears[one].n, linears[one].k) for one in modules), found[group])
         for group, modules in grouped.items()
@@ -148,11 +167,28 @@ def measure_sensitivity(
     ]
 
 
-def _divergence(stream: LayerStream, states: HiddenStates, expected: Sequence[Tensor]) -> float:
-    """Mean KL of the predictions from `expected`, log probabilities [n, T, vocab] each, in nats."""
-    total, tokens = 0.0, 0
-    for hidden, log_p in zip(stream.outputs(states), expected, strict=True):
-        log_q = stream.predictions(hidden).float().log_softmax(-1)
-        total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+def _divergences(
+    stream: LayerStream, variants: Sequence[StatesPart], seen: Callable[[], object]
+) -> list[float]:
+    """Mean KL of each variant's predictions from the model's own, in nats; a few sequences at a time.
+
+    seen: called when the model's own are known, and each variant's
+    """
+    totals, tokens = [0.0] * len(variants), 0
+    outputs = [stream.outputs(states) for states in variants]
+    for start, hidden in zip(stream.starts(), stream.outputs(), strict=True):
+        is_last = start == stream.starts()[-1]
+        log_p = stream.predictions(hidden).float().log_softmax(-1)
         tokens += log_p.shape[0] * log_p.shape[1]
-    return float(f"{total / tokens:.{DIGITS}g}")
+        for index, own in enumerate(outputs):
+            totals[index] += _divergence(stream, next(own), log_p)
+            if is_last:
+                seen()
+    seen()
+    return [float(f"{total / tokens:.{DIGITS}g}") for total in totals]
+
+
+def _divergence(stream: LayerStream, hidden: Tensor, log_p: Tensor) -> float:
+    """KL of the predictions from `log_p`, log probabilities [n, T, vocab], over all tokens; in nats."""
+    log_q = stream.predictions(hidden).float().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))

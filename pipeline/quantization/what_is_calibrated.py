@@ -68,7 +68,10 @@ def what_is_wanted(recipe: Recipe, tasks: Sequence[WeightTask]) -> Wanted:
                     f"{module}: {task.spec.label} has no method {recipe.method!r}; "
                     + ("`gptq` it has" if shares else "leave `method` out of the recipe")
                 )
-            quantizer.columns_together(task.spec)
+            try:
+                quantizer.columns_together(task.spec)
+            except ValueError as error:
+                raise UserError(f"{module}: {error}; leave `method` out of the recipe") from error
             solved[module] = task
         elif isinstance(quantizer, WeighingQuantizer):
             squares.add(module)

@@ -19,16 +19,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 from scalegate.layouts.files import write_json
-from scalegate.layouts.formats.weight_format import Weight
+from scalegate.layouts.formats.int8 import Int8
+from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.quantization import sensitivity
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.sensitivity import candidates as all_candidates
 from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.quality import read_texts, token_windows
 from torch import Tensor
@@ -48,12 +53,19 @@ OURS: dict[str, dict[str, Any]] = {
     "int4-best, self": {"recipe": "int4-best", "calibration": "self"},
     "int4-gptq, self": {"recipe": "int4-gptq", "calibration": "self"},
     "int4-gptq, 4.5 bits": {"recipe": "int4-gptq", "calibration": "text", "target_bits": 4.5},
+    "int8": {"recipe": "int8"},
+    "int4-hqq, 4.5 bits": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 4.5},
+    "int4-hqq, 5.5 bits": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 5.5},
+    "int4-hqq, 4.5 bits without INT8": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 4.5},
+    "int4-hqq, 5.5 bits without INT8": {"recipe": "int4-hqq", "calibration": "text", "target_bits": 5.5},
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4-gptq": {"recipe": "nvfp4-gptq", "calibration": "text"},
     "nvfp4-gptq, self": {"recipe": "nvfp4-gptq", "calibration": "self"},
     "nvfp4-best": {"recipe": "nvfp4-best", "calibration": "text"},
     "nvfp4-best, self": {"recipe": "nvfp4-best", "calibration": "self"},
 }
+WITHOUT_INT8 = "without INT8"
+"""Ends the names of those whose budget chooses among INT4 and 16 bits alone."""
 OTHER = "int4-gptq"
 """The recipe that is calibrated on texts of other kinds."""
 LLM_COMPRESSOR = "make_llmcompressor_calibrated.py"
@@ -70,6 +82,11 @@ THEIRS = {
 }
 
 
+def candidates(int8: bool, spec: WeightFormat) -> list[WeightFormat]:
+    """What a budget may choose from for `spec`."""
+    return [one for one in all_candidates(spec) if int8 or not isinstance(one, Int8)]
+
+
 def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -> None:
     """The subject's checkpoint in `work`, and how long it took; made once."""
     folder, done = work / name, work / f"{name}.json"
@@ -81,7 +98,8 @@ def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -
         asked = dict(OURS.get(name) or {"recipe": OTHER, "calibration": options.others[other]})
         if asked.get("calibration") == "text":
             asked["calibration"] = options.calibration
-        quantize(checkpoint, out=folder, device="cpu", progress=False, **asked)
+        with patch.object(sensitivity, "candidates", partial(candidates, not name.endswith(WITHOUT_INT8))):
+            quantize(checkpoint, out=folder, device="cpu", progress=False, **asked)
         spent = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - begun_cpu}
     else:
         tool, script, arguments = THEIRS[name]

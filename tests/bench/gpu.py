@@ -65,6 +65,7 @@ def bench(name: str, limit: int, script: str, *options: str, times: bool = True)
     return Part(name, [str(BENCH / script), *options], limit, times)
 
 
+INT8 = ["--format", "int8", "--layouts", "int8_swap_ab,int8_swap_ab_invariant,gpu_dequantized"]
 NVFP4 = ["--format", "nvfp4", "--layouts", "nvfp4_swap_ab,nvfp4_swap_ab_invariant,humming"]
 IN_MEMORY = ["--folder", "/dev/shm"]
 PARTS = [
@@ -87,6 +88,7 @@ PARTS = [
     bench("linear-8b", 60, "linear.py", "--model", "qwen3-8b", "--layouts", "swap_ab"),
     bench("linear-4b", 60, "linear.py", "--model", "qwen3-4b", "--layouts", "swap_ab"),
     bench("linear-70b", 90, "linear.py", "--model", "llama3-70b", "--layouts", "swap_ab"),
+    bench("int8-8b", 90, "linear.py", "--model", "qwen3-8b", *INT8, "--m", "1,2,4,8,16,32,64,128,256,512"),
     bench("nvfp4-8b", 150, "linear.py", "--model", "qwen3-8b", *NVFP4),
     bench("nvfp4-4b", 150, "linear.py", "--model", "qwen3-4b", *NVFP4),
     bench("nvfp4-70b", 170, "linear.py", "--model", "llama3-70b", *NVFP4),

@@ -12,8 +12,10 @@ import pytest
 import torch
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
+from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
@@ -218,7 +220,7 @@ def test_weights_with_the_same_inputs_are_solved_as_one_to_the_same_bytes(
 def test_hidden_states_stay_on_a_gpu_where_they_fit(
     room: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "gpu_room", lambda device: room)
+    monkeypatch.setattr(hidden_states, "gpu_room", lambda device, for_variants: room)
     monkeypatch.setattr(hidden_states, "MEMORY_BYTES", 1000)
     states = hidden_states.HiddenStates((4, 8, 64), torch.bfloat16, device=torch.device("meta"))
     assert states.is_spilled != on_gpu
@@ -342,3 +344,22 @@ def test_the_output_projection_is_solved_too(small: Path, heldout_text: Path, tm
     artifact = make(small, recipe, tmp_path / "out", heldout_text)
     assert "output_error" in artifact.quantization["modules"]["lm_head"]
     assert open_checkpoint(tmp_path / "out").config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (Int8(WHOLE_ROW), "INT8 per row is not rounded with its inputs in view; groups are"),
+        (
+            Int4(64, zero_point="fractional"),
+            "not rounded with its inputs in view; integer zero points are",
+        ),
+    ],
+    ids=str,
+)
+def test_what_no_method_rounds_is_refused_by_name(
+    example_checkpoint: Path, tmp_path: Path, spec: WeightFormat, said: str
+) -> None:
+    export = "torchao" if isinstance(spec, Int4) else None
+    with pytest.raises(UserError, match=said):
+        quantize(example_checkpoint, Recipe("r", spec=spec, method=GPTQ), tmp_path / "o", export=export)

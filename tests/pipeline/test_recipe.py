@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
@@ -39,6 +40,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
     int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq", "best")}
     assert specs == int4 | {
+        "int8": Int8(128),
         "nvfp4": NVFP4(),
         "nvfp4-gptq": NVFP4(),
         "nvfp4-best": NVFP4(),
@@ -50,6 +52,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
         kv_formats
         == dict.fromkeys(int4, "unquantized")
         | {
+            "int8": "unquantized",
             "nvfp4": "unquantized",
             "nvfp4-gptq": "unquantized",
             "nvfp4-best": "unquantized",
