@@ -4,6 +4,7 @@ What is done is read off the artifact itself, not off a log: a stage counts as d
 and belongs to the same model, recipe, device, workload and bytes. Each stage has a command and a file.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,12 +27,13 @@ from .examination import examine
 from .layout import layout as lay_out
 from .publishing.push_result import PushResult
 from .push import check_target, push
+from .quantization.launch import quantize_on
 from .quantize import quantize
 from .recipe import Recipe, is_recipe, load_recipe
 from .signature import require_key
 from .validate import validate
 from .validation.rival import describe_rival, rival_folder
-from .validation.servers import effective_options, refuse_unreached, sized_options
+from .validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options
 from .validation.task_scores import public_tasks
 
 DEFAULT_WORK = "scalegate-work"
@@ -116,6 +118,17 @@ class Asked:
     """The KV format of the recipe."""
 
     @property
+    def devices(self) -> list[str]:
+        """The GPUs that are named, which quantize together."""
+        return [f"cuda:{one}" for one in self.placement.devices or ()]
+
+    @property
+    def device(self) -> str | None:
+        """Of what one process does, the first of them; None where it is left open."""
+        asked = None if self.engine.device == AUTO else self.engine.device
+        return self.devices[0] if self.devices else asked
+
+    @property
     def input_len(self) -> int:
         asked = self.options.input_len
         return default_input_len(self.kv_cache) if asked is None else asked
@@ -161,7 +174,7 @@ def release(
     refuse_exploratory(chosen, asked)
     check_target(folder, to, own.private, own.create_pr, own.to_revision)
     result = ReleaseResult(folder)
-    _quantize(result, model, chosen, asked, progress)
+    _quantize(result, model, recipe, chosen.name, asked, progress)
     _lay_out(result, folder, asked, progress)
     rival = _make_rival(result, model, chosen, asked, progress)
     result.verdict = _validate(result, rival, asked, progress)
@@ -191,8 +204,8 @@ def sorted_out(options: Mapping[str, Any]) -> Asked:
     names = {one.name for one in fields(ReleaseOptions)}
     for_engine = {name: value for name, value in options.items() if name not in names}
     own = from_given(ReleaseOptions, {name: value for name, value in options.items() if name in names})
-    placed = {name: for_engine.pop(name) for name in PLACEMENT & for_engine.keys()}
-    engine, placement = from_given(EngineOptions, for_engine), from_given(Placement, placed)
+    for_placement = {name: for_engine.pop(name) for name in PLACEMENT & for_engine.keys()}
+    engine, placement = from_given(EngineOptions, for_engine), from_given(Placement, for_placement)
     if engine.kv_cache_dtype != AUTO:
         raise UserError(
             f"{flag('kv_cache_dtype')} tries a KV format out, and a release is served with the one that its "
@@ -200,6 +213,9 @@ def sorted_out(options: Mapping[str, Any]) -> Asked:
         )
     given = {name: value for name, value in for_engine.items() if name != "layout"}
     refuse_unreached(given | placement.asked_for(), own.engine, own.baseline_engine or own.engine)
+    placed(engine.device, placement)
+    for gpu in placement.devices or ():
+        gpu_name(gpu)
     if own.sign is not None:
         require_key(Path(own.sign))
     return Asked(own, engine, placement, given)
@@ -248,23 +264,12 @@ def asked_bounds(declared: Declared, options: ReleaseOptions) -> Bounds:
     return replace(Bounds.from_recipe(declared), **known)
 
 
-def _quantize(result: ReleaseResult, model: str, recipe: Recipe, asked: Asked, progress: bool) -> None:
-    options = asked.options
-    # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
-    finished = not options.overwrite and (result.artifact / MANIFEST_NAME).is_file()
-    artifact = quantize(
-        model,
-        recipe,
-        result.artifact,
-        revision=options.revision,
-        export=options.export,
-        calibration=options.calibration,
-        device=None if asked.engine.device == AUTO else asked.engine.device,
-        overwrite=options.overwrite,
-        progress=progress,
-    )
+def _quantize(
+    result: ReleaseResult, model: str, recipe: str | Path, name: str, asked: Asked, progress: bool
+) -> None:
+    artifact, finished = _make(model, recipe, result.artifact, asked, progress, asked.options.export)
     at = f" at {artifact.source_revision}" if artifact.source_revision else ""
-    _note(result, "quantize", finished, f"{result.artifact} is {model}{at} by {recipe.name}")
+    _note(result, "quantize", finished, f"{result.artifact} is {model}{at} by {name}")
 
 
 def _make_rival(
@@ -275,20 +280,38 @@ def _make_rival(
     if not named or not is_recipe(named):
         return named or None
     folder = rival_folder(result.artifact.parent, model, named)
-    finished = not asked.options.overwrite and (folder / MANIFEST_NAME).is_file()
-    quantize(
-        model,
-        named,
-        folder,
-        revision=asked.options.revision,
-        calibration=asked.options.calibration,
-        device=None if asked.engine.device == AUTO else asked.engine.device,
-        overwrite=asked.options.overwrite,
-        progress=progress,
-    )
+    _, finished = _make(model, named, folder, asked, progress)
     _note(result, "rival", finished, f"{folder} is {model} by {named}")
     _lay_out(result, folder, asked, progress)
     return str(folder)
+
+
+def _make(
+    model: str, recipe: str | Path, folder: Path, asked: Asked, progress: bool, export: str | None = None
+) -> tuple[Artifact, bool]:
+    """The artifact in `folder`, by a process on each GPU that is named, and whether it was there already."""
+    options, devices = asked.options, asked.devices
+    # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
+    finished = not options.overwrite and (folder / MANIFEST_NAME).is_file()
+    calibration = None if options.calibration is None else str(options.calibration)
+    overwrite = options.overwrite
+    if len(devices) > 1 and not finished:
+        given = {"revision": options.revision, "export": export, "calibration": calibration}
+        quantize_on(devices, model, str(recipe), folder, overwrite, **given)
+        # What they have made is there now, and is checked as one that is found.
+        overwrite = False
+    artifact = quantize(
+        model,
+        recipe,
+        folder,
+        revision=options.revision,
+        export=export,
+        calibration=calibration,
+        device=asked.device,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    return artifact, finished
 
 
 def _lay_out(result: ReleaseResult, folder: Path, asked: Asked, progress: bool) -> None:
@@ -296,7 +319,7 @@ def _lay_out(result: ReleaseResult, folder: Path, asked: Asked, progress: bool) 
         folder,
         ms=asked.workload.ms,
         force=asked.engine.layout if folder == result.artifact else None,
-        device=asked.engine.device,
+        device=asked.device or AUTO,
         dtype=asked.engine.dtype,
         kv=Artifact.read(folder).kv_cache != UNQUANTIZED,
         contexts=(asked.input_len + asked.options.output_len,),
@@ -332,7 +355,7 @@ def _validate(result: ReleaseResult, rival: str | None, asked: Asked, progress: 
         quality_tokens=options.quality_tokens,
         sign=options.sign,
         progress=progress,
-        **{**asked.given, **asked.placement.asked_for()},
+        **{**asked.given, **asked.placement.for_servers(2 if rival is None else 3).asked_for()},
     )
     _note(result, "validate", False, f"{verdict.status} ({why_not})")
     return verdict
@@ -389,9 +412,12 @@ def _changed_options(verdict: Verdict, asked: Asked) -> list[str]:
     recorded = verdict.environment.engine_options
     if recorded is None:
         return []
-    placed = {name: value for name, value in recorded.items() if name in PLACEMENT}
-    if placed != asked.placement.asked_for():
-        return sorted(placed.keys() ^ asked.placement.asked_for().keys()) or sorted(placed)
+    recorded_places = {name: value for name, value in recorded.items() if name in PLACEMENT}
+    sides = 2 if verdict.rival is None else 3
+    # JSON has lists for tuples.
+    wanted = json.loads(json.dumps(asked.placement.for_servers(sides).asked_for()))
+    if json.loads(json.dumps(recorded_places)) != wanted:
+        return sorted(recorded_places.keys() ^ wanted.keys()) or sorted(recorded_places)
     options = sized_options(asked.given, asked.workload)
     if options.device == AUTO:
         options = replace(options, device=str(recorded.get("device", AUTO)))

@@ -6,6 +6,8 @@ deviation. A few values tell little of rho and tell it too low, because the mean
 from is their own. So the estimate is inverted through what the same number of values would show on average
 under each rho (the idea of Andrews, 1993), and an upper limit is used rather than the estimate. A random walk
 then ends at `LARGEST`, where nothing can be decided.
+
+Where what is to be known is where the walk set out, its limits are finite (`random_walk`).
 """
 
 import itertools
@@ -24,8 +26,22 @@ CAUTION = 1.5
 least that keeps a random walk from deciding."""
 
 
+WALK_FREEDOM = 2
+"""Degrees of freedom of a random walk: 5 (count² - 1) / (2 count² + 7) exactly, 1.9 of four, 2.5 of many."""
+
+
 @dataclass(frozen=True)
-class Autoregression:
+class Widening:
+    """What the variance of some values tells less than it would were they independent."""
+
+    cost: float
+    """By how much the variance of the mean exceeds what the values' own variance makes it look."""
+    freedom: float
+    """Degrees of freedom that the values' own variance has (Satterthwaite, 1946)."""
+
+
+@dataclass(frozen=True)
+class Autoregression(Widening):
     """What `count` values of a first-order autoregression show of themselves on average.
 
     Exact, from the covariance matrix R (R_ij = rho^|i-j|) and the centring matrix C = I - 11'/count.
@@ -33,10 +49,6 @@ class Autoregression:
 
     lag_one: float
     """Expected sum of products of neighbouring deviations over the expected sum of their squares."""
-    cost: float
-    """By how much the variance of the mean exceeds what the values' own variance makes it look."""
-    freedom: float
-    """Degrees of freedom that the values' own variance has (Satterthwaite, 1946)."""
 
 
 def upper_correlation(series: Sequence[Sequence[float]]) -> float:
@@ -78,6 +90,15 @@ def autoregression(count: int, rho: float) -> Autoregression:
         cost=everything / count * (count - 1) / squares,
         freedom=squares**2 / spread,
     )
+
+
+def random_walk(count: int) -> Widening:
+    """Of a random walk of `count` values, at least 2, whose first one is what their mean is to tell.
+
+    Exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk is still near where it set out,
+    so its cost is finite, where an autoregression's grows with rho without end.
+    """
+    return Widening(cost=(count - 1) * (2 * count - 1) / (count + 1), freedom=WALK_FREEDOM)
 
 
 def _lag_one(values: Sequence[float]) -> float:

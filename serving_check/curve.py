@@ -47,7 +47,7 @@ def rival_decisions_of(
     test = SequentialTest(RIVAL_FLOOR, len(voting), workload.max_blocks, widest=math.inf)
     if all(took_turns(one) for one in voting):
         groups = [one.group_means(output_throughput, over_rival=True) for one in voting]
-        decisions = decide_all(groups, test.of_groups)
+        decisions = decide_all(groups, test.of_turns)
     else:
         ratios = [one.log_ratios(output_throughput, over_rival=True) for one in voting]
         decisions = decide_all(ratios, test)
@@ -74,7 +74,12 @@ def rival_point(
 
 
 def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
-    """Where every M stands; one that is hopelessly slow has failed, however few its blocks."""
+    """Where every M stands; one that is hopelessly slow has failed, however few its blocks.
+
+    Not where servers take turns: their first blocks share a start, which may have been a bad one.
+    """
+    if any(took_turns(one) for one in measured):
+        return decide_all([one.group_means(output_throughput) for one in measured], test.of_turns)
     decisions = decide_all([_on_the_first_servers(one) for one in measured], test)
     groups = [one.group_means(output_throughput) for one in measured]
     if any(groups):

@@ -17,6 +17,7 @@ from ..layouts.errors import UserError
 OptionValue = bool | int | str | tuple[int, ...] | None
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+ALL = "all"
 KINDS = {
     int: "a whole number",
     str: "a name",
@@ -31,14 +32,17 @@ def option(
     *,
     choices: Callable[[], Iterable[str]] | None = None,
     minimum: int | None = None,
+    count: Callable[[], int] | None = None,
 ) -> Any:
     """A field that is an option.
 
     choices: asked only where they are shown, or a value other than the default is checked; a registry's names
              then hold what plugins have registered
     minimum: of a whole number, or of each of several
+    count:   how many there are here, where a command line may say `all` of them, numbered from 0
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "count": count}
+    return field(default=default, metadata=metadata)
 
 
 def flag(name: str) -> str:
@@ -77,7 +81,11 @@ def check(cls: type, one: Field[Any], value: Any) -> OptionValue:
 
 def parse(cls: type, one: Field[Any], text: str) -> OptionValue:
     """What a command line says, checked."""
-    kind = kind_of(cls, one.name)
+    kind, count = kind_of(cls, one.name), one.metadata.get("count")
+    if text == ALL and count is not None:
+        if not (found := count()):
+            raise UserError(f"{flag(one.name)} {ALL}: there are none here; leave it out")
+        return tuple(range(found))
     try:
         value: Any = tuple(map(int, text.split(","))) if kind is tuple else kind(text)
     except ValueError:

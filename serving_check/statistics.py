@@ -5,7 +5,7 @@ Pure arithmetic on numbers already measured: not for running workloads, and not 
 One *block* is a repeat of the artifact and one of the baseline close together in time, in alternate order
 (ABBA), and gives one log ratio: a slow machine slows both, and a linear drift cancels over two blocks. The
 ratio is a trimmed mean of them (Tukey and McLaughlin, 1963), so that a burst of somebody else's work moves it
-little; Student's t gives its limits, as wide as the correlation between blocks makes them (`correlation.py`).
+little (`trimmed_mean.py`); its limits are as wide as the correlation between blocks makes them.
 
 The two errors are guarded separately:
 
@@ -16,15 +16,22 @@ The two errors are guarded separately:
 Either is spent over a few looks, half of it on the last one. No assumption on how looks depend on each other
 is needed for that, so stopping as soon as it is decided stays honest. The error rates that come of it are in
 `tests/bench/results/operating_characteristic.json`.
+
+Where servers take turns, a group of blocks counts as one, and a server is started anew in every group. What
+outlasts that is the machine alone. What it does to both sides alike does not correlate groups: even of a
+random walk each group takes steps of its own. What it does to one side alone is at most a random walk from
+where the machine stood at first, and the ratio is of the machine as it stood. So limits are never wider than
+such a walk's, however strong the correlation that a few groups cannot exclude.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from statistics import fmean
 from typing import Literal
 
-from .correlation import autoregression, upper_correlation
+from .correlation import upper_correlation
+from .trimmed_mean import interval, trimmed, winsorized
 
 Status = Literal["pass", "fail", "inconclusive"]
 
@@ -33,8 +40,6 @@ LOOKS = (6, 8, 11, 15, 20, 27, 36, 48, 64, 96)
 would cost more than they save."""
 LAST_SHARE = 0.5
 """Of the error, spent on the last look; the others share the rest."""
-BLOCKS_PER_TRIM = 8
-"""One block is trimmed from each end for every so many."""
 WIDEST = 1.5
 """The 95% interval's upper limit over its lower one, beyond which a ratio is not known well enough to be
 published. Limits that a decision is made with are wider, being corrected for looks and Ms: they guard against
@@ -49,6 +54,12 @@ GROUP = 6
 """Blocks on the same servers, once they are started anew: their mean then counts as one."""
 GROUPED_ERROR = 0.01
 """The chance of a wrong verdict from groups of blocks, beside that from single blocks."""
+TURN_LOOKS = (4, 6, 8, 12, 16)
+"""After how many groups a decision is attempted where servers take turns: even numbers, over which a drift of
+the machine cancels, since the sides change their order from group to group."""
+TURN_ERROR = 0.03
+"""Spent on these looks, half of what is left on each: early limits have two degrees of freedom, and gain most
+by it. The errors that come of it are in `tests/bench/results/turns_characteristic.json`."""
 MOST_LOG = 700.0
 """Beyond it, what a logarithm stands for is infinite."""
 HOPELESS = 0.5
@@ -67,11 +78,14 @@ class SequentialTest:
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
     widest: float = WIDEST
     """The 95% interval's upper limit over its lower one beyond which nothing passes."""
+    in_turns: bool = False
+    """Whether its blocks are groups on servers that take turns."""
 
     @property
     def looks(self) -> tuple[int, ...]:
         """After how many blocks a decision is attempted; the last is `max_blocks`."""
-        return (*(blocks for blocks in LOOKS if blocks < self.max_blocks), self.max_blocks)
+        looks = TURN_LOOKS if self.in_turns else LOOKS
+        return (*(blocks for blocks in looks if blocks < self.max_blocks), self.max_blocks)
 
     @property
     def of_groups(self) -> "SequentialTest":
@@ -79,11 +93,19 @@ class SequentialTest:
         groups = (self.max_blocks - RESTART_FROM) // GROUP
         return replace(self, max_blocks=groups, error=GROUPED_ERROR)
 
+    @property
+    def of_turns(self) -> "SequentialTest":
+        """The same of groups of blocks by servers that take turns."""
+        groups = min(self.max_blocks // GROUP, TURN_LOOKS[-1])
+        return replace(self, max_blocks=groups, error=TURN_ERROR, in_turns=True)
+
     def pass_error(self, blocks: int) -> float:
         """One-sided level of the lower limit at the look after `blocks`."""
         earlier = len(self.looks) - 1
         if earlier == 0:
             return self.error
+        if self.in_turns:
+            return self.error * 0.5 ** min(sum(look <= blocks for look in self.looks), earlier)
         share = LAST_SHARE if blocks >= self.max_blocks else (1 - LAST_SHARE) / earlier
         return self.error * share
 
@@ -111,7 +133,7 @@ class Decision:
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
     """One block's log ratio of geometric means, from its repeats' throughputs on either side."""
-    return _mean([math.log(value) for value in artifact]) - _mean([math.log(value) for value in baseline])
+    return fmean(map(math.log, artifact)) - fmean(map(math.log, baseline))
 
 
 def block_order(index: int, with_rival: bool = False) -> str:
@@ -178,105 +200,22 @@ def _look(values: Sequence[float], test: SequentialTest, correlation: float) -> 
 def _estimate(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
     """Where `values` stand, undecided."""
     blocks = len(values)
-    low, high = interval(values, test.pass_error(blocks), test.fail_error(blocks), correlation)
-    shown = interval(values, SHOWN_ERROR, SHOWN_ERROR, correlation)
-    ratio = math.exp(_trimmed(values).centre) if values else math.nan
+    walk = test.in_turns
+    low, high = interval(values, test.pass_error(blocks), test.fail_error(blocks), correlation, walk)
+    shown = interval(values, SHOWN_ERROR, SHOWN_ERROR, correlation, walk)
+    ratio = math.exp(trimmed(values).centre) if values else math.nan
     limits = math.exp(low), _exp(high)
     return Decision(
         "inconclusive", ratio, *limits, blocks, False, correlation, (math.exp(shown[0]), _exp(shown[1]))
     )
 
 
-def interval(
-    values: Sequence[float], low_error: float, high_error: float, correlation: float = 0.0
-) -> tuple[float, float]:
-    """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
-
-    correlation: between neighbours, at most
-    """
-    if len(values) < 2:
-        return -math.inf, math.inf
-    found = _trimmed(values)
-    series = autoregression(len(values), correlation)
-    error = found.standard_error * math.sqrt(series.cost)
-    freedom = max(1, min(found.freedom, math.floor(series.freedom + 1e-9)))
-    return (
-        found.centre - student_t_quantile(low_error, freedom) * error,
-        found.centre + student_t_quantile(high_error, freedom) * error,
-    )
-
-
-@dataclass(frozen=True)
-class _Trimmed:
-    centre: float
-    """The trimmed mean."""
-    standard_error: float
-    """Of it, from the winsorized values, were they independent."""
-    freedom: int
-
-
-def _trimmed(values: Sequence[float]) -> _Trimmed:
-    trim = len(values) // BLOCKS_PER_TRIM
-    kept = sorted(values)[trim : len(values) - trim]
-    if len(kept) < 2:
-        return _Trimmed(_mean(kept), math.inf, 1)
-    squares = _squares(_winsorized(values))
-    return _Trimmed(_mean(kept), math.sqrt(squares / (len(kept) * (len(kept) - 1))), len(kept) - 1)
-
-
-def _winsorized(values: Sequence[float]) -> list[float]:
-    """In their own order, the extremes moved in to the outermost value that is not trimmed."""
-    trim = len(values) // BLOCKS_PER_TRIM
-    ordered = sorted(values)
-    return [min(max(value, ordered[trim]), ordered[-1 - trim]) for value in values]
-
-
 def _correlation(series: Sequence[Sequence[float]]) -> float:
-    return upper_correlation([_winsorized(values) for values in series if values])
-
-
-def _squares(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return upper_correlation([winsorized(values) for values in series if values])
 
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < MOST_LOG else math.inf
-
-
-@lru_cache
-def student_t_quantile(upper_tail: float, freedom: int) -> float:
-    """The t that a Student variable exceeds with probability `upper_tail`, which is below one half."""
-    low, high = 0.0, 1.0
-    while _student_t_tail(high, freedom) > upper_tail:
-        low, high = high, 2 * high
-    for _ in range(80):
-        middle = (low + high) / 2
-        if _student_t_tail(middle, freedom) > upper_tail:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _student_t_tail(t: float, freedom: int) -> float:
-    """P(T > t) for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine_squared = math.cos(angle) ** 2
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for step in range(2 + odd, freedom, 2):
-        term *= cosine_squared * (step - 1) / step
-        total += term
-    central = math.sin(angle) * total
-    if odd:
-        central = 2 / math.pi * (angle + central)
-    return (1 - central) / 2
 
 
 def chance_of_as_many(ours: int, theirs: int, share: float) -> float:

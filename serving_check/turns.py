@@ -5,6 +5,7 @@ server's first repeats after its start are warm-up. A group's blocks share their
 counts their mean as one.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,11 @@ from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .measurement import Block, MeasuredM, Repeat
 from .repeats import Repeats
 from .settings import WorkloadSettings
-from .statistics import GROUP, LOOKS, RESTART_FROM
+from .statistics import GROUP, TURN_LOOKS
 from .workload import WorkloadSpec
 
 ARTIFACT, BASELINE, RIVAL = "artifact", "baseline", "rival"
-LEAST_BLOCKS = RESTART_FROM + LOOKS[0] * GROUP
+LEAST_BLOCKS = TURN_LOOKS[0] * GROUP
 """Fewer than these allow no decision by groups."""
 
 
@@ -55,7 +56,7 @@ class Turns:
         require_groups(self.workload)
         test = sequential_test(self.workload, self.floor)
         measured = [MeasuredM(m) for m in sorted(self.workload.ms)]
-        groups = test.of_groups
+        groups = test.of_turns
         order = list(reversed(self.sides))
         with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=progress) as bar:
             undecided = measured
@@ -93,8 +94,8 @@ class Turns:
         endpoint = self.servers.take(side)
         if fresh:
             short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
-            for one in due:
-                warm = self._send(side, workload_spec(short, one.m, self.text, seed=SEEDS_PER_M - 1))
+            for one, index in itertools.product(due, range(self.workload.warmups)):
+                warm = self._send(side, workload_spec(short, one.m, self.text, SEEDS_PER_M - 1 - index))
                 if warm.errors:
                     _of(side, blocks[one.m][0]).append(warm)
                     return False

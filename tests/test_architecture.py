@@ -25,6 +25,7 @@ ROOMS = {
         "options",
         "stage_clock",
         "correlation",
+        "trimmed_mean",
         "statistics",
         "quality_figures",
         "quality",

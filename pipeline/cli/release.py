@@ -106,7 +106,7 @@ def command(
     """Quantize MODEL, lay it out, prove that it scales, and publish it.
 
     Interrupted, run it again: what is done is found in the work folder and not done twice. Nothing is
-    published unless the gate passes.
+    published unless the gate passes. The GPUs of --devices quantize together, a process each.
 
     Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 70 a fault of
     Scalegate or the machine, 130 interrupted.
@@ -117,6 +117,7 @@ def command(
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4 --dry-run
         pipeline release Qwen/Qwen3-8B --recipe nvfp4 --rival iq2-xxs --to ORG/Qwen3-8B-NVFP4
         pipeline release Qwen/Qwen3-8B --recipe kvarn-k4v2 --to ORG/Qwen3-8B-KVarN
+        pipeline release Qwen/Qwen3-32B --devices all --to ORG/Qwen3-32B-INT4
         pipeline release ./my-model --recipe my-recipe.yaml --to folder:release/my-model-int4
     """
     if dry_run:

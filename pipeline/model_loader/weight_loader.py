@@ -65,6 +65,8 @@ class WeightLoader:
     merge_groups: list[list[str]] = field(default_factory=list)
     """Linear layers of the model that get the same input."""
     numerics: Numerics = "tuned"
+    rounded_elsewhere: bool = False
+    """Whether who runs the model rounds the inputs of its plain layers, as `inputs_of` says."""
     layouts: dict[str, str] = field(default_factory=dict)
     """Of every packed product, by its name."""
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -181,6 +183,29 @@ class WeightLoader:
         found = read()
         return found.with_tensors({key: tensor.to(self.device) for key, tensor in found.tensors().items()})
 
+    def inputs_of(self, assignment: Assignment) -> list[list[tuple[int, InputFormat]]]:
+        """For the linear layer, or for each expert, its rows and how their input is rounded, part by part.
+
+        Empty where it is not. UserError where a weight whose input is rounded is for something else.
+        """
+        names = [name for name in assignment.names if name in self.stored and self.stored[name].read_input]
+        if not names:
+            return []
+        slices = assignment.expert_parts()
+        if slices is None:
+            module = self.model.get_submodule(assignment.target.rpartition(".")[0])
+            if assignment.converter is not None or not isinstance(module, nn.Linear):
+                raise self._no_linear(names[0])
+            slices = [names]
+        found = [[(self.stored[name].shape[0], self._read_input(name)) for name in one] for one in slices]
+        return [[(rows, rounding) for rows, rounding in one if rounding is not None] for one in found]
+
+    def _no_linear(self, name: str) -> UserError:
+        return UserError(
+            f"{self.checkpoint.source}: {name} quantizes its input as well, which Scalegate does for "
+            f"linear layers and experts only, and {type(self.model).__name__} makes something else of it"
+        )
+
     def _read_quantized(self, name: str) -> Weight:
         weight = self.stored[name].read()
         if isinstance(weight, Tensor):
@@ -192,11 +217,8 @@ class WeightLoader:
             return (
                 self.checkpoint.read(name) if reader is None else reader.read(self.checkpoint.tensors[name])
             )
-        if self.stored[name].read_input is not None:
-            raise UserError(
-                f"{self.checkpoint.source}: {name} quantizes its input as well, which Scalegate does for "
-                f"linear layers and experts only, and {type(self.model).__name__} makes something else of it"
-            )
+        if self.stored[name].read_input is not None and not self.rounded_elsewhere:
+            raise self._no_linear(name)
         weight = self.stored[name].read()
         return weight if isinstance(weight, Tensor) else weight.dequantize(self.model.dtype)
 

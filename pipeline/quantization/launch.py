@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import torch
 from torch.distributed import TCPStore
 
 from ...layouts.errors import UserError
+from ...serving_check.options import words_of
 from ..cores import available_cores
-from .ranks import FAULT, GO_ON
+from .ranks import FAULT, GO_ON, OtherRankFailed
 
 HOST = "127.0.0.1"
 PIPELINE = (sys.executable, "-P", "-m", "scalegate.pipeline")
@@ -44,8 +46,24 @@ def devices_of(words: str) -> list[str]:
     return names
 
 
-def run_on(devices: Sequence[str], words: Sequence[str]) -> int:
-    """Run `pipeline WORDS --device DEVICE` on each; the exit status: the first that is not 0, and 0 else."""
+def quantize_on(
+    devices: Sequence[str], model: str, recipe: str, out: Path, overwrite: bool, **options: str | None
+) -> None:
+    """`pipeline quantize` of a process a device, for who goes on with what they make; they say why they fail.
+
+    options: of the command, by name; None where one is not given. OtherRankFailed has the exit status.
+    """
+    words = ["quantize", model, "--recipe", recipe, "--out", str(out), *words_of(options)]
+    status = run_on(devices, words + ["--overwrite"] * overwrite, silent=True)
+    if status:
+        raise OtherRankFailed(f"quantizing on {', '.join(devices)} has failed", status)
+
+
+def run_on(devices: Sequence[str], words: Sequence[str], silent: bool = False) -> int:
+    """Run `pipeline WORDS --device DEVICE` on each; the exit status: the first that is not 0, and 0 else.
+
+    silent: without its summary on stdout
+    """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(len(devices)),
@@ -61,7 +79,9 @@ def run_on(devices: Sequence[str], words: Sequence[str]) -> int:
         for rank, device in enumerate(devices):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes[f"process {rank} on {device}"] = subprocess.Popen(
-                [*PIPELINE, *words, "--device", device], env=os.environ | common | own
+                [*PIPELINE, *words, "--device", device],
+                env=os.environ | common | own,
+                stdout=subprocess.DEVNULL if silent else None,
             )
         return _first_failure(processes)
     finally:

@@ -6,6 +6,7 @@ inputs; `calibration.py` says that.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
 from ..model_loader.skeleton import build_skeleton
 from ..model_loader.weight_loader import LayoutPicker, WeightLoader
+from ..model_loader.weight_map import Assignment
 from .freed_memory import return_freed_memory
 from .hidden_states import AnyStates, HiddenStates, StatesPart
+from .input_rounding import InputRounding
 
 SEQUENCES_AT_ONCE = 8
 
@@ -34,8 +37,14 @@ class LayerStream:
     """A model whose weights are on disk, and the hidden states of `sequences` int64 [S, T] within it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, sequences: Tensor, device: torch.device, spill: Path | None = None
+        self,
+        checkpoint: Checkpoint,
+        sequences: Tensor,
+        device: torch.device,
+        spill: Path | None = None,
+        round_inputs: bool = False,
     ):
+        """round_inputs: as the checkpoint says; otherwise one that quantizes activations is refused"""
         self.checkpoint, self.sequences, self.device = checkpoint, sequences, device
         few = len(sequences) <= SEQUENCES_AT_ONCE
         # In two parts at least, so that one can be held aside while rounding is learned from the other.
@@ -43,13 +52,21 @@ class LayerStream:
         self.model = build_skeleton(checkpoint, default_dtype(checkpoint), device)
         self.model.config._experts_implementation = "eager"
         stored = convention_of(checkpoint).modules(checkpoint)
-        self.loader = WeightLoader(checkpoint, stored, self.model, device, LayoutPicker(None, None))
+        self.loader = WeightLoader(
+            checkpoint,
+            stored,
+            self.model,
+            device,
+            LayoutPicker(None, None),
+            rounded_elsewhere=round_inputs,
+        )
+        self.rounding = InputRounding() if round_inputs else None
         self.assignments = self.loader.assignments()
         self.layers = _decoder_layers(checkpoint, self.model)
         self._forwards = {name: layer.forward for name, layer in self.layers.items()}
         for assignment in self.assignments:
             if not any(assignment.target.startswith(f"{name}.") for name in self.layers):
-                self.loader.place_plain(assignment)
+                self._place(assignment)
         hidden = self.model.config.get_text_config().hidden_size
         self._spill, self._shape = spill, (*sequences.shape, hidden)
         self.states = self.empty_states()
@@ -65,8 +82,13 @@ class LayerStream:
         """The layer of that name with its weights read."""
         for assignment in self.assignments:
             if assignment.target.startswith(f"{name}."):
-                self.loader.place_plain(assignment)
+                self._place(assignment)
         return self.layers[name]
+
+    def _place(self, assignment: Assignment) -> None:
+        self.loader.place_plain(assignment)
+        if self.rounding is not None and (parts := self.loader.inputs_of(assignment)):
+            self.rounding.add(assignment.target, self.model.get_parameter(assignment.target), parts)
 
     def tensor_of(self, target: str) -> str | None:
         """The checkpoint's tensor that is this parameter as it lies; None where there is no single one."""
@@ -87,7 +109,12 @@ class LayerStream:
                 parameter.data = value.to(parameter)
 
     def drop(self, name: str) -> None:
-        """Give the layer's memory back."""
+        """Give the layer's memory back. UserError where inputs were to be rounded that were not met."""
+        if self.rounding is not None and (missed := self.rounding.drop(f"{name}.")):
+            raise UserError(
+                f"{self.checkpoint.source}: {missed[0]} quantizes its input as well, and "
+                f"{type(self.model).__name__} multiplies it in a way that cannot be followed layer by layer"
+            )
         for module in self.layers[name].modules():
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
@@ -130,9 +157,11 @@ class LayerStream:
         """Logits [n, T, vocab] of what `outputs` gave; the model's own ways with them included."""
         self.loader.tie()
         decoder = self.model.get_decoder()
+        ids = self.sequences[: len(hidden)].to(self.device)
         try:
             decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
-            return self.model(input_ids=self.sequences[: len(hidden)].to(self.device), use_cache=False).logits
+            with self.rounding or nullcontext():
+                return self.model(input_ids=ids, use_cache=False).logits
         finally:
             # Its class has the real one; one of its own would be a cycle that keeps the embeddings in memory.
             del decoder.forward
@@ -164,7 +193,8 @@ class LayerStream:
         for other, layer in self.layers.items():
             layer.forward = taken if other == name else _passed  # type: ignore[method-assign, assignment]
         ids = self.sequences[start : start + self._at_once].to(self.device)
-        output = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
+        with self.rounding or nullcontext():
+            output = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
         return found[0], output
 
 

@@ -1,7 +1,8 @@
 """Models that fit into no memory whole, looked at a decoder layer at a time: read from disk, run, forgotten.
 
-Their weights are dequantized rather than multiplied by a layout's kernel, and keys and values stay as they
-are: figures of what the checkpoint says, not of an engine's arithmetic. The verdict tells that it was so.
+Their weights are dequantized rather than multiplied by a layout's kernel, inputs rounded where the checkpoint
+says so, and keys and values stay as they are: figures of what the checkpoint says, not of an engine's
+arithmetic. The verdict tells that it was so.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class ReadByLayers(nn.Module):
         padded = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         self._rows = {tuple(text.tolist()): row for row, text in enumerate(texts)}
         with torch.no_grad():
-            self._stream = LayerStream(checkpoint, padded, torch.device(device))
+            self._stream = LayerStream(checkpoint, padded, torch.device(device), round_inputs=True)
             bar = progress_bar(self._stream.layers, desc="layers", shown=progress)
             for name in bar:
                 self._stream.place(name)

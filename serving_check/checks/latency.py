@@ -7,7 +7,7 @@ from statistics import median
 
 from ..measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
 from ..settings import Bounds
-from ..statistics import interval
+from ..trimmed_mean import interval
 from ..verdict import CheckResult, Status
 from ..workload import percentile
 from .streamed import is_streamed

@@ -8,7 +8,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ...layouts.errors import UserError
 from ..options import OptionValue, check, option
@@ -24,12 +24,22 @@ BACKEND, RAY = "--distributed-executor-backend", "ray"
 BASELINE = "baseline"
 
 
+def gpus_here() -> int:
+    """That this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 @dataclass(frozen=True)
 class Placement:
     """GPUs and further words for the servers' commands. UserError where a value is none that it can have."""
 
     devices: tuple[int, ...] | None = option(
-        None, "GPUs by number: with enough of them, each server gets its own.", minimum=0
+        None,
+        "GPUs by number, or all: with enough of them, each server gets its own.",
+        minimum=0,
+        count=gpus_here,
     )
     tensor_parallel_size: int = option(1, "GPUs that share every layer, on engines that can.", minimum=1)
     pipeline_parallel_size: int = option(
@@ -93,6 +103,13 @@ class Placement:
             f"--devices names {len(devices)} GPUs; a server runs on {self.gpus}, so give {self.gpus} for all "
             f"servers in common or {self.gpus * sides} for {sides} servers side by side"
         )
+
+    def for_servers(self, sides: int) -> "Placement":
+        """With no more GPUs than `sides` servers can use: the first of those that are named."""
+        for wanted in (self.gpus * sides, self.gpus):
+            if self.devices is not None and len(self.devices) >= wanted:
+                return replace(self, devices=self.devices[:wanted])
+        return self
 
     def asked_for(self) -> dict[str, OptionValue]:
         """What differs from the defaults, by name."""

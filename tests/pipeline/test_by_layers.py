@@ -6,20 +6,38 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scalegate.layouts.errors import UserError
+from scalegate.layouts.formats.nvfp4 import NVFP4Input
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.weight_loader import WeightLoader
+from scalegate.pipeline.quantization import calibration_text
+from scalegate.pipeline.quantization.input_rounding import InputRounding
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validation import by_layers
 from scalegate.pipeline.validation.by_layers import ReadByLayers
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.quality import compare, continuation_nats, greedy_gaps
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
 def artifact(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("by-layers") / "artifact"
     quantize(example_checkpoint, "int4-hqq", out, device="cpu", progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def rounded(example_checkpoint: Path, heldout_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights and inputs in NVFP4."""
+    out = tmp_path_factory.mktemp("by-layers") / "w4a4"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration_text, "SEQUENCES", 6)
+        patch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
+        quantize(
+            example_checkpoint, "nvfp4-w4a4", out, device="cpu", calibration=heldout_text, progress=False
+        )
     return out
 
 
@@ -42,6 +60,70 @@ def test_the_figures_are_those_of_the_whole_models(artifact: Path, example_check
     assert found.nats_per_token == pytest.approx(expected.nats_per_token, abs=2e-2)
     assert found.mean_kl == pytest.approx(expected.mean_kl, rel=0.1)
     assert expected.mean_kl > 0.01, "there is something to see"
+
+
+def test_rounded_inputs_give_the_figures_of_the_whole_model(
+    rounded: Path, example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = windows(64, 40)
+    theirs = read(example_checkpoint, texts)
+    found = compare(read(rounded, texts), theirs, texts)
+    expected = compare(load_model(rounded, device="cpu", progress=False).model, theirs, texts)
+    assert found.mean_kl == pytest.approx(expected.mean_kl, rel=0.05)
+    assert found.nats_per_token == pytest.approx(expected.nats_per_token, abs=2e-2)
+    # The control: weights alone are much closer to the baseline.
+    monkeypatch.setattr(NVFP4Input, "round", lambda self, x: x)
+    assert compare(read(rounded, texts), theirs, texts).mean_kl < 0.8 * expected.mean_kl
+
+
+def test_rounded_inputs_of_a_mixture_s_experts_are_those_of_the_whole_model(
+    example_checkpoint: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calibration_text, "SEQUENCES", 2)
+    monkeypatch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 8192, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=32, intermediate_size=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((example_checkpoint / name).read_bytes())
+    out = tmp_path / "out"
+    quantize(tmp_path, "nvfp4-w4a4", out, device="cpu", calibration=heldout_text, progress=False)
+    [text] = windows(24)
+    with torch.inference_mode():
+        expected = load_model(out, device="cpu", progress=False).model(text[None]).logits.float()
+        found = read(out, [text])(text[None]).logits.float()
+        monkeypatch.setattr(NVFP4Input, "round", lambda self, x: x)
+        control = read(out, [text])(text[None]).logits.float()
+    assert (found - expected).norm() < 0.03 * expected.norm() < (control - expected).norm()
+
+
+def test_inputs_of_experts_are_rounded_part_by_part():
+    drawn = torch.Generator().manual_seed(0)
+    experts, x = torch.randn(2, 6, 16, generator=drawn), torch.randn(3, 16, generator=drawn)
+    rounding = InputRounding()
+    doubled, halved = (SimpleNamespace(round=lambda x, by=by: x * by) for by in (2, 0.5))
+    rounding.add("layer.experts.gate_up_proj", experts, [[(4, doubled), (2, halved)], [(6, halved)]])
+    with rounding:
+        first, second = (torch.nn.functional.linear(x, one) for one in experts)
+        other = torch.nn.functional.linear(x, experts[0].clone())
+    plain = x @ experts.mT
+    assert torch.allclose(first, plain[0] * torch.tensor([2, 2, 2, 2, 0.5, 0.5]), atol=1e-5)
+    assert torch.allclose(second, plain[1] * 0.5, atol=1e-5) and torch.allclose(other, plain[0], atol=1e-5)
+    assert rounding.drop("layer.") == []
+    with rounding:
+        assert torch.allclose(torch.nn.functional.linear(x, experts[0]), plain[0], atol=1e-5)
+
+
+def test_a_layer_whose_input_could_not_be_rounded_is_refused(rounded: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        InputRounding,
+        "__torch_function__",
+        lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {})),
+    )
+    with pytest.raises(UserError, match="quantizes its input as well"):
+        read(rounded, windows(16))
 
 
 def test_answers_are_scored_as_by_the_whole_model(example_checkpoint: Path):

@@ -16,7 +16,7 @@ from scalegate.pipeline.validation.servers import server_of
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines.taking_turns import TakingTurns
 from scalegate.serving_check.record import read_verdict
-from scalegate.serving_check.statistics import LOOKS
+from scalegate.serving_check.statistics import LOOKS, TURN_LOOKS
 from scalegate.serving_check.turns import LEAST_BLOCKS
 
 from .vllm_stand_in import OUT_OF_MEMORY
@@ -120,9 +120,9 @@ def test_servers_that_do_not_fit_together_take_turns_to_a_verdict(
     assert result.exit_code == verdict.exit_status
     assert "they take turns" in result.output and "took turns" in result.output
     starts = words.read_text().splitlines()
-    assert len(starts) == LOOKS[0] + 2, "each side's canary text, and a start a group"
+    assert len(starts) == TURN_LOOKS[0] + 2, "each side's canary text, and a start a group"
     (measured,) = verdict.evidence.measured
-    assert sorted({block.restarts for block in measured.blocks}) == list(range(1, LOOKS[0] + 1))
+    assert sorted({block.restarts for block in measured.blocks}) == list(range(1, TURN_LOOKS[0] + 1))
 
 
 def test_too_few_blocks_for_turns_are_refused_before_a_server_is_started(

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from scalegate.serving_check.correlation import LARGEST, autoregression, upper_correlation
+from scalegate.serving_check.correlation import LARGEST, autoregression, random_walk, upper_correlation
 
 
 def series(rho: float, count: int, generator: random.Random) -> list[float]:
@@ -33,6 +33,23 @@ def test_cost_and_lag_are_those_of_simulated_series(count, rho):
     expected = autoregression(count, rho)
     assert expected.lag_one == pytest.approx(products / squares, abs=0.02)
     assert expected.cost == pytest.approx(variance_of_mean / (squares / (count - 1) / count), rel=0.12)
+
+
+@pytest.mark.parametrize("count", [4, 6, 16])
+def test_a_walks_cost_is_that_of_simulated_walks_from_their_first_value(count):
+    generator = random.Random(count)
+    walks = [
+        list(itertools.accumulate([0.0, *(generator.gauss(0, 1) for _ in range(count - 1))]))
+        for _ in range(4000)
+    ]
+    variances = [sum((value - mean(walk)) ** 2 for value in walk) / (count - 1) for walk in walks]
+    expected = random_walk(count)
+    assert expected.cost == pytest.approx(
+        mean([mean(walk) ** 2 for walk in walks]) / mean(variances) * count, rel=0.1
+    )
+    spread = mean([variance**2 for variance in variances]) / mean(variances) ** 2 - 1
+    assert expected.freedom < 2 / spread + 0.3
+    assert expected.cost < autoregression(count, LARGEST).cost / 4
 
 
 def test_independent_values_cost_nothing_extra():

@@ -1,5 +1,6 @@
 """The sequential decision: its error rates under clean, heavy-tailed, drifting and correlated noise."""
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -7,16 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from scalegate.serving_check.statistics import (
+    TURN_ERROR,
     WIDEST,
     SequentialTest,
     block_log_ratio,
     block_order,
     decide,
     decide_all,
-    interval,
     is_hopeless,
-    student_t_quantile,
 )
+from scalegate.serving_check.trimmed_mean import interval, student_t_quantile
 
 MS = 6
 RUNS = 60
@@ -199,6 +200,25 @@ def test_all_looks_together_spend_the_error_once(max_blocks):
     test = SequentialTest(FLOOR, MS, max_blocks)
     assert sum(test.pass_error(blocks) for blocks in test.looks) == pytest.approx(test.error)
     assert sum(test.fail_error(blocks) for blocks in test.looks) == pytest.approx(test.error / MS)
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "looks"), [(24, (4,)), (40, (4, 6)), (96, (4, 6, 8, 12, 16)), (900, (4, 6, 8, 12, 16))]
+)
+def test_servers_in_turns_spend_half_of_the_error_that_is_left_at_each_look(max_blocks, looks):
+    test = SequentialTest(FLOOR, MS, max_blocks).of_turns
+    assert test.looks == looks
+    spent = [test.pass_error(groups) for groups in looks]
+    assert sum(spent) == pytest.approx(TURN_ERROR) and spent[-2:] == [spent[-1]] * len(spent[-2:])
+    assert all(later == pytest.approx(earlier / 2) for earlier, later in itertools.pairwise(spent[:-1]))
+
+
+def test_limits_of_groups_in_turns_are_never_wider_than_a_random_walks():
+    values = [0.01, 0.02, 0.01, 0.02]
+    narrow, walk, wide = (
+        interval(values, 0.01, 0.01, correlation, at_most_a_walk=True)[0] for correlation in (0.0, 0.8, 0.98)
+    )
+    assert narrow > walk == wide > interval(values, 0.01, 0.01, 0.98)[0]
 
 
 @pytest.mark.parametrize(

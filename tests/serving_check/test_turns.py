@@ -1,8 +1,10 @@
 """Servers that take turns: simulated ones for the statistics, real processes of which one is up."""
 
 import math
+import random
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,10 +16,11 @@ from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.endpoint import is_healthy
 from scalegate.serving_check.engines.taking_turns import TakingTurns
 from scalegate.serving_check.gate import serve_in_turns
+from scalegate.serving_check.interleaving import SEEDS_PER_M
 from scalegate.serving_check.measurement import MeasuredM
 from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import GROUP
+from scalegate.serving_check.statistics import GROUP, TURN_LOOKS
 from scalegate.serving_check.turns import LEAST_BLOCKS, Turns
 
 from .gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run
@@ -86,6 +89,62 @@ def test_both_sides_of_a_block_get_the_same_prompts_and_warm_ups_others():
     assert warm and not warm & {each[:2] for each in of["artifact"]}
 
 
+@pytest.mark.parametrize("warmups", [0, 1, 3])
+def test_a_start_is_followed_by_as_many_warm_ups_as_were_asked_for(warmups: int):
+    sent: list[int] = []
+    simulated = simulated_run(lambda m: 2.0, 0.02)
+
+    def recording(endpoint, spec):
+        sent.append(spec.output_len)
+        return simulated(endpoint, spec)
+
+    load, servers = replace(LOAD, warmups=warmups), Simulated()
+    turns = Turns(
+        servers, ["artifact", "baseline"], load, TEXT, Repeats(recording, ARTIFACT, BASELINE, None), 0.93
+    )  # type: ignore[arg-type]
+    turns.measure(progress=False, say=lambda line: None)
+    assert sum(length < LOAD.output_len for length in sent) == warmups * len(servers.starts) * len(LOAD.ms)
+
+
+@pytest.mark.parametrize(("walk", "status"), [(0.005, "pass"), (0.1, "inconclusive")])
+def test_a_machine_that_walks_as_far_as_the_ratio_is_from_the_floor_decides_nothing(walk: float, status: str):
+    """What it does to one side alone, group by group; the other case is the control."""
+    simulated, steps = simulated_run(lambda m: 1.15, 0.01), random.Random(3)
+    logs: list[float] = [0.0]
+
+    def walking(endpoint, spec):
+        result = simulated(endpoint, spec)
+        group = spec.seed % SEEDS_PER_M // GROUP
+        while len(logs) <= group:
+            logs.append(logs[-1] + steps.gauss(0, walk))
+        return (
+            replace(result, duration=result.duration / math.exp(logs[group]))
+            if endpoint == ARTIFACT
+            else result
+        )
+
+    repeats = Repeats(walking, ARTIFACT, BASELINE, None)
+    turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    measured = turns.measure(progress=False, say=lambda line: None)
+    assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {status}
+
+
+def test_one_bad_start_is_no_fail():
+    """Its blocks are so slow that of servers side by side they would be one, without statistics."""
+    simulated, servers = simulated_run(lambda m: 1.15, 0.01), Simulated()
+
+    def limping(endpoint, spec):
+        result = simulated(endpoint, spec)
+        limps = endpoint == ARTIFACT and servers.starts.count("artifact") == 1
+        return replace(result, duration=result.duration * 4) if limps else result
+
+    repeats = Repeats(limping, ARTIFACT, BASELINE, None)
+    turns = Turns(servers, ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    measured = turns.measure(progress=False, say=lambda line: None)
+    assert all(one.first_looks[0] < math.log(0.93 / 2) for one in measured), "the control"
+    assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {"inconclusive"}
+
+
 class Compiling(Endpoint):
     """One compilation in every turn, and one in every warm-up."""
 
@@ -102,7 +161,7 @@ def test_what_the_artifacts_server_compiles_in_its_turns_is_added_up(monkeypatch
     repeats = Repeats(simulated_run(lambda m: 2.0), artifact, BASELINE, None)
     turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     turns.measure(progress=False, say=lambda line: None)
-    assert turns.compiled == {"triton of flush": 6}, "one between the two looks of each group"
+    assert turns.compiled == {"triton of flush": TURN_LOOKS[0]}, "one between the two looks of each group"
 
 
 def test_a_rival_takes_its_turns_and_is_decided_by_groups():
@@ -154,7 +213,9 @@ def test_the_gate_measures_real_servers_in_turns(counting):
         turns.stop()
     assert len(served.canary) == len(served.baseline_canary) > 0
     [one] = served.measured
-    assert took_turns(one) and len(one.blocks) == 6 * GROUP and not any(block.errors for block in one.blocks)
+    assert (
+        took_turns(one) and len(one.blocks) == LEAST_BLOCKS and not any(block.errors for block in one.blocks)
+    )
     assert curve_of(served.measured, load, Bounds())[0].ratio_high is not None
     assert served.compiled == (None, None), "that server does not count"
     assert served.texts

@@ -1,0 +1,100 @@
+"""A series' trimmed mean and its confidence limits, as wide as the correlation between neighbours makes them.
+
+Pure arithmetic, with Student's t; what is decided by the limits is `statistics.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean
+
+from .correlation import Widening, autoregression, random_walk
+
+VALUES_PER_TRIM = 8
+"""One value is trimmed from each end for every so many."""
+
+
+def interval(
+    values: Sequence[float],
+    low_error: float,
+    high_error: float,
+    correlation: float = 0.0,
+    at_most_a_walk: bool = False,
+) -> tuple[float, float]:
+    """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
+
+    correlation: between neighbours, at most
+    at_most_a_walk: whether the worst that the values can be is a random walk since the first of them
+    """
+    if len(values) < 2:
+        return -math.inf, math.inf
+    found = trimmed(values)
+    ways: list[Widening] = [autoregression(len(values), correlation)]
+    if at_most_a_walk:
+        ways.append(random_walk(len(values)))
+    low, high = (min(_half_width(found, way, error) for way in ways) for error in (low_error, high_error))
+    return found.centre - low, found.centre + high
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    centre: float
+    """The trimmed mean."""
+    standard_error: float
+    """Of it, from the winsorized values, were they independent."""
+    freedom: int
+
+
+def trimmed(values: Sequence[float]) -> Trimmed:
+    trim = len(values) // VALUES_PER_TRIM
+    kept = sorted(values)[trim : len(values) - trim]
+    if len(kept) < 2:
+        return Trimmed(fmean(kept), math.inf, 1)
+    moved = winsorized(values)
+    mean = fmean(moved)
+    squares = math.fsum((value - mean) ** 2 for value in moved)
+    return Trimmed(fmean(kept), math.sqrt(squares / (len(kept) * (len(kept) - 1))), len(kept) - 1)
+
+
+def winsorized(values: Sequence[float]) -> list[float]:
+    """In their own order, the extremes moved in to the outermost value that is not trimmed."""
+    trim = len(values) // VALUES_PER_TRIM
+    ordered = sorted(values)
+    return [min(max(value, ordered[trim]), ordered[-1 - trim]) for value in values]
+
+
+def _half_width(found: Trimmed, way: Widening, error: float) -> float:
+    freedom = max(1, min(found.freedom, math.floor(way.freedom + 1e-9)))
+    return student_t_quantile(error, freedom) * found.standard_error * math.sqrt(way.cost)
+
+
+@lru_cache
+def student_t_quantile(upper_tail: float, freedom: int) -> float:
+    """The t that a Student variable exceeds with probability `upper_tail`, which is below one half."""
+    low, high = 0.0, 1.0
+    while _student_t_tail(high, freedom) > upper_tail:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        if _student_t_tail(middle, freedom) > upper_tail:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _student_t_tail(t: float, freedom: int) -> float:
+    """P(T > t) for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine_squared = math.cos(angle) ** 2
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for step in range(2 + odd, freedom, 2):
+        term *= cosine_squared * (step - 1) / step
+        total += term
+    central = math.sin(angle) * total
+    if odd:
+        central = 2 / math.pi * (angle + central)
+    return (1 - central) / 2

@@ -1,0 +1,107 @@
+"""`pipeline release --devices`: a process a device makes the weights, as `quantize --devices` does."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from scalegate.layouts.errors import UserError
+from scalegate.pipeline import release as stages
+from scalegate.pipeline.quantization import launch
+from scalegate.pipeline.quantization.ranks import OtherRankFailed
+from scalegate.pipeline.quantize import quantize
+from scalegate.serving_check.engines.placement import Placement, gpus_here
+from scalegate.serving_check.options import parse
+
+pytestmark = pytest.mark.long
+
+SHARD = 300_000
+RANK = f"""
+import os, signal
+from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.quantization import write_shards
+from scalegate.pipeline.quantize import quantize
+
+quantize.__kwdefaults__["max_shard_bytes"] = {SHARD}
+carry_out, wrote = write_shards._carry_out, set()
+
+def until_killed(job, task, known, writer):
+    wrote.add(writer.path)
+    if os.environ.get("KILLED") == os.environ["RANK"] and len(wrote) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return carry_out(job, task, known, writer)
+
+write_shards._carry_out = until_killed
+main(prog_name="pipeline")
+"""
+
+
+@pytest.fixture
+def on_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """A release on two CPU processes that goes no further than its weights; the words of every launch."""
+    monkeypatch.setattr(stages.Asked, "devices", property(lambda self: ["cpu", "cpu"]))
+    monkeypatch.setattr(stages, "_lay_out", lambda *given: None)
+    monkeypatch.setattr(stages, "_validate", lambda *given: SimpleNamespace(status="fail"))
+    monkeypatch.setattr(launch, "PIPELINE", (sys.executable, "-P", "-c", RANK))
+    monkeypatch.setitem(quantize.__kwdefaults__, "max_shard_bytes", SHARD)
+    launched: list[list[str]] = []
+    run_on = launch.run_on
+
+    def counted(devices, words, silent=False):
+        launched.append(list(words))
+        return run_on(devices, words, silent)
+
+    monkeypatch.setattr(launch, "run_on", counted)
+    return launched
+
+
+def released(model: Path, work: Path) -> Path:
+    return stages.release(str(model), "nvfp4", f"folder:{work}/out", work=work, progress=False).artifact
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_processes_make_the_bytes_of_one_also_after_one_was_killed(
+    on_two, example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    monkeypatch.setenv("KILLED", "1")
+    with pytest.raises(OtherRankFailed) as failed:
+        released(example_checkpoint, tmp_path)
+    assert failed.value.exit_code == 70
+    assert "process 1 on cpu was ended by SIGKILL" in capfd.readouterr().err
+    [folder] = [path.parent for path in tmp_path.glob("*/*.safetensors")][:1]
+    kept = {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
+    assert not (folder / "scalegate.json").exists()
+    monkeypatch.delenv("KILLED")
+    assert released(example_checkpoint, tmp_path) == folder
+    assert kept.items() <= {path.name: path.stat().st_ino for path in folder.iterdir()}.items()
+    assert capfd.readouterr().out == "", "what --json prints is the release's alone"
+    quantize(example_checkpoint, "nvfp4", tmp_path / "alone", device="cpu", progress=False)
+    assert contents(folder) == contents(tmp_path / "alone") and len(contents(folder)) > 5
+    assert len(on_two) == 2
+    released(example_checkpoint, tmp_path)
+    assert len(on_two) == 2, "what is finished starts nobody"
+
+
+def test_gpus_that_are_not_there_are_refused_before_anything_is_made(
+    example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="this torch sees none"):
+        stages.release(str(example_checkpoint), "nvfp4", "folder:out", work=tmp_path, devices=(0, 1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_is_every_gpu_and_servers_take_as_many_as_they_can_use(monkeypatch: pytest.MonkeyPatch):
+    field = Placement.__dataclass_fields__["devices"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert gpus_here() == 4 and parse(Placement, field, "all") == (0, 1, 2, 3)
+    assert Placement((0, 1, 2, 3)).for_servers(2).devices == (0, 1)
+    assert Placement((0, 1, 2, 3), 2).for_servers(2).devices == (0, 1, 2, 3)
+    assert Placement((0, 1, 2, 3), 2).for_servers(3).devices == (0, 1)
+    assert Placement((3,), 2).for_servers(2).devices == (3,), "too few are for `groups` to refuse"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match="--devices all: there are none here"):
+        parse(Placement, field, "all")
