@@ -36,6 +36,7 @@ ROOMS = {
         "server",
         "answer_figures",
         "gaps",
+        "steady_decoding",
         "measurement",
         "artifact_figures",
         "company",
