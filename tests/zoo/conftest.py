@@ -33,7 +33,7 @@ WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=2
 SHORT_WORKLOAD = replace(WORKLOAD, output_len=16)
 """Enough for the faults that the suite has."""
 LONG_WORKLOAD = replace(WORKLOAD, ms=(1, 2, 4, M, 2 * M), output_len=64, max_blocks=96)
-LONG_PROMPTS = replace(WORKLOAD, input_len=1536, decoding_apart=True)
+LONG_PROMPTS = replace(WORKLOAD, input_len=1100, decoding_apart=True, max_blocks=11)
 OPTIONS = sized_options({"device": "cpu", "max_num_seqs": 2 * M}, LONG_PROMPTS)
 """Room for the canary's sixteen requests."""
 # The zoo is of faults that no noise hides; seven percent on a busy machine is the gate's own bench's affair.
