@@ -13,9 +13,13 @@ tokens each: a decode step is a few groups with n = 1, a prefill chunk is one gr
 it. Each group gathers its pages, which is one copy of whole pages, and attends with everything outside
 causality, window and length at -inf. Rows of very different lengths go into different groups, so that a short
 request never pays for the padding up to a long one: the work stays within twice that of the tokens there.
+
+A chunk's queries attend in blocks, each over the keys that one of them may look at, so that causality halves
+the work of a long prompt. All blocks share one bias, since they look alike from their ends.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +31,10 @@ from .append_kv import quantize_reference
 
 PADDING_WORTH_A_GROUP = 64
 """Pages gathered in vain that cost about as much as attending in one more group."""
+QUERY_BLOCK = 256
+"""Queries of a chunk that attend at once: fewer are slower each, more look at more keys in vain."""
+SLACK = 8
+"""One part in so many is taken beyond what gathered pages need, since contexts grow."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,26 @@ class TokenGroup:
     pages: Tensor
     """int64 [b, m]; page 0 where a request has fewer."""
     bias: Tensor
-    """[b, 1, n, m * P] in the query's dtype: 0 where the query may look, -inf elsewhere."""
+    """In the query's dtype: 0 where the query may look, -inf elsewhere. [b, 1, 1, m * P] where n = 1; of a
+    chunk [1, 1, i, j], its last i queries over its last j keys."""
+    num_keys: int = 0
+    """Of a chunk: how many keys of its pages are there, its own included."""
+
+
+class GatheredPages:
+    """Copies of pages in memory that is used again and again: fresh memory costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, pages: Tensor, which: Tensor) -> Tensor:
+        """The pages `which` names; good until the next call."""
+        shape = len(which), *pages.shape[1:]
+        size = math.prod(shape) * pages.itemsize
+        if size > len(self._memory):
+            self._memory = torch.empty(size + size // SLACK, dtype=torch.uint8)
+        copy = self._memory[:size].view(pages.dtype).view(shape)
+        return torch.index_select(pages, 0, which, out=copy)
 
 
 def append(pages: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
@@ -72,13 +99,19 @@ def attend(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    gathered: tuple[GatheredPages, GatheredPages] | None = None,
 ) -> Tensor:
-    """[T, H, D] queries → [T, H, D_v]. sinks: [H], a logit each head's softmax counts but gives no value."""
+    """[T, H, D] queries → [T, H, D_v].
+
+    sinks:    [H], a logit each head's softmax counts but gives no value
+    gathered: where pages of keys and of values are copied to; None takes fresh memory
+    """
+    keys, values = gathered or (GatheredPages(), GatheredPages())
 
     def gather(group: TokenGroup) -> tuple[Tensor, Tensor]:
         which = group.pages.view(-1)
-        key = _gather(key_pages, key_scale, which, query.dtype)
-        return key, _gather(value_pages, value_scale, which, query.dtype)
+        key = _gather(key_pages, key_scale, which, query.dtype, keys)
+        return key, _gather(value_pages, value_scale, which, query.dtype, values)
 
     return attend_over(query, groups, gather, options, sinks)
 
@@ -100,10 +133,12 @@ def attend_over(
     return output
 
 
-def _gather(pages: Tensor, scale: Tensor | None, which: Tensor, dtype: torch.dtype) -> Tensor:
+def _gather(
+    pages: Tensor, scale: Tensor | None, which: Tensor, dtype: torch.dtype, gathered: GatheredPages
+) -> Tensor:
     """The pages `which` names, [m, P, H_kv, D], in the query's dtype."""
     if scale is None:
-        return pages.index_select(0, which)
+        return gathered.copy(pages, which)
     values = pages.view(torch.uint8).index_select(0, which).view(pages.dtype).float()
     by_token = scale.ndim == 3
     return values.mul_((scale.index_select(0, which) if by_token else scale).unsqueeze(-1)).to(dtype)
@@ -127,17 +162,42 @@ def attend_group(
     value = value.reshape(requests, context, kv_heads, -1).transpose(1, 2)
     if n == 1:  # the query heads that share a key head stand as its query tokens: keys are read once
         query = query.view(requests, kv_heads, heads // kv_heads, -1)
-    else:
-        query = query.view(requests, n, heads, -1).transpose(1, 2)
-    if options.softcap is None and sinks is None:
+        return _attend(query, key, value, group.bias, options, sinks).reshape(tokens, heads, -1)
+    query = query.view(requests, n, heads, -1).transpose(1, 2)
+    key, value = key[:, :, : group.num_keys], value[:, :, : group.num_keys]
+    if n == group.num_keys and options == AttentionOptions(options.scale) and sinks is None:
         output = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=group.bias, scale=options.scale, enable_gqa=n > 1
+            query, key, value, is_causal=True, scale=options.scale, enable_gqa=True
         )
     else:
-        output = softmax_by_hand(query, key, value, group.bias, options, sinks)
-    if n == 1:
-        return output.reshape(tokens, heads, -1)
+        output = torch.cat(
+            [
+                _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], bias, options, sinks)
+                for queries, keys, bias in _blocks(n, group, options.sliding_window)
+            ],
+            dim=2,
+        )
     return output.transpose(1, 2).reshape(tokens, heads, -1)
+
+
+def _blocks(n: int, group: TokenGroup, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Of a chunk of n queries: which of them attend at once, over which keys, and the bias of these."""
+    for first in range(0, n, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, n)
+        end = group.num_keys - (n - last)
+        begin = 0 if window is None else max(0, end - (last - first) - window + 1)
+        yield slice(first, last), slice(begin, end), group.bias[:, :, first - last :, begin - end :]
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions, sinks: Tensor | None
+) -> Tensor:
+    """All tensors are [b, heads, …]."""
+    if options.softcap is not None or sinks is not None:
+        return softmax_by_hand(query, key, value, bias, options, sinks)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=options.scale, enable_gqa=query.shape[1] > key.shape[1]
+    )
 
 
 def softmax_by_hand(
@@ -207,14 +267,18 @@ def prefill_group(
 ) -> TokenGroup:
     """One prompt's tokens start .. start + count, which stand in the chunk from first_token on."""
     first_page = 0 if window is None else max(start - window + 1, 0) // page_size
-    num_pages = (start + count + page_size - 1) // page_size - first_page
-    positions = np.arange(start, start + count)[None]
-    first = np.array([first_page])
-    return TokenGroup(
-        tokens=slice(first_token, first_token + count),
-        pages=_page_window(block_row[None], first, num_pages, like),
-        bias=_bias(positions, first, num_pages, page_size, window, like),
-    )
+    first, end = np.array([first_page]), start + count
+    num_pages = (end + page_size - 1) // page_size - first_page
+    pages = _page_window(block_row[None], first, num_pages, like)
+    tokens = slice(first_token, first_token + count)
+    if count == 1:
+        bias = _bias(np.array([[start]]), first, num_pages, page_size, window, like)
+        return TokenGroup(tokens, pages, bias)
+    num_keys, rows = end - first_page * page_size, min(count, QUERY_BLOCK)
+    seen = num_keys if window is None else min(num_keys, rows + window - 1)
+    # In a page of one token, which is what positions are counted in here.
+    bias = _bias(np.arange(end - rows, end)[None], np.array([end - seen]), seen, 1, window, like)
+    return TokenGroup(tokens, pages, bias, num_keys)
 
 
 def _page_window(block_table: np.ndarray, first_page: np.ndarray, count: int, like: Tensor) -> Tensor:

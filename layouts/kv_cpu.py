@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import paged_attention
-from ..kernels.paged_attention import AttentionOptions, TokenGroup
+from ..kernels.paged_attention import AttentionOptions, GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_layer import StoredPages, Workspaces
 
@@ -83,6 +83,7 @@ class CpuLayerKV:
     def __init__(self, stored: StoredPages, workspaces: Workspaces):
         self.stored = stored
         self._groups = workspaces.get(TokenGroups, TokenGroups)
+        self._gathered = workspaces.get(GatheredPages, lambda: (GatheredPages(), GatheredPages()))
 
     def forward(
         self,
@@ -108,6 +109,7 @@ class CpuLayerKV:
             sinks,
             stored.key_scale,
             stored.value_scale,
+            self._gathered,
         )
         return with_padding(output, padded) if count < padded else output
 

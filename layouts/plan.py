@@ -48,11 +48,23 @@ class KVMeasurement:
     microseconds: float
     baseline_microseconds: float
     """The same with keys and values unquantized, in the same run."""
+    plain_microseconds: float | None = None
+    """Of a step in which no page becomes full; null in plans from before it was kept."""
+    full_page_microseconds: float | None = None
+    """Of one in which every request's page does; in `microseconds` it counts once in a page's tokens."""
 
     @property
     def ratio(self) -> float:
         """How many times faster than unquantized; below 1 is slower."""
         return self.baseline_microseconds / self.microseconds
+
+    @property
+    def writing_share(self) -> float:
+        """Of the time lost against unquantized, the part that goes into writing full pages, 0 to 1."""
+        lost = self.microseconds - self.baseline_microseconds
+        if self.plain_microseconds is None or lost <= 0:
+            return 0.0
+        return min(1.0, max(0.0, self.microseconds - self.plain_microseconds) / lost)
 
 
 @dataclass(frozen=True)

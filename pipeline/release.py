@@ -19,7 +19,13 @@ from ..serving_check.engines.all_engines import DEFAULT_ENGINE
 from ..serving_check.engines.placement import PLACEMENT, Placement
 from ..serving_check.options import flag, from_given, takes
 from ..serving_check.policy import Declared, declared_by, weaker_settings
-from ..serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
+from ..serving_check.settings import (
+    QUALITY_TOKENS,
+    Bounds,
+    WorkloadSettings,
+    decoding_is_apart,
+    default_ms,
+)
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.checkpoint import open_checkpoint
@@ -144,6 +150,7 @@ class Asked:
             own.max_repeats,
             own.warmups,
             WorkloadSettings.seed if own.seed is None else own.seed,
+            decoding_is_apart(self.input_len),
         )
 
 

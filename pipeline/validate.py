@@ -16,7 +16,13 @@ from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.placement import PLACEMENT, Placement
 from ..serving_check.options import from_given, takes
-from ..serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
+from ..serving_check.settings import (
+    QUALITY_TOKENS,
+    Bounds,
+    WorkloadSettings,
+    decoding_is_apart,
+    default_ms,
+)
 from ..serving_check.stage_clock import StageClock
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
@@ -101,7 +107,9 @@ def validate(
         asked_format = engine_options.get("kv_cache_dtype") or AUTO
         input_len = default_input_len(kv_cache_of(checkpoint, asked_format).kv_format)
     ms = tuple(sorted(m or default_ms(input_len)))
-    workload = WorkloadSettings(ms, input_len, output_len, waves, max_repeats, warmups, seed)
+    workload = WorkloadSettings(
+        ms, input_len, output_len, waves, max_repeats, warmups, seed, decoding_is_apart(input_len)
+    )
     claim = TUNED if manifest is None else manifest.batch_invariance()
     if claim != TUNED and engine_options.get("batch_invariance") is None:
         engine_options["batch_invariance"] = given_options["batch_invariance"] = claim

@@ -4,29 +4,35 @@ Arithmetic only: the same repeats and settings give the same curve, on any machi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from .measurement import MeasuredM, Repeat, output_throughput
+from .measurement import MeasuredM, Repeat, decoding_throughput, output_throughput
 from .settings import Bounds, WorkloadSettings
-from .statistics import Decision, SequentialTest, decide, decide_all, is_hopeless
-from .verdict import CurvePoint, RivalPoint, ServingFigures, finite
+from .statistics import LOOKS, Decision, SequentialTest, decide, decide_all, is_hopeless
+from .verdict import CurvePoint, RivalPoint, ServingFigures, SteadyPoint, finite
 from .workload import percentile
 from .workload.engine_work import EngineWork
 
 
 def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
     """The test of each M, fixed before the first repeat."""
-    return SequentialTest(floor=floor, number_of_ms=len(workload.ms), max_blocks=workload.max_blocks)
+    figures = 2 if workload.decoding_apart else 1
+    return SequentialTest(floor, number_of_ms=figures * len(workload.ms), max_blocks=workload.max_blocks)
 
 
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
     """A point for every M at which both sides finished a repeat."""
     decisions = decisions_of(measured, sequential_test(workload, bounds.throughput_floor))
     voting = rival_decisions_of(measured, workload, bounds.max_first_rival_m)
+    steady = steady_decisions_of(measured, workload, bounds.throughput_floor)
     return [
-        replace(curve_point(one, decision), rival=rival_point(one, voting.get(one.m), workload))
+        replace(
+            curve_point(one, decision),
+            rival=rival_point(one, voting.get(one.m), workload),
+            steady=steady_point(one, steady.get(one.m)),
+        )
         for one, decision in zip(measured, decisions, strict=True)
         if one.artifact and one.baseline
     ]
@@ -73,21 +79,65 @@ def rival_point(
     )
 
 
+def binding_decisions_of(
+    measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
+) -> list[Decision]:
+    """At every M the decision that it hangs on, of whole requests or of decoding by itself: one that failed,
+    else one that is open, else one that stays undecided, else the lower one."""
+    decisions = decisions_of(measured, sequential_test(workload, floor))
+    steady = steady_decisions_of(measured, workload, floor)
+    if not steady:
+        return decisions
+    return [
+        min(
+            (whole, steady[one.m]),
+            key=lambda each: (each.status != "fail", each.final, each.status == "pass", each.ratio),
+        )
+        for one, whole in zip(measured, decisions, strict=True)
+    ]
+
+
+def steady_decisions_of(
+    measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
+) -> dict[int, Decision]:
+    """Where decoding by itself stands at every M; nothing where the workload does not ask for it.
+
+    Where M requests hardly ever decode at once, no number of blocks would tell, and none is waited for.
+    """
+    if not workload.decoding_apart:
+        return {}
+    decisions = _decided(measured, sequential_test(workload, floor), decoding_throughput)
+    return {
+        one.m: replace(each, final=True)
+        if len(one.blocks) >= LOOKS[0] and not one.shows_steady_decoding
+        else each
+        for one, each in zip(measured, decisions, strict=True)
+    }
+
+
+def steady_point(measured: MeasuredM, decision: Decision | None) -> SteadyPoint | None:
+    if decision is None:
+        return None
+    return SteadyPoint(
+        artifact=_median([repeat.steady_decoding for repeat in measured.artifact]),
+        baseline=_median([repeat.steady_decoding for repeat in measured.baseline]),
+        ratio=finite(decision.ratio),
+        ratio_low=finite(decision.shown[0]),
+        ratio_high=finite(decision.shown[1]),
+        status=decision.status,
+        decision_low=finite(decision.low),
+        decision_high=finite(decision.high),
+    )
+
+
 def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
     """Where every M stands; one that is hopelessly slow has failed, however few its blocks.
 
     Not where servers take turns: their first blocks share a start, which may have been a bad one.
     """
+    decisions = _decided(measured, test, output_throughput)
     if any(took_turns(one) for one in measured):
-        return decide_all([one.group_means(output_throughput) for one in measured], test.of_turns)
-    decisions = decide_all([_on_the_first_servers(one) for one in measured], test)
-    groups = [one.group_means(output_throughput) for one in measured]
-    if any(groups):
-        # What was decided before has none.
-        grouped = decide_all(groups, test.of_groups)
-        decisions = [
-            new if means else old for old, new, means in zip(decisions, grouped, groups, strict=True)
-        ]
+        return decisions
     return [
         replace(decision, status="fail", final=True)
         if decision.status == "inconclusive" and is_hopeless(one.first_looks, test.floor)
@@ -96,14 +146,31 @@ def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[De
     ]
 
 
+def _decided(
+    measured: Sequence[MeasuredM], test: SequentialTest, figure: Callable[[Repeat], float | None]
+) -> list[Decision]:
+    """From blocks on the first servers, or, of an M that has any, from groups on servers started anew; from
+    groups alone where servers take turns."""
+    groups = [one.group_means(figure) for one in measured]
+    if any(took_turns(one) for one in measured):
+        return decide_all(groups, test.of_turns)
+    first = [
+        replace(one, blocks=[block for block in one.blocks if not block.restarts]).log_ratios(figure)
+        for one in measured
+    ]
+    decisions = decide_all(first, test)
+    if any(groups):
+        # What was decided before has none.
+        grouped = decide_all(groups, test.of_groups)
+        decisions = [
+            new if means else old for old, new, means in zip(decisions, grouped, groups, strict=True)
+        ]
+    return decisions
+
+
 def took_turns(measured: MeasuredM) -> bool:
     """Whether no two servers were up together while it was measured."""
     return bool(measured.blocks) and all(block.restarts for block in measured.blocks)
-
-
-def _on_the_first_servers(measured: MeasuredM) -> list[float]:
-    blocks = [block for block in measured.blocks if not block.restarts]
-    return replace(measured, blocks=blocks).log_ratios(output_throughput)
 
 
 def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..layouts.progress import progress_bar
 from .checks.stalls import surely_stalls
-from .curve import decisions_of, rival_decisions_of, sequential_test
+from .curve import binding_decisions_of, rival_decisions_of, sequential_test
 from .engines import Endpoint
 from .measurement import Block, MeasuredM
 from .repeats import Repeats
@@ -55,12 +55,12 @@ def measure(
     with clock.stage("warm-up"):
         for one in measured:
             if not servers.warm_up(one):
-                return measured, decisions_of(measured, test)
+                return measured, binding_decisions_of(measured, servers.workload, test.floor)
             # So slow that it needs no statistics? One more look, and it is over.
             if is_far_below(one.first_looks, floor) and (
                 not servers.run_block(one) or is_hopeless(one.first_looks, floor)
             ):
-                return measured, decisions_of(measured, test)
+                return measured, binding_decisions_of(measured, servers.workload, test.floor)
     clock.say(_estimate(measured, test))
     with clock.stage("blocks of repeats"):
         decisions = _decide(servers, measured, test, bounds, progress, clock, can_restart=restart is not None)
@@ -80,7 +80,7 @@ def _decide(
     clock: StageClock,
     can_restart: bool,
 ) -> list[Decision]:
-    decisions = decisions_of(measured, test)
+    decisions = binding_decisions_of(measured, servers.workload, test.floor)
     bar = progress_bar(total=len(measured), desc="deciding", unit="M", shown=progress)
     with bar:
         settled = servers.settled_against_rival(measured)
@@ -91,10 +91,10 @@ def _decide(
                     continue
                 bar.set_postfix_str(f"M={one.m} block {blocks}")
                 if not servers.run_block(one):
-                    return decisions_of(measured, test)
+                    return binding_decisions_of(measured, servers.workload, test.floor)
             if blocks not in test.looks:
                 continue
-            before, decisions = decisions, decisions_of(measured, test)
+            before, decisions = decisions, binding_decisions_of(measured, servers.workload, test.floor)
             for one, old, new in zip(measured, before, decisions, strict=True):
                 if new.final and not old.final:
                     bar.update()
@@ -114,7 +114,7 @@ def _decide_in_groups(
     clock: StageClock,
     restart: Callable[[], None],
 ) -> list[Decision]:
-    decisions = decisions_of(measured, test)
+    decisions = binding_decisions_of(measured, servers.workload, test.floor)
     for group in range(1, test.of_groups.max_blocks + 1):
         undecided = [one for one, each in zip(measured, decisions, strict=True) if not each.final]
         if max(len(one.blocks) for one in undecided) + GROUP > test.max_blocks:
@@ -124,9 +124,9 @@ def _decide_in_groups(
             servers.warm_up(MeasuredM(one.m))
         for _ in range(GROUP):
             if not all(servers.run_block(one, group) for one in undecided):
-                return decisions_of(measured, test)
+                return binding_decisions_of(measured, servers.workload, test.floor)
         if group in test.of_groups.looks:
-            decisions = decisions_of(measured, test)
+            decisions = binding_decisions_of(measured, servers.workload, test.floor)
         if all(decision.final for decision in decisions) or _given_up(decisions, test.max_blocks):
             break
     for one in undecided:

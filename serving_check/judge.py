@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .checks.batch_invariance import check_batch_invariance
 from .checks.canary import check_canary
 from .checks.compilations import check_compilations
+from .checks.decode_throughput import check_decode_throughput
 from .checks.failures import check_failures
 from .checks.kv_capacity import check_kv_capacity
 from .checks.latency import check_latency
@@ -53,6 +54,11 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_received(evidence.measured),
         check_reached(curve, bounds.min_reached, evidence.limit),
         check_throughput(curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks, broken_off),
+        *(
+            [check_decode_throughput(curve, bounds.throughput_floor, workload.input_len, evidence.diagnoses)]
+            if workload.decoding_apart
+            else []
+        ),
         check_plausible(curve, evidence.loaded, evidence.baseline_loaded, evidence.repeated, bounds),
         check_streamed(curve),
         check_latency(evidence.measured, bounds),

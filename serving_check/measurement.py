@@ -12,6 +12,7 @@ from .answer_figures import AnswerFigures, TokenText, answer_figures
 from .gaps import NO_GAPS, LongestGaps, longest_gaps
 from .settings import DOCUMENTED
 from .statistics import GROUP, block_log_ratio
+from .steady_decoding import steady_decoding
 from .workload import RequestRecord, WorkloadResult, percentile
 from .workload.engine_work import EngineWork
 
@@ -59,6 +60,9 @@ class Repeat:
     gaps: LongestGaps = NO_GAPS
     answers: AnswerFigures | None = None
     """Null where they were not kept."""
+    steady_decoding: float | None = None
+    """Output tokens per second while all M requests decoded and no prompt was read; null where they hardly
+    did."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":
@@ -81,6 +85,7 @@ class Repeat:
             streamed_share=percentile(result.streamed_shares, 50),
             gaps=longest_gaps(result),
             answers=None if tokenizer is None else answer_figures(result, tokenizer),
+            steady_decoding=steady_decoding(result),
         )
 
     @property
@@ -161,6 +166,11 @@ class MeasuredM:
         """The log ratios of throughput of the first two blocks of all, warm-ups among them."""
         return _log_ratios([*self.warmups, *self.blocks][:2], output_throughput)
 
+    @property
+    def shows_steady_decoding(self) -> bool:
+        """Whether most of its blocks tell how fast both sides decode by themselves."""
+        return 2 * len(self.log_ratios(decoding_throughput)) > len(self.blocks)
+
 
 def _log_ratios(
     blocks: Sequence[Block], figure: Callable[[Repeat], float | None], over_rival: bool = False
@@ -175,6 +185,10 @@ def answers_of(repeats: Sequence[Repeat]) -> AnswerFigures:
 
 def output_throughput(result: Repeat) -> float:
     return result.output_throughput
+
+
+def decoding_throughput(result: Repeat) -> float | None:
+    return result.steady_decoding
 
 
 def slowest_tpot(result: Repeat) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .coded_load import uncoded
 from .engines.all_engines import find_engine
-from .settings import Bounds, WorkloadSettings, checked_bound
+from .settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
 from .verdict import Verdict
 
 
@@ -95,6 +95,8 @@ def weaker_settings(
     ):
         if value < least:
             found.append(f"{value} {what}, the policy wants {least}")
+    if decoding_is_apart(workload.input_len) and not workload.decoding_apart:
+        found.append(f"decoding after {workload.input_len} prompt tokens is not judged by itself")
     if (why := uncoded(workload, kv_cache_dtype)) is not None:
         found.append(why)
     for field in fields(Bounds):

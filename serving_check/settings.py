@@ -29,6 +29,11 @@ def default_ms(input_len: int) -> tuple[int, ...]:
     return MS if input_len <= LONG_PROMPT else MS_OF_LONG_PROMPTS
 
 
+def decoding_is_apart(input_len: int) -> bool:
+    """Whether reading prompts would hide how fast answers to them are decoded."""
+    return input_len > LONG_PROMPT
+
+
 @dataclass(frozen=True)
 class WorkloadSettings:
     """The requests that are sent, the same to both sides. Changing any of it changes what a verdict says."""
@@ -49,6 +54,8 @@ class WorkloadSettings:
     """Shorter repeats of each side at each M before its first block."""
     seed: int = 0
     """Fresh in every run unless given. Every repeat draws its own prompts from it, alike on both sides."""
+    decoding_apart: bool = False
+    """Besides whole requests, decide on what is decoded while no prompt is read, where prompts are long."""
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "waves", "max_blocks"):

@@ -73,6 +73,7 @@ class SequentialTest:
     floor: float
     """The ratio, artifact over baseline, that must be reached."""
     number_of_ms: int
+    """An M counts once for each of its figures that is decided."""
     max_blocks: int = LOOKS[-1]
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from ..layouts.errors import UserError
 from ..layouts.progress import progress_bar
 from .checks.compilations import Compilations, compilations
-from .curve import decisions_of, rival_decisions_of, sequential_test
+from .curve import binding_decisions_of, rival_decisions_of, sequential_test
 from .engines.taking_turns import TakingTurns
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .measurement import Block, MeasuredM, Repeat
 from .repeats import Repeats
 from .settings import WorkloadSettings
-from .statistics import GROUP, TURN_LOOKS
+from .statistics import GROUP, TURN_LOOKS, Decision
 from .workload import WorkloadSpec
 
 ARTIFACT, BASELINE, RIVAL = "artifact", "baseline", "rival"
@@ -73,18 +73,20 @@ class Turns:
                     continue
                 undecided = self._undecided(measured)
                 say(f"group {group}: {len(undecided)} of {len(measured)} Ms need further groups")
-                if not undecided or any(each.status == "fail" for each in decisions_of(measured, test)):
+                if not undecided or any(each.status == "fail" for each in self._decisions(measured)):
                     break
         return measured
 
+    def _decisions(self, measured: Sequence[MeasuredM]) -> list[Decision]:
+        return binding_decisions_of(measured, self.workload, self.floor)
+
     def _undecided(self, measured: Sequence[MeasuredM]) -> list[MeasuredM]:
-        decisions = decisions_of(measured, sequential_test(self.workload, self.floor))
         against = (
             rival_decisions_of(measured, self.workload, self.rival_from_m) if RIVAL in self.sides else {}
         )
         return [
             one
-            for one, each in zip(measured, decisions, strict=True)
+            for one, each in zip(measured, self._decisions(measured), strict=True)
             if not each.final or (one.m in against and not against[one.m].final)
         ]
 

@@ -106,6 +106,26 @@ class RivalPoint:
 
 
 @dataclass(frozen=True)
+class SteadyPoint:
+    """Decoding by itself at one M, from the parts of the same repeats in which no prompt is read."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    artifact: float | None
+    """Output tokens per second, median over repeats; null where M requests hardly ever decoded at once."""
+    baseline: float | None
+    ratio: float | None
+    """Artifact over baseline: trimmed geometric mean over blocks."""
+    ratio_low: float | None
+    ratio_high: float | None
+    """Of its 95% interval."""
+    status: Status
+    decision_low: float | None = None
+    decision_high: float | None = None
+    """The limits the decision was made with."""
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """Artifact beside baseline at one M."""
 
@@ -131,6 +151,13 @@ class CurvePoint:
     """The upper one, corrected for those and for the number of Ms."""
     rival: RivalPoint | None = None
     """Null where no rival was served."""
+    steady: SteadyPoint | None = None
+    """Null where the workload does not ask for it."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether whole requests, or decoding by itself, surely miss the floor."""
+        return "fail" in (self.status, self.steady.status if self.steady else None)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ ROOMS = {
         "server",
         "answer_figures",
         "gaps",
+        "steady_decoding",
         "measurement",
         "artifact_figures",
         "company",

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from ...layouts.explain import lowest_ratio
 from ...layouts.plan import KVMeasurement, LayoutPlan, Measurement, ShapeChoice
 
+MOST = 0.5
+"""Of the time lost: what goes into writing pages is named from there on."""
+SLOW_WRITE = 2.0
+"""Times a step that writes no page: noise makes less of it."""
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -65,7 +70,20 @@ def kv_sentence(timed: KVMeasurement | None) -> str:
         f"Keys and values as {timed.kv_format}: storing and attending takes "
         f"{timed.microseconds / 1e3:.2f} ms of a decode step at M={timed.m} and contexts of {timed.context} "
         f"tokens, where unquantized ones take {timed.baseline_microseconds / 1e3:.2f} ({timed.ratio:.2f}×). "
+        f"{_writing(timed)}"
         "`pipeline layout` says which KV format pays from which context on."
+    )
+
+
+def _writing(timed: KVMeasurement) -> str:
+    """That the time goes into writing full pages, where most of it does; else nothing."""
+    plain, full = timed.plain_microseconds, timed.full_page_microseconds
+    if not plain or not full or timed.writing_share < MOST or full < SLOW_WRITE * plain:
+        return ""
+    return (
+        f"{timed.writing_share:.0%} of what is lost goes into writing full pages: a step in which every "
+        f"request's page becomes full takes {full / 1e3:.2f} ms, {full / plain:.0f} times one in which none "
+        f"does ({plain / 1e3:.2f} ms). Look at what writes a page, rather than at what attends to it. "
     )
 
 

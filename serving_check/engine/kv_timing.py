@@ -50,18 +50,29 @@ def time_kv_formats(
     for context, m in progress_bar(cells, desc="timing KV formats", shown=progress):
         if _bytes(kinds, names, context, m, device) > MEMORY_SHARE * free_memory(device):
             continue
-        total = dict.fromkeys(names, 0.0)
+        plain, full = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for layer, count in kinds.items():
-            for name, microseconds in _time(layer, names, context, m, device).items():
-                total[name] += count * microseconds
-        found += [KVMeasurement(name, context, m, total[name], total[UNQUANTIZED]) for name in names[1:]]
+            timed = _time(layer, names, context, m, device)
+            for name in names:
+                plain[name] += count * timed[name]
+                full[name] += count * max(timed[name], timed[name + FULL_PAGE])
+        mean = {name: _over_a_page(plain[name], full[name], name, device) for name in names}
+        found += [
+            KVMeasurement(name, context, m, mean[name], mean[UNQUANTIZED], plain[name], full[name])
+            for name in names[1:]
+        ]
     return tuple(found)
+
+
+def _over_a_page(plain: float, full: float, name: str, device: torch.device) -> float:
+    """The mean step while a page is filled: one of them fills it."""
+    return plain + (full - plain) / KV_FORMATS[name].page_size(device)
 
 
 def _time(
     layer: AttentionLayer, names: Sequence[str], context: int, m: int, device: torch.device
 ) -> dict[str, float]:
-    """Microseconds of one layer's step, averaged over the tokens of a page."""
+    """Microseconds of one layer's step by format, and of one in which every page becomes full."""
     calls: dict[str, Callable[[int], object]] = {}
     for name in names:
         stored = KV_FORMATS[name]
@@ -70,12 +81,7 @@ def _time(
         calls[name + FULL_PAGE] = _step(layer, stored, end, m, device)
     budget = GPU_BUDGET if device.type == "cuda" else CPU_BUDGET
     with torch.inference_mode():
-        timed = interleaved_microseconds(calls, 1, device, budget)
-    return {
-        name: timed[name]
-        + max(0.0, timed[name + FULL_PAGE] - timed[name]) / KV_FORMATS[name].page_size(device)
-        for name in names
-    }
+        return interleaved_microseconds(calls, 1, device, budget)
 
 
 def _step(

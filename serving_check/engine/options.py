@@ -21,12 +21,10 @@ ARTIFACT_ONLY = ("layout", "kv_cache_dtype", "batch_invariance")
 """What `validate` tries on the artifact; its baseline keeps its own."""
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 
-CPU_CHUNK = 512
-"""Prompt tokens in a step."""
-CUDA_CHUNK = 4096
+CPU_CHUNK, CUDA_CHUNK = 2048, 4096
 """Prompt tokens in a step that no decoding request waits for."""
-CUDA_CHUNK_WHILE_DECODING = 256
-"""About as much work as decoding for a full batch, so that a step takes about twice as long."""
+CPU_CHUNK_WHILE_DECODING, CUDA_CHUNK_WHILE_DECODING = 512, 256
+"""On a GPU about as much work as decoding for a full batch, so that a step takes about twice as long."""
 
 
 # The registries bring torch along, which takes seconds: they are imported when a choice is looked at.
@@ -78,8 +76,8 @@ class EngineOptions:
     kv_cache_tokens: int | None = option(None, "Tokens the KV pool holds; default what fits.", minimum=1)
     prefill_chunk: int | None = option(
         None,
-        f"Prompt tokens computed in one step; default {CPU_CHUNK}, on a GPU {CUDA_CHUNK} and "
-        f"{CUDA_CHUNK_WHILE_DECODING} while others decode.",
+        f"Prompt tokens computed in one step; default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
+        f"{CPU_CHUNK_WHILE_DECODING} or {CUDA_CHUNK_WHILE_DECODING} while others decode.",
         minimum=1,
     )
     chunk_while_decoding: int | None = option(
@@ -114,7 +112,9 @@ class EngineOptions:
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:
         """Prompt tokens in a step, and in a step in which requests decode."""
-        chunk, while_decoding = (CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING) if on_gpu else (CPU_CHUNK, CPU_CHUNK)
+        chunk, while_decoding = CPU_CHUNK, CPU_CHUNK_WHILE_DECODING
+        if on_gpu:
+            chunk, while_decoding = CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING
         if self.prefill_chunk is not None:
             chunk = while_decoding = self.prefill_chunk
         return chunk, min(chunk, self.chunk_while_decoding or while_decoding)

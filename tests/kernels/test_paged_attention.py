@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from scalegate.kernels import paged_attention
 from scalegate.kernels.paged_attention import (
     AttentionOptions,
+    GatheredPages,
     append,
     attend,
     decode_groups,
@@ -79,9 +81,11 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest(stored):
     assert len(decode_groups(table[:4], np.array(LENGTHS[:4]), PAGE, None, like)) == 1
 
 
+@pytest.mark.parametrize("block", [4, paged_attention.QUERY_BLOCK])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("start", [0, 1, 4, 61])
-def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int):
+def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int, block: int, monkeypatch):
+    monkeypatch.setattr(paged_attention, "QUERY_BLOCK", block)
     options, with_sinks = VARIANTS[variant]
     key_pages, value_pages, table, keys, values = stored
     sinks = torch.randn(KV_HEADS * GROUP) if with_sinks else None
@@ -98,3 +102,23 @@ def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int):
             expected = by_hand(query[token], keys[row], values[row], position, options, sinks)
             torch.testing.assert_close(found[token], expected, atol=1e-5, rtol=1e-4)
             token += 1
+
+
+def test_a_chunk_needs_no_bias_of_all_its_queries(stored, monkeypatch):
+    monkeypatch.setattr(paged_attention, "QUERY_BLOCK", 16)
+    _, _, table, *_ = stored
+    like = torch.zeros(1)
+    assert prefill_group(0, 100, 200, table[6], PAGE, None, like).bias.shape == (1, 1, 16, 300)
+    assert prefill_group(0, 100, 200, table[6], PAGE, 6, like).bias.shape == (1, 1, 16, 21)
+
+
+def test_pages_gathered_in_used_memory_are_those_asked_for(stored):
+    key_pages, _, table, *_ = stored
+    gathered = GatheredPages()
+    memory = None
+    for row, length in reversed(list(enumerate(LENGTHS))):
+        which = torch.from_numpy(table[row, : -(-length // PAGE)])
+        copy = gathered.copy(key_pages, which)
+        assert torch.equal(copy, key_pages[which])
+        assert memory in (None, copy.data_ptr()), "shorter contexts need no memory of their own"
+        memory = copy.data_ptr()

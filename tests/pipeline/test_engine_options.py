@@ -147,7 +147,7 @@ def test_an_unknown_name_is_refused_with_one_that_is_like_it(tmp_path):
 def test_the_record_spells_out_what_the_engine_would_have_chosen():
     recorded = effective_options(EngineOptions(device="cpu"))
     assert list(recorded) == [one.name for one in OPTIONS]
-    assert recorded["prefill_chunk"] == recorded["chunk_while_decoding"] == 512
+    assert (recorded["prefill_chunk"], recorded["chunk_while_decoding"]) == (2048, 512)
     assert effective_options(EngineOptions(device="cuda"))["chunk_while_decoding"] == 256
     assert effective_options(EngineOptions(device="cpu", prefill_chunk=64))["chunk_while_decoding"] == 64
 

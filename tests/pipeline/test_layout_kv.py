@@ -16,6 +16,7 @@ from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.layout import CONTEXTS, CUDA_CONTEXTS, LayoutResult, layout
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.report.kv_table import kv_table, pays
+from scalegate.serving_check.checks.diagnosis import kv_sentence
 from scalegate.serving_check.engine import kv_timing
 
 FLUSH_SECONDS = 0.016
@@ -51,6 +52,30 @@ def test_a_flush_is_counted_once_in_a_page(example_checkpoint: Path, two_formats
     lost = one.microseconds - one.baseline_microseconds
     assert lost == pytest.approx(layers * FLUSH_SECONDS * 1e6 / page, rel=0.5)
     assert pays(result.plan) == ["slow_pages pays nowhere"] and "slow_pages" in kv_table(result.plan)
+
+
+WRITING = "goes into writing full pages"
+
+
+def test_writing_pages_is_named_where_most_of_the_time_goes_into_it(
+    example_checkpoint: Path, two_formats: None
+):
+    result = layout(example_checkpoint, kv=True, ms=(2,), contexts=(64,), device="cpu", progress=False)
+    [one] = result.plan.kv
+    assert one.full_page_microseconds == pytest.approx(4 * FLUSH_SECONDS * 1e6, rel=0.5)
+    assert f"% of what is lost {WRITING}: a step in which" in kv_sentence(one)
+
+
+@pytest.mark.parametrize(
+    ("plain", "full"),
+    [(900.0, 2500.0), (120.0, 180.0), (None, None)],
+    ids=["attending takes most", "no slower than noise", "a plan from before"],
+)
+def test_writing_pages_is_not_blamed_for_what_it_does_not_take(plain: float | None, full: float | None):
+    mean = 1000.0 if plain is None or full is None else plain + (full - plain) / 16
+    said = kv_sentence(KVMeasurement("packed", 128, 1, mean, 119.0, plain, full))
+    assert "storing and attending takes" in said and WRITING not in said
+    assert WRITING in kv_sentence(KVMeasurement("packed", 128, 1, 1100.0, 100.0, 120.0, 16000.0))
 
 
 def test_the_plan_keeps_it_and_stands(example_checkpoint: Path, two_formats: None, tmp_path: Path):

@@ -23,7 +23,7 @@ def chunks(input_len: int, output_len: int, device: str, **given) -> tuple[int, 
 
 
 def test_prompts_are_read_in_a_part_of_the_time_that_an_answer_takes():
-    assert chunks(64, 64, "cpu") == (512, 512) and chunks(1024, 64, "cuda") == (4096, 256), "as it is served"
+    assert chunks(64, 64, "cpu") == (2048, 512) and chunks(1024, 64, "cuda") == (4096, 256), "as it is served"
     assert chunks(2048, 256, "cuda") == (4096, 1024)
     assert chunks(4096, 128, "cpu") == (4096, 4096)
     assert chunks(4096, 64, "cuda") == (8192, 8192)
@@ -73,7 +73,7 @@ def test_lengths_that_cannot_be_served_are_refused_before_anything_starts(
 
 def test_fewer_ms_are_measured_and_the_policy_agrees():
     assert default_ms(64) == (1, 2, 4, 8, 16, 32) and default_ms(4096) == (1, 8, 32)
-    long = WorkloadSettings(default_ms(4096), 4096, 128)
+    long = WorkloadSettings(default_ms(4096), 4096, 128, decoding_apart=True)
     assert weaker_settings(long, Bounds(), QUALITY_TOKENS, {}, None) == []
 
 

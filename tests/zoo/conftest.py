@@ -33,7 +33,8 @@ WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=2
 SHORT_WORKLOAD = replace(WORKLOAD, output_len=16)
 """Enough for the faults that the suite has."""
 LONG_WORKLOAD = replace(WORKLOAD, ms=(1, 2, 4, M, 2 * M), output_len=64, max_blocks=96)
-OPTIONS = sized_options({"device": "cpu"}, replace(LONG_WORKLOAD, ms=(2 * M,)))
+LONG_PROMPTS = replace(WORKLOAD, input_len=1100, decoding_apart=True, max_blocks=11)
+OPTIONS = sized_options({"device": "cpu", "max_num_seqs": 2 * M}, LONG_PROMPTS)
 """Room for the canary's sixteen requests."""
 # The zoo is of faults that no noise hides; seven percent on a busy machine is the gate's own bench's affair.
 BOUNDS = replace(Bounds(), throughput_floor=0.5)
@@ -112,7 +113,7 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
         load = LoadOptions(OPTIONS, OPTIONS.dtype, progress=False)
         models = load_models(ours, theirs, load)
         figures = figures_of(models, text, load)
-        score = scorer_of(models, load, LONG_WORKLOAD.input_len + LONG_WORKLOAD.output_len)
+        score = scorer_of(models, load, LONG_PROMPTS.input_len + LONG_WORKLOAD.output_len)
         yield Zoo(artifact, baseline, fault_file, text, figures, score)
 
 

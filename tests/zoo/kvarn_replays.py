@@ -18,7 +18,7 @@ from torch import Tensor
 FLUSHED_IN_PYTHON, SIDE_POOL, COMPILED = "kvarn_python_flush", "kvarn_side_pool", "kvarn_compiled"
 SOUND = KVarN(value_bits=2, group_size=64)
 SIDE_POOL_ROWS = 2
-ITERATIONS, BLOCKS = 8, 8
+ITERATIONS, BLOCKS = 8, 16
 
 
 class Replayed:
@@ -43,11 +43,13 @@ class ReplayedFormat(KVarN):
 
 
 class FlushedInPython(ReplayedFormat):
-    """Looks in every step, from Python, at every block of every head of every request."""
+    """Normalizes a page that becomes full from Python, block by block and head by head of every request."""
 
     def beside(self, layer: Any, metadata: Any) -> None:
         for request in metadata.host.requests():
-            for head in layer.storage.held[request.row, 1, 0].float():
+            if (request.start + request.count) % self.group_size:
+                continue
+            for head in layer.storage.held[request.row, 1].float().flatten(0, 1):
                 for block in head.chunk(BLOCKS):
                     spread = block
                     for _ in range(ITERATIONS):

@@ -23,7 +23,7 @@ from scalegate.serving_check.server.generation import Delta, Generation
 M = 8
 """Requests that the zoo runs together; some faults are for that load alone."""
 CAP = 2
-SLOW = 10
+SLOW, SLOW_AT_LENGTH = 10, 4
 
 Deltas = AsyncIterator[list[Delta]]
 Step = Callable[[], list[StepOutput]]
@@ -58,19 +58,26 @@ class Fault:
     """In every run of the suite; the others with `--all-faults`."""
     rare: bool
     """Not seen in a workload of seconds: it gets one of a minute."""
+    long_prompts: bool
+    """Hidden behind, or in, the reading of prompts: it gets long ones."""
 
 
 FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    where: str, check: str, words: str, quick: bool = False, rare: bool = False
+    where: str,
+    check: str,
+    words: str,
+    quick: bool = False,
+    rare: bool = False,
+    long_prompts: bool = False,
 ) -> Callable[[Any], Any]:
     """Register a function as a fault under its own name."""
 
     def register(inject: Any) -> Any:
         name = inject.__name__
-        FAULTS[name] = Fault(name, check, words, where, inject, quick, rare)
+        FAULTS[name] = Fault(name, check, words, where, inject, quick, rare, long_prompts)
         return inject
 
     return register
@@ -106,6 +113,21 @@ def slow_at_every_batch_size(engine: Engine) -> Callable[[Step], list[StepOutput
 @fault("engine", "latency", "decode steps take longer as the batch grows")
 def slow_as_the_batch_grows(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return lambda step: slowed(step, 5 if len(engine.scheduler.running) > M // 2 else 1)
+
+
+def reads_prompts(engine: Engine) -> bool:
+    scheduler = engine.scheduler
+    return bool(scheduler.waiting) or any(one.is_prefilling for one in scheduler.running)
+
+
+@fault("engine", "decode throughput", "a decode step takes", long_prompts=True)
+def slow_decode_at_length(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    return lambda step: slowed(step, 1 if reads_prompts(engine) else SLOW_AT_LENGTH)
+
+
+@fault("engine", "throughput", "at M=", long_prompts=True)
+def slow_reading_of_prompts(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    return lambda step: slowed(step, SLOW_AT_LENGTH if reads_prompts(engine) else 1)
 
 
 @fault("engine", "throughput", "at M=")

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 from scalegate.layouts.errors import UserError
+from scalegate.serving_check.checks.decode_throughput import NAME as DECODE_THROUGHPUT
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
 
-from .conftest import LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
+from .conftest import LONG_PROMPTS, LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
 
 pytestmark = pytest.mark.alone
@@ -33,9 +34,18 @@ def test_a_sound_server_passes(zoo: Zoo):
     assert judgement.status == "pass", not_passed(judgement)
 
 
+def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
+    """A CPU may read prompts faster in bfloat16 than in INT4, which is not what is asked here."""
+    judgement = zoo.judged(workload=LONG_PROMPTS)
+    assert next(one.status for one in judgement.checks if one.name == DECODE_THROUGHPUT) == "pass", (
+        not_passed(judgement)
+    )
+
+
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     one = FAULTS[fault]
     workload = LONG_WORKLOAD if one.rare else SHORT_WORKLOAD if one.quick else WORKLOAD
+    workload = LONG_PROMPTS if one.long_prompts else workload
     judgement = zoo.judged(fault, workload=replace(workload, seed=2 + run))
     caught = not_passed(judgement)
     print(f"{fault}, run {run}: {judgement.status}, {caught}")

@@ -1,0 +1,71 @@
+"""Decoding by itself where prompts are long, artifact over baseline: a slow step hides behind their reading.
+
+The decision is `curve.steady_decisions_of`; this words it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ..verdict import CheckResult, CurvePoint, Status, SteadyPoint
+from ..workload.spec import MILLISECONDS
+
+NAME = "decode throughput"
+
+
+def check_decode_throughput(
+    curve: Sequence[CurvePoint], floor: float, context: int, diagnoses: Mapping[int, str]
+) -> CheckResult:
+    """Fail where decoding is surely slower than `floor` at any M, pass where it surely is not at every M.
+
+    context:   tokens of a prompt
+    diagnoses: for an M that failed, what the layers' own timings say
+    """
+    points = [(point.m, point.steady) for point in curve if point.steady is not None]
+    failed = [(m, point) for m, point in points if point.status == "fail"]
+    undecided = [(m, point) for m, point in points if point.status == "inconclusive"]
+    status: Status = "fail" if failed else "inconclusive" if undecided or not points else "pass"
+    worst = min(points, key=lambda one: one[1].ratio or 0.0, default=None)
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"lowest {_ratio(worst[1])} at M={worst[0]}" if worst else "nothing",
+        bound=f"at least {floor:.2f} of the baseline's output tok/s while all M decode after prompts of "
+        f"{context} tokens",
+        reason=_reason(failed, undecided, bool(points), diagnoses),
+        figures={f"decode_ratio_m{m}": point.ratio for m, point in points},
+    )
+
+
+def _reason(
+    failed: Sequence[tuple[int, SteadyPoint]],
+    undecided: Sequence[tuple[int, SteadyPoint]],
+    any_at_all: bool,
+    diagnoses: Mapping[int, str],
+) -> str:
+    if failed:
+        return "\n".join(
+            f"at M={m} a decode step takes {_step_ms(m, point.artifact)} ms against "
+            f"{_step_ms(m, point.baseline)}, whatever reading the prompts takes: ratio {_ratio(point)}. "
+            f"{diagnoses.get(m, '')}".strip()
+            for m, point in failed
+        )
+    unseen = [m for m, point in undecided if point.artifact is None or point.baseline is None]
+    if unseen:
+        return (
+            f"M={', '.join(map(str, unseen))}: hardly ever did all M requests decode at once, so it is not "
+            "known. Give longer answers (--output-len), or let the servers read larger chunks of prompts"
+        )
+    if undecided:
+        ms = ", ".join(f"M={m} ({_ratio(point)})" for m, point in undecided)
+        return f"could not be decided: {ms}. Validate again on a quieter machine, or with longer answers"
+    return "decoding alone keeps up at every M" if any_at_all else "no block of repeats was finished"
+
+
+def _ratio(point: SteadyPoint) -> str:
+    if point.ratio is None:
+        return "no ratio"
+    low, high = ("?" if limit is None else f"{limit:.3f}" for limit in (point.ratio_low, point.ratio_high))
+    return f"{point.ratio:.3f} [{low}, {high}]"
+
+
+def _step_ms(m: int, tokens_per_second: float | None) -> str:
+    return f"{MILLISECONDS * m / tokens_per_second:.2f}" if tokens_per_second else "?"
