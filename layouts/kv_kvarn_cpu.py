@@ -1,7 +1,8 @@
 """One layer's KVarN pages on the CPU. Not for the kernels, which are in `kernels/low_bit_kv/`."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,93 +11,37 @@ from torch import Tensor
 from ..kernels import paged_attention
 from ..kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from ..kernels.paged_attention import AttentionOptions, TokenGroup
-from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
+from .attention_metadata import AttentionMetadata, RequestTokens
 from .kv_cpu import on_host, with_padding
+from .kv_kvarn_steps import Run, Steps
 from .kv_kvarn_storage import KVarNStorage
 from .kv_layer import Workspaces, widened
 
 
-@dataclass(frozen=True)
-class Run:
-    """Requests that the decode kernel takes in one call, with tokens of one page each; as it takes them."""
+class Threads:
+    """Python's, as many as torch has, for kernels that let go of its lock.
 
-    table: np.ndarray
-    rows: np.ndarray
-    starts: np.ndarray
-    full: list[tuple[int, int]]
-    """The row and the page of those whose own page is full with them, unless that is their first one."""
-    work: np.ndarray
-    """int64 [R + 1]: tokens that are attended to by those before."""
-
-    @classmethod
-    def of(cls, host: HostMetadata, requests: slice, starts: np.ndarray, lengths: np.ndarray) -> "Run":
-        table, rows = np.ascontiguousarray(host.block_table[requests]), host.request_rows[requests].copy()
-        own_page, offset = np.divmod(lengths[starts[1:] - 1] - 1, host.page_size)
-        full = np.flatnonzero((own_page > 0) & (offset == host.page_size - 1))
-        work = np.concatenate([[0], np.cumsum(lengths)])[starts]
-        return cls(
-            table, rows, starts, [(int(rows[r]), int(table[r, own_page[r]])) for r in full], work - work[0]
-        )
-
-
-@dataclass(frozen=True)
-class Step:
-    """What all layers of a step have in common."""
-
-    lengths: np.ndarray
-    """int64 [T], of each token's context."""
-    runs: list[Run]
-    prompts: list[tuple[RequestTokens, list[TokenGroup]]]
-    """Chunks, and those of a chunk's tokens that attend together."""
-
-
-class Steps:
-    """The last step's, made by the first layer that asks."""
+    Made when they are first needed, behind any fork of the process.
+    """
 
     def __init__(self) -> None:
-        self._metadata: AttentionMetadata | None = None
-        self._step: Step | None = None
+        self._pool: ThreadPoolExecutor | None = None
 
-    def of(self, metadata: AttentionMetadata, query: Tensor) -> Step:
-        if self._step is None or metadata is not self._metadata:
-            self._metadata, self._step = metadata, _step(metadata, query)
-        return self._step
-
-
-def _step(metadata: AttentionMetadata, query: Tensor) -> Step:
-    host = on_host(metadata)
-    lengths = metadata.positions.numpy() + 1
-    runs, prompts, decodes = [], [], host.num_decodes
-    if decodes:
-        runs.append(Run.of(host, slice(decodes), np.arange(decodes + 1), lengths))
-    if metadata.numerics == "tuned":
-        prompts = [(chunk, list(_groups(chunk, host.page_size, query))) for chunk in host.requests(decodes)]
-    else:
-        # As if they were decoded, since kernels for prompts sum in another order.
-        for index, chunk in enumerate(host.requests(decodes), start=decodes):
-            for starts in _within_pages(chunk, host.page_size):
-                runs.append(Run.of(host, slice(index, index + 1), starts, lengths))
-    return Step(lengths, runs, prompts)
+    def call(self, calls: Sequence[Callable[[], None]]) -> None:
+        """All of them, in turn where there is one thread."""
+        threads = min(len(calls), torch.get_num_threads())
+        if threads <= 1:
+            return _one_by_one(calls)
+        self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads() - 1)
+        others = [self._pool.submit(_one_by_one, calls[at::threads]) for at in range(1, threads)]
+        _one_by_one(calls[::threads])
+        for one in others:
+            one.result()
 
 
-def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
-    """int64 [2]: where those of a chunk's tokens begin and end that lie on one page."""
-    start, end = chunk.start, chunk.start + chunk.count
-    while start < end:
-        stop = min(end, (start // size + 1) * size)
-        yield np.array([start, stop]) + (chunk.first_token - chunk.start)
-        start = stop
-
-
-def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGroup]:
-    """The tokens of each page; those of the first two together, which both see nothing but what is held."""
-    start, end = chunk.start, chunk.start + chunk.count
-    while start < end:
-        stop = min(end, max(start // size + 1, 2) * size)
-        yield paged_attention.prefill_group(
-            start - chunk.start, start, stop - start, np.zeros(1, np.int32), stop, None, query
-        )
-        start = stop
+def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class KVarNCpuLayerKV:
@@ -105,6 +50,7 @@ class KVarNCpuLayerKV:
     def __init__(self, storage: KVarNStorage, workspaces: Workspaces):
         self.storage = storage
         self._steps = workspaces.get(Steps, Steps)
+        self._threads = workspaces.get(Threads, Threads)
         self._kernels = kernels(storage.held.dtype)
         self._held = numbers(storage.held)
         self._pages = tuple(numbers(part) for part in vars(storage.pages).values())
@@ -142,11 +88,13 @@ class KVarNCpuLayerKV:
         tokens: query, key, value and output of the step
         """
         heads, group, dim = self.storage.held.shape[3:]
-        logits = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
+        logits = np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
         before = *map(numbers, tokens), self._held, *self._pages, run.table, run.rows, run.starts, lengths
-        self._kernels.decode(*before, 0, len(run.rows) * heads, options.scale, options.softcap or 0.0, logits)
-        for row, page in run.full:
-            self._code_page(self.storage.held[row, 1], (group * dim, dim), page)
+        behind = options.scale, options.softcap or 0.0, logits
+        shares = run.shares(heads, dim)
+        self._threads.call([partial(self._kernels.decode, *before, *units, *behind) for units in shares])
+        held, strides = self.storage.held, (group * dim, dim)
+        self._threads.call([partial(self._code_page, held[row, 1], strides, page) for row, page in run.full])
 
     def _code_page(self, tokens: Tensor, strides: tuple[int, int], page: int) -> None:
         """tokens: keys and values [2, ...], each contiguous; strides: from head to head and token to token"""

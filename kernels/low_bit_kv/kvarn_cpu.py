@@ -20,6 +20,8 @@ from torch import Tensor
 from . import kvarn, kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes
 
 MODULES = (kvarn, kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes)
+NUMBERS = {torch.float32: types.float32, torch.bfloat16: types.int16, torch.float16: types.uint16}
+AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 Kernel = Callable[..., None]
 
 
@@ -33,9 +35,9 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def kernels(dtype: torch.dtype) -> Kernels:
-    """dtype: float32 or bfloat16"""
-    number = types.float32 if dtype == torch.float32 else types.int16
-    pages, at = [_array(types.int16, 4)] * 4, types.int64
+    """dtype: float32, bfloat16 or float16"""
+    number, at = NUMBERS[dtype], types.int64
+    pages = [*[_array(types.int16, 4)] * 2, *[_array(types.uint16, 4)] * 2]
     tokens, flat, step = _array(number, 3), _array(number, 1), _array(types.int64, 1)
     table, sinks, factor = _array(types.int32, 2), _array(types.float32, 1), types.float64
     decode = [*[tokens] * 4, _array(number, 6), *pages, table, *[step] * 3, at, at, factor, factor, sinks]
@@ -47,8 +49,8 @@ def kernels(dtype: torch.dtype) -> Kernels:
 
 
 def numbers(x: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor as kernels take it: 16-bit floats as int16."""
-    return (x.view(torch.int16) if x.element_size() == 2 else x).numpy()
+    """The memory of a contiguous tensor as kernels take it."""
+    return (x.view(AS_INTEGERS[x.dtype]) if x.dtype in AS_INTEGERS else x).numpy()
 
 
 def _array(number: Any, dimensions: int) -> types.Array:

@@ -116,7 +116,7 @@ def _attend(
     plain, turned = np.zeros(queries * row, np.float32), np.zeros(queries * row, np.float32)
     scaled, sums = np.zeros(queries * row, np.float32), np.zeros(queries * row, np.float32)
     of_codes, of_page = np.zeros(queries * row, np.float32), np.empty(queries * row, np.float32)
-    of_channels, of_tokens = np.empty(dim, np.float32), np.empty(group, np.float32)
+    of_channels, of_tokens = channels.reshape(-1), np.empty(group, np.float32)
     for m in range(queries):
         for d in range(0, dim, WIDTH):
             q = load(query, at + m * dim + d) * splat(scale)
@@ -135,14 +135,14 @@ def _attend(
                 _score(block, some, plain, queries, row, scores, first + token, room)
             continue
         where = pages[one]
-        for d in range(dim):
-            of_channels[d] = of_half(channels[where, head, 0, d])
+        scales = (where * heads + head) * 3 * dim
         for m in range(queries):
-            numbers[m] = ZERO
-            for d in range(dim):
-                numbers[m] += turned[m * row + d] * of_half(channels[where, head, 1, d])
+            zeros = splat(ZERO)
             for d in range(0, dim, WIDTH):
-                store(scaled, m * row + d, load(turned, m * row + d) * load(of_channels, d))
+                q = load(turned, m * row + d)
+                store(scaled, m * row + d, q * load(of_channels, scales + d))
+                zeros = fma(q, load(of_channels, scales + dim + d), zeros)
+            numbers[m] = total(zeros)
         codes = (where * heads + head) * group * width
         for token in range(0, group, block_size):
             widen(words, codes, token, block_size, group, dim, 4, block, row)
@@ -178,13 +178,12 @@ def _attend(
         for token in range(0, group, block_size):
             widen(words, codes, token, block_size, group, dim, bits, block, row)
             _add_values(block, block_size, scores, first + token, room, queries, row, of_page)
-        for d in range(dim):
-            of_channels[d] = of_half(channels[where, head, 2, d])
+        scales = ((where * heads + head) * 3 + 2) * dim
         for m in range(queries):
-            for d in range(0, dim, WIDTH):
-                o = m * row + d
-                scaled_sums = (load(of_page, o) + splat(numbers[m])) * load(of_channels, d)
-                store(of_codes, o, load(of_codes, o) + scaled_sums)
+            for d in range(m * row, m * row + dim, WIDTH):
+                of_one = load(of_page, d) + splat(numbers[m])
+                by = load(of_channels, scales + d - m * row)
+                store(of_codes, d, fma(of_one, by, load(of_codes, d)))
     for m in range(queries):
         if page > 1:
             rotate(of_codes, m * row, dim)

@@ -58,38 +58,28 @@ def read_pages(sources: str) -> Callable[..., None]:
         _ = sources
         heads, group, width = key_words.shape[1:]
         dim, value_rows = 4 * width, value_words.shape[2]
-        x = np.empty(group * dim, np.float32)
-        scale, zero, half = np.empty(dim, np.float32), np.empty(dim, np.float32), group // 2
-        for index in range(len(pages)):
+        x, half, of_channels = np.empty(group * dim, np.float32), group // 2, channels.reshape(-1)
+        for tile in range(2 * heads * len(pages)):
+            index, head, of_keys = tile // (2 * heads), tile // 2 % heads, tile % 2 == 0
             page = pages[index]
-            for head in range(heads):
-                by_channel, by_token = channels[page, head], tokens[page, head]
-                for side in range(2):
-                    words, rows = (value_words, value_rows) if side else (key_words, group)
-                    flat, at = words.reshape(-1), (page * heads + head) * rows * width
-                    bits = 4 * rows // group
-                    widen(flat, at, 0, half, group, dim, bits, x[: half * dim], dim)
-                    widen(flat, at, half, half, group, dim, bits, x[half * dim :], dim)
-                    for d in range(dim):
-                        scale[d] = of_half(by_channel[2 if side else 0, d])
-                        zero[d] = 0 if side else of_half(by_channel[1, d])
-                    to = (value if side else key).reshape(-1)
-                    for token in range(group):
-                        if side:
-                            factor, offset = of_half(by_token[1, token]), of_half(by_token[2, token])
-                        else:
-                            factor, offset = of_half(by_token[0, token]), np.float32(0)
-                        for d in range(0, dim, WIDTH):
-                            at_x = token * dim + d
-                            lanes = load(x, at_x)
-                            if side:
-                                lanes = fma(lanes, splat(factor), splat(offset)) * load(scale, d)
-                            else:
-                                lanes = fma(lanes, load(scale, d), load(zero, d)) * splat(factor)
-                            store(x, at_x, lanes)
-                        rotate(x, token * dim, dim)
-                        for d in range(0, dim, WIDTH):
-                            at_to = ((index * group + token) * heads + head) * dim + d
-                            store(to, at_to, load(x, token * dim + d))
+            words, rows = (key_words, group) if of_keys else (value_words, value_rows)
+            flat, at = words.reshape(-1), (page * heads + head) * rows * width
+            widen(flat, at, 0, half, group, dim, 4 * rows // group, x[: half * dim], dim)
+            widen(flat, at, half, half, group, dim, 4 * rows // group, x[half * dim :], dim)
+            to, scales = (key if of_keys else value).reshape(-1), (page * heads + head) * 3 * dim
+            for token in range(group):
+                scale = splat(of_half(tokens[page, head, 0 if of_keys else 1, token]))
+                zero = splat(of_half(tokens[page, head, 2, token]))
+                for d in range(0, dim, WIDTH):
+                    code = load(x, token * dim + d)
+                    if of_keys:
+                        of_channel = load(of_channels, scales + d), load(of_channels, scales + dim + d)
+                        store(x, token * dim + d, fma(code, of_channel[0], of_channel[1]) * scale)
+                    else:
+                        by = load(of_channels, scales + 2 * dim + d)
+                        store(x, token * dim + d, fma(code, scale, zero) * by)
+                rotate(x, token * dim, dim)
+                for d in range(0, dim, WIDTH):
+                    store(to, ((index * group + token) * heads + head) * dim + d, load(x, token * dim + d))
 
     return read_pages

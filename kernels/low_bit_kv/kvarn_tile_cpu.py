@@ -3,9 +3,9 @@
 The arithmetic is that of `kvarn.py`, up to the rounding of sums: scales are kept themselves where the
 reference keeps their logs, since a CPU takes 100 us for the logarithms of a tile.
 
-    held          [rows + 1, 2, 2, H_kv, G, D], fp32 or bfloat16 as int16
-    words, scales as in KVarNTile, [pages, H_kv, ...]; fp16 as int16
-    x             fp32 [G * D], a tile's numbers, flat
+    held           [rows + 1, 2, 2, H_kv, G, D]: fp32, bfloat16 as int16 or fp16 as uint16
+    words, scales  as in KVarNTile, [pages, H_kv, ...]
+    x              fp32 [G * D], a tile's numbers, flat
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from numba import njit
 
 from .kvarn import ITERATIONS, LARGEST_LOG, LARGEST_STD, LEAST_DIVISOR, LEAST_LOG, LEAST_STD, LEAST_STEP
 from .lanes import (
+    FROM_HALF,
     WIDTH,
     bits,
     field,
@@ -37,8 +38,7 @@ ZERO, ONE, HALF, INFINITE = np.float32(0), np.float32(1), np.float32(0.5), np.fl
 LEAST_SCALE, LARGEST_SCALE = np.float32(np.exp(LEAST_LOG)), np.float32(np.exp(LARGEST_LOG))
 LOWEST_STD, HIGHEST_STD = np.float32(LEAST_STD), np.float32(LARGEST_STD)
 DIVISOR, STEP = np.float32(LEAST_DIVISOR), np.float32(LEAST_STEP)
-DOWN, UP = np.float32(2.0**-112), np.float32(2.0**112)
-"""Between the exponents of fp32 and of fp16."""
+DOWN, UP = np.float32(1 / FROM_HALF), np.float32(FROM_HALF)
 TOO_LARGE = np.float32(65536)
 
 
@@ -46,14 +46,14 @@ TOO_LARGE = np.float32(65536)
 def to_half(x: Any) -> Any:
     """fp16 bits of an fp32 number, to nearest."""
     number = bits(min(abs(x), TOO_LARGE) * DOWN)
-    return np.int16(((number + 0xFFF + ((number >> 13) & 1)) >> 13) | ((bits(x) >> 16) & 0x8000))
+    return np.uint16(((number + 0xFFF + ((number >> 13) & 1)) >> 13) | ((bits(x) >> 16) & 0x8000))
 
 
 @njit(nogil=True, error_model="numpy")
 def of_half(half: Any) -> Any:
     """The fp32 number of fp16 bits."""
     number = of_bits(np.int32((half & 0x7FFF) << 13)) * UP
-    return -number if half < 0 else number
+    return -number if half > 0x7FFF else number
 
 
 @njit(nogil=True, error_model="numpy")
@@ -171,8 +171,11 @@ def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> No
         imbalance = _spread(std_token, of_tokens) + _spread(std_channel, of_channels)
         if imbalance <= least:
             least = imbalance
-            by_token[:] = of_tokens
-            by_channel[:] = of_channels
+            # Not as slices: what numba checks their shapes with takes over a second to compile.
+            for token in range(group):
+                by_token[token] = of_tokens[token]
+            for channel in range(dim):
+                by_channel[channel] = of_channels[channel]
 
 
 @njit(nogil=True, error_model="numpy")

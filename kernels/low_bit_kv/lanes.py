@@ -18,6 +18,9 @@ WIDTH = 16
 FLOAT, SHORT, INT = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 FLOATS, SHORTS, INTS = (ir.VectorType(one, WIDTH) for one in (FLOAT, SHORT, INT))
 
+FROM_HALF = 2.0**112
+"""Between the exponents of fp16 and of fp32."""
+
 
 class _Lanes(types.Type):
     """fp32 lanes, or int32 ones: words on their way to codes."""
@@ -61,23 +64,56 @@ def _address(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any
     return builder.bitcast(builder.gep(data, [arguments[1]]), kind.as_pointer())
 
 
+def _shifted(builder: ir.IRBuilder, bits: ir.Value, by: int) -> ir.Value:
+    """To the left; to the right where `by` is less than 0."""
+    return (builder.shl if by > 0 else builder.lshr)(bits, _constant(INTS, abs(by)))
+
+
+def _rounded(builder: ir.IRBuilder, bits: ir.Value, lost: int) -> ir.Value:
+    """Bits of floats without the lowest `lost`, to nearest, of two to the even one."""
+    odd = builder.and_(_shifted(builder, bits, -lost), _constant(INTS, 1))
+    return _shifted(builder, builder.add(builder.add(bits, odd), _constant(INTS, (1 << lost - 1) - 1)), -lost)
+
+
+def _masked(builder: ir.IRBuilder, bits: ir.Value, mask: int) -> ir.Value:
+    return builder.and_(bits, _constant(INTS, mask))
+
+
+def _of_half(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    magnitude = builder.bitcast(_shifted(builder, _masked(builder, bits, 0x7FFF), 13), FLOATS)
+    magnitude = builder.bitcast(builder.fmul(magnitude, _constant(FLOATS, FROM_HALF)), INTS)
+    sign = _shifted(builder, _masked(builder, bits, 0x8000), 16)
+    return builder.bitcast(builder.or_(magnitude, sign), FLOATS)
+
+
+def _to_half(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    magnitude = builder.bitcast(_masked(builder, bits, 0x7FFFFFFF), FLOATS)
+    too_large = _constant(FLOATS, 65536.0)
+    magnitude = builder.select(builder.fcmp_ordered("<", magnitude, too_large), magnitude, too_large)
+    magnitude = builder.bitcast(builder.fmul(magnitude, _constant(FLOATS, 1 / FROM_HALF)), INTS)
+    sign = _masked(builder, _shifted(builder, bits, -16), 0x8000)
+    return builder.or_(_rounded(builder, magnitude, 13), sign)
+
+
 @intrinsic
 def load(typing: Any, array: Any, at: Any) -> Any:
-    """array[at : at + 16], fp32, or bfloat16 as int16."""
+    """array[at : at + 16]: fp32, bfloat16 as int16 or fp16 as uint16."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if array.dtype == types.float32:
             return builder.load(_address(context, builder, signature, arguments, FLOATS), align=4)
         halves = builder.load(_address(context, builder, signature, arguments, SHORTS), align=2)
-        upper = builder.shl(builder.zext(halves, INTS), _constant(INTS, 16))
-        return builder.bitcast(upper, FLOATS)
+        bits = builder.zext(halves, INTS)
+        if array.dtype == types.uint16:
+            return _of_half(builder, bits)
+        return builder.bitcast(_shifted(builder, bits, 16), FLOATS)
 
     return LANES(array, types.intp), code
 
 
 @intrinsic
 def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
-    """array[at : at + 16] = lanes, rounded to nearest where the array is of bfloat16."""
+    """array[at : at + 16] = lanes, rounded to nearest where the array has 16 bits."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if array.dtype == types.float32:
@@ -85,10 +121,9 @@ def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
             builder.store(arguments[2], address, align=4)
             return context.get_dummy_value()
         bits = builder.bitcast(arguments[2], INTS)
-        odd = builder.and_(builder.lshr(bits, _constant(INTS, 16)), _constant(INTS, 1))
-        rounded = builder.add(builder.add(bits, odd), _constant(INTS, 0x7FFF))
-        halves = builder.trunc(builder.lshr(rounded, _constant(INTS, 16)), SHORTS)
-        builder.store(halves, _address(context, builder, signature, arguments, SHORTS), align=2)
+        bits = _to_half(builder, bits) if array.dtype == types.uint16 else _rounded(builder, bits, 16)
+        address = _address(context, builder, signature, arguments, SHORTS)
+        builder.store(builder.trunc(bits, SHORTS), address, align=2)
         return context.get_dummy_value()
 
     return types.none(array, types.intp, LANES), code

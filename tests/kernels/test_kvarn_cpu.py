@@ -14,13 +14,14 @@ from scalegate.kernels.low_bit_kv.kvarn import KVarNTile
 from scalegate.kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from scalegate.kernels.low_bit_kv.words import unpack
 
-MAX_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
+MAX_ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 CASES = [
     ((4, 2, 64), 2, torch.bfloat16, 128),
     ((3, 3, 64), 4, torch.float32, 64),
     ((16, 1, 128), 2, torch.float32, 64),
     ((6, 2, 256), 4, torch.bfloat16, 64),
     ((4, 2, 16), 4, torch.float32, 8),
+    ((4, 1, 64), 2, torch.float16, 64),
     ((2, 1, 32), 2, torch.float32, 8),
 ]
 
@@ -127,7 +128,7 @@ def test_pages_are_coded_and_read_as_the_reference_does(heads, bits, dtype, grou
         off = (tile - expected).abs() > 5e-3 * expected.abs().max()
         assert float(off.float().mean()) <= 0.001
         expected = rotate_reference(tile).transpose(0, 1).to(dtype)
-        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-4)
 
 
 def test_constant_pages_come_back_as_they_were():
@@ -144,15 +145,19 @@ def test_halves_and_bfloat16_are_rounded_as_torch_rounds():
     normal = x.abs() >= 2.0**-14
 
     @njit
-    def rounded(x, halves, shorts):
+    def rounded(x, halves, others, shorts):
         for at in range(0, len(x), 16):
             lanes.store(shorts, at, lanes.load(x, at))
+            lanes.store(others, at, lanes.load(x, at))
+            lanes.store(others, at, lanes.load(others, at))
         for one in range(len(x)):
             halves[one] = kvarn_tile_cpu.to_half(x[one])
             x[one] = kvarn_tile_cpu.of_half(halves[one])
 
-    back, halves, shorts = x.clone(), np.empty(len(x), np.int16), np.empty(len(x), np.int16)
-    rounded(back.numpy(), halves, shorts)
+    back, halves, shorts = x.clone(), np.empty(len(x), np.uint16), np.empty(len(x), np.int16)
+    others = np.empty_like(halves)
+    rounded(back.numpy(), halves, others, shorts)
+    assert np.array_equal(halves, others)
     assert torch.equal(torch.from_numpy(halves).view(torch.float16).float(), back)
     assert torch.equal(back[normal], x.half().float()[normal])
     assert float((back - x).abs()[~normal].max()) < 2.0**-24
