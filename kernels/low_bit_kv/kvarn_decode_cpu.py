@@ -8,12 +8,12 @@ other requests of a step, and sums have one order: a token's bits follow from it
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from .kvarn_tile_cpu import ONE, ZERO, of_half, rotate, widen
+from .kvarn_tile_cpu import ONE, ZERO, of_half, pages_of, rotate, widen
 from .lanes import WIDTH, exponential, fma, largest, load, splat, store, total
 
 BLOCK = 16
@@ -22,20 +22,38 @@ LEAST_ROW = 4 * WIDTH
 """Channels of a row of a block; narrower heads are filled up with zeros."""
 
 
-@njit(nogil=True, error_model="numpy")
-def _copy(held: Any, at: int, count: int, dim: int, block: Any, row: int) -> None:
+class Queries(NamedTuple):
+    """One token's query heads that share a head of keys, with what is computed of them; all flat, fp32."""
+
+    heads: int
+    row: int
+    """Numbers of a query, and of a token in `block`."""
+    room: int
+    """Scores of a query."""
+    plain: np.ndarray
+    turned: np.ndarray
+    """Rotated."""
+    scaled: np.ndarray
+    """The same times the scales of a page's channels."""
+    scores: np.ndarray
+    """[heads, room], then probabilities."""
+    block: np.ndarray
+    """Keys or values of a few tokens."""
+
+
+@njit(error_model="numpy")
+def _fill(block: Any, held: Any, at: int, count: int, dim: int, row: int) -> None:
     for token in range(count):
         for d in range(0, dim, WIDTH):
             store(block, token * row + d, load(held, at + token * dim + d))
 
 
-@njit(nogil=True, error_model="numpy")
-def _score(
-    block: Any, count: int, query: Any, queries: int, row: int, scores: Any, at: int, room: int
-) -> None:
-    """scores[m * room + at + t] of a block's tokens, four at once: a query is loaded once for them."""
+@njit(error_model="numpy")
+def _score_block(queries: Any, query: Any, count: int, at: int) -> None:
+    """Scores at + t of the block's `count` tokens, four at once: a query is loaded once for them."""
+    row, block, scores = queries.row, queries.block, queries.scores
     for token in range(0, count, 4):
-        for m in range(queries):
+        for m in range(queries.heads):
             sum0 = sum1 = sum2 = sum3 = splat(ZERO)
             for d in range(token * row, (token + 1) * row, WIDTH):
                 q = load(query, (m - token) * row + d)
@@ -43,23 +61,22 @@ def _score(
                 sum1 = fma(q, load(block, d + row), sum1)
                 sum2 = fma(q, load(block, d + 2 * row), sum2)
                 sum3 = fma(q, load(block, d + 3 * row), sum3)
-            first = m * room + at + token
+            first = m * queries.room + at + token
             scores[first], scores[first + 1] = total(sum0), total(sum1)
             scores[first + 2], scores[first + 3] = total(sum2), total(sum3)
 
 
-@njit(nogil=True, error_model="numpy")
-def _add_values(
-    block: Any, count: int, probabilities: Any, at: int, room: int, queries: int, row: int, sums: Any
-) -> None:
-    """sums[m] += p[m, at + t] times token t of the block, for `count` tokens."""
-    for m in range(queries):
+@njit(error_model="numpy")
+def _add_block(queries: Any, count: int, at: int, sums: Any) -> None:
+    """Add the block's `count` tokens, times their probabilities at + t, to sums [heads, row]."""
+    row, block = queries.row, queries.block
+    for m in range(queries.heads):
         for first in range(0, row, 4 * WIDTH):
             d = m * row + first
             sum0, sum1 = load(sums, d), load(sums, d + WIDTH)
             sum2, sum3 = load(sums, d + 2 * WIDTH), load(sums, d + 3 * WIDTH)
             for token in range(count):
-                p, v = splat(probabilities[m * room + at + token]), token * row + first
+                p, v = splat(queries.scores[m * queries.room + at + token]), token * row + first
                 sum0 = fma(p, load(block, v), sum0)
                 sum1 = fma(p, load(block, v + WIDTH), sum1)
                 sum2 = fma(p, load(block, v + 2 * WIDTH), sum2)
@@ -70,7 +87,55 @@ def _add_values(
             store(sums, d + 3 * WIDTH, sum3)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
+def _score_codes(queries: Any, pages: Any, page: int, head: int, at: int) -> None:
+    """Scores at + t of a coded page: ((q * k_scale) . codes + q . k_zero) * k_token."""
+    dim, group, tile = pages.dim, pages.group, page * pages.heads + head
+    scale, of_tokens = tile * 3 * dim, tile * 3 * group
+    zeros = np.empty(queries.heads, np.float32)
+    for m in range(queries.heads):
+        sums = splat(ZERO)
+        for d in range(0, dim, WIDTH):
+            q = load(queries.turned, m * queries.row + d)
+            store(queries.scaled, m * queries.row + d, q * load(pages.channels, scale + d))
+            sums = fma(q, load(pages.channels, scale + dim + d), sums)
+        zeros[m] = total(sums)
+    size = len(queries.block) // queries.row
+    for token in range(0, group, size):
+        widen(pages, tile, True, token, size, queries.block, queries.row)
+        _score_block(queries, queries.scaled, size, at + token)
+    for token in range(group):
+        by = of_half(pages.tokens[of_tokens + token])
+        for m in range(queries.heads):
+            one = m * queries.room + at + token
+            queries.scores[one] = (queries.scores[one] + zeros[m]) * by
+
+
+@njit(error_model="numpy")
+def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page: Any, sums: Any) -> None:
+    """Add a coded page's values: ((p * v_scale) . codes + p . v_zero) * v_channel. of_page: scratch"""
+    dim, group, tile = pages.dim, pages.group, page * pages.heads + head
+    of_channels, of_tokens = (tile * 3 + 2) * dim, tile * 3 * group
+    zeros = np.zeros(queries.heads, np.float32)
+    for token in range(group):
+        scale = of_half(pages.tokens[of_tokens + group + token])
+        zero = of_half(pages.tokens[of_tokens + 2 * group + token])
+        for m in range(queries.heads):
+            one = m * queries.room + at + token
+            zeros[m] += queries.scores[one] * zero
+            queries.scores[one] *= scale
+    of_page[:] = ZERO
+    size = len(queries.block) // queries.row
+    for token in range(0, group, size):
+        widen(pages, tile, False, token, size, queries.block, queries.row)
+        _add_block(queries, size, at + token, of_page)
+    for m in range(queries.heads):
+        for d in range(0, dim, WIDTH):
+            one, by = m * queries.row + d, load(pages.channels, of_channels + d)
+            store(sums, one, fma(load(of_page, one) + splat(zeros[m]), by, load(sums, one)))
+
+
+@njit(error_model="numpy")
 def _soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bool, sink: Any) -> None:
     """Softmax of scores[at : at + length], which have room for whole vectors. cap: 0 for none"""
     if cap > ZERO:
@@ -97,98 +162,67 @@ def _soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bo
         store(scores, one, load(scores, one) * by)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _attend(
-    query: Any, out: Any, at: int, queries: int, held: Any, begin: int, page: int, length: int, head: int,
-    key_words: Any, value_words: Any, channels: Any, tokens: Any, pages: Any,
-    scale: Any, cap: Any, sinks: Any,
+    queries: Any, held: Any, begin: int, pages: Any, table: Any, length: int, head: int, cap: Any, sinks: Any,
+    out: Any, at: int,
 ) -> None:  # fmt: skip
-    """out[at :] of the query heads query[at :], flat, of one token, which stands at the end of its context.
+    """out[at :], flat, of one token, which stands at the end of its context.
 
     held: flat; the first page's keys of this head begin at `begin`, its values a page of all heads later, and
     the own page's two later
     """
-    heads, group, width = key_words.shape[1:]
-    dim, bits = 4 * width, 4 * value_words.shape[2] // group
-    row, room = max(dim, LEAST_ROW), -(-length // WIDTH) * WIDTH
-    side, block_size = heads * group * dim, min(BLOCK, group // 2)
-    block, scores = np.zeros(block_size * row, np.float32), np.empty(queries * room, np.float32)
-    plain, turned = np.zeros(queries * row, np.float32), np.zeros(queries * row, np.float32)
-    scaled, sums = np.zeros(queries * row, np.float32), np.zeros(queries * row, np.float32)
-    of_codes, of_page = np.zeros(queries * row, np.float32), np.empty(queries * row, np.float32)
-    of_channels, of_tokens = channels.reshape(-1), np.empty(group, np.float32)
-    for m in range(queries):
-        for d in range(0, dim, WIDTH):
-            q = load(query, at + m * dim + d) * splat(scale)
-            store(plain, m * row + d, q)
-            store(turned, m * row + d, q)
-        if page > 1:
-            rotate(turned, m * row, dim)
-    words, numbers = key_words.reshape(-1), np.empty(queries, np.float32)
+    dim, group, row = pages.dim, pages.group, queries.row
+    page, side = (length - 1) // group, pages.heads * group * dim
+    size, numbers = len(queries.block) // row, queries.heads * row
     for one in range(page + 1):
-        first, count = one * group, min(group, length - one * group)
-        if one == 0 or one == page:
-            keys = begin + (2 * side if one else 0)
-            for token in range(0, count, block_size):
-                some = min(block_size, count - token)
-                _copy(held, keys + token * dim, some, dim, block, row)
-                _score(block, some, plain, queries, row, scores, first + token, room)
+        if 0 < one < page:
+            _score_codes(queries, pages, table[one], head, one * group)
             continue
-        where = pages[one]
-        scales = (where * heads + head) * 3 * dim
-        for m in range(queries):
-            zeros = splat(ZERO)
-            for d in range(0, dim, WIDTH):
-                q = load(turned, m * row + d)
-                store(scaled, m * row + d, q * load(of_channels, scales + d))
-                zeros = fma(q, load(of_channels, scales + dim + d), zeros)
-            numbers[m] = total(zeros)
-        codes = (where * heads + head) * group * width
-        for token in range(0, group, block_size):
-            widen(words, codes, token, block_size, group, dim, 4, block, row)
-            _score(block, block_size, scaled, queries, row, scores, first + token, room)
-        for token in range(group):
-            of_tokens[token] = of_half(tokens[where, head, 0, token])
-        for m in range(queries):
-            for token in range(group):
-                where_to = m * room + first + token
-                scores[where_to] = (scores[where_to] + numbers[m]) * of_tokens[token]
-    for m in range(queries):
-        sink = sinks[head * queries + m] if len(sinks) else ZERO
-        _soften(scores, m * room, length, room, cap, len(sinks) > 0, sink)
-    words = value_words.reshape(-1)
+        keys, first = begin + (2 * side if one else 0), one * group
+        for token in range(0, min(group, length - first), size):
+            count = min(size, length - first - token)
+            _fill(queries.block, held, keys + token * dim, count, dim, row)
+            _score_block(queries, queries.plain, count, first + token)
+    for m in range(queries.heads):
+        sink = sinks[head * queries.heads + m] if len(sinks) else ZERO
+        _soften(queries.scores, m * queries.room, length, queries.room, cap, len(sinks) > 0, sink)
+    sums, of_codes, of_page = (
+        np.zeros(numbers, np.float32),
+        np.zeros(numbers, np.float32),
+        np.empty(numbers, np.float32),
+    )
     for one in range(page + 1):
-        first, count = one * group, min(group, length - one * group)
-        if one == 0 or one == page:
-            values = begin + side + (2 * side if one else 0)
-            for token in range(0, count, block_size):
-                some = min(block_size, count - token)
-                _copy(held, values + token * dim, some, dim, block, row)
-                _add_values(block, some, scores, first + token, room, queries, row, sums)
+        if 0 < one < page:
+            _add_codes(queries, pages, table[one], head, one * group, of_page, of_codes)
             continue
-        where = pages[one]
-        for m in range(queries):
-            numbers[m] = ZERO
-            for token in range(group):
-                p = scores[m * room + first + token]
-                numbers[m] += p * of_half(tokens[where, head, 2, token])
-                scores[m * room + first + token] = p * of_half(tokens[where, head, 1, token])
-        of_page[:] = ZERO
-        codes = (where * heads + head) * value_words.shape[2] * width
-        for token in range(0, group, block_size):
-            widen(words, codes, token, block_size, group, dim, bits, block, row)
-            _add_values(block, block_size, scores, first + token, room, queries, row, of_page)
-        scales = ((where * heads + head) * 3 + 2) * dim
-        for m in range(queries):
-            for d in range(m * row, m * row + dim, WIDTH):
-                of_one = load(of_page, d) + splat(numbers[m])
-                by = load(of_channels, scales + d - m * row)
-                store(of_codes, d, fma(of_one, by, load(of_codes, d)))
-    for m in range(queries):
+        values, first = begin + side + (2 * side if one else 0), one * group
+        for token in range(0, min(group, length - first), size):
+            count = min(size, length - first - token)
+            _fill(queries.block, held, values + token * dim, count, dim, row)
+            _add_block(queries, count, first + token, sums)
+    for m in range(queries.heads):
         if page > 1:
             rotate(of_codes, m * row, dim)
         for d in range(0, dim, WIDTH):
             store(out, at + m * dim + d, load(sums, m * row + d) + load(of_codes, m * row + d))
+
+
+@njit(error_model="numpy")
+def _queries_of(query: Any, at: int, count: int, dim: int, length: int, group: int, scale: Any) -> Any:
+    """Of a token whose context is `length`: query[at :], flat, times scale."""
+    row, room = max(dim, LEAST_ROW), -(-length // WIDTH) * WIDTH
+    plain, turned = np.zeros(count * row, np.float32), np.zeros(count * row, np.float32)
+    for m in range(count):
+        for d in range(0, dim, WIDTH):
+            q = load(query, at + m * dim + d) * splat(scale)
+            store(plain, m * row + d, q)
+            store(turned, m * row + d, q)
+        if length > 2 * group:
+            rotate(turned, m * row, dim)
+    scaled, scores = np.zeros(count * row, np.float32), np.empty(count * room, np.float32)
+    block = np.zeros(min(BLOCK, group // 2) * row, np.float32)
+    return Queries(count, row, room, plain, turned, scaled, scores, block)
 
 
 def decode(sources: str) -> Callable[..., None]:
@@ -213,24 +247,23 @@ def decode(sources: str) -> Callable[..., None]:
         sinks         fp32 [H], or empty
         """
         _ = sources
-        heads, group, dim = held.shape[3:]
-        queries, side = query.shape[1] // heads, heads * group * dim
+        pages = pages_of(key_words, value_words, channels, tokens)
+        heads, group, dim = pages.heads, pages.group, pages.dim
+        count, side = query.shape[1] // heads, heads * group * dim
         flat_query, flat_out, flat_held = query.reshape(-1), out.reshape(-1), held.reshape(-1)
         for unit in range(first_unit, last_unit):
             request, head = unit // heads, unit % heads
             begin = rows[request] * 4 * side + head * group * dim
             for token in range(starts[request], starts[request + 1]):
-                page, offset = (lengths[token] - 1) // group, (lengths[token] - 1) % group
-                own = begin + (2 * side if page else 0)
-                to = own + offset * dim
+                length, at = lengths[token], (token * heads + head) * count * dim
+                to = begin + (length - 1) % group * dim + (2 * side if length > group else 0)
                 for d in range(dim):
                     flat_held[to + d] = key[token, head, d]
                     flat_held[to + side + d] = value[token, head, d]
+                queries = _queries_of(flat_query, at, count, dim, length, group, np.float32(scale))
                 _attend(
-                    flat_query, flat_out, (token * heads + head) * queries * dim, queries,
-                    flat_held, begin, page, lengths[token], head,
-                    key_words, value_words, channels, tokens, table[request],
-                    np.float32(scale), np.float32(cap), sinks,
+                    queries, flat_held, begin, pages, table[request], length, head,
+                    np.float32(cap), sinks, flat_out, at,
                 )  # fmt: skip
 
     return decode

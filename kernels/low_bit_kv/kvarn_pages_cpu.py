@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .kvarn_tile_cpu import code_tile, of_half, rotate, to_half, widen
+from .kvarn_tile_cpu import code_tile, of_half, pages_of, rotate, to_half, widen
 from .lanes import WIDTH, fma, load, splat, store
 
 
@@ -21,11 +21,11 @@ def code_page(sources: str) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         """Code `page`. key, value: of the model, flat, its first ones at key_at and value_at"""
         _ = sources
-        heads, group, width = key_words.shape[1:]
-        dim, value_rows = 4 * width, value_words.shape[2]
+        pages = pages_of(key_words, value_words, channels, tokens)
+        heads, group, dim = pages.heads, pages.group, pages.dim
         x = np.empty(group * dim, np.float32)
-        for tile in range(2 * heads):
-            head, of_keys = tile // 2, tile % 2 == 0
+        for half in range(2 * heads):
+            head, of_keys = half // 2, half % 2 == 0
             numbers, begin = (key, key_at) if of_keys else (value, value_at)
             for token in range(group):
                 for d in range(0, dim, WIDTH):
@@ -35,12 +35,12 @@ def code_page(sources: str) -> Callable[..., None]:
             for one in range(group * dim):
                 x[one] = of_half(to_half(x[one]))
             by_channel, by_token = channels[page, head], tokens[page, head]
-            words, rows = (key_words, group) if of_keys else (value_words, value_rows)
+            words, bits = (pages.key_words, 4) if of_keys else (pages.value_words, pages.value_bits)
             code_tile(
                 x,
-                words.reshape(-1),
-                (page * heads + head) * rows * width,
-                4 if of_keys else 4 * value_rows // group,
+                words,
+                (page * heads + head) * group * dim * bits // 16,
+                bits,
                 of_keys,
                 by_channel[0] if of_keys else by_token[1],
                 by_channel[1] if of_keys else by_token[2],
@@ -56,28 +56,25 @@ def read_pages(sources: str) -> Callable[..., None]:
     ) -> None:
         """Write keys and values of pages int32 [n], no longer rotated, to key and value [n * G, H_kv, D]."""
         _ = sources
-        heads, group, width = key_words.shape[1:]
-        dim, value_rows = 4 * width, value_words.shape[2]
-        x, half, of_channels = np.empty(group * dim, np.float32), group // 2, channels.reshape(-1)
-        for tile in range(2 * heads * len(pages)):
-            index, head, of_keys = tile // (2 * heads), tile // 2 % heads, tile % 2 == 0
-            page = pages[index]
-            words, rows = (key_words, group) if of_keys else (value_words, value_rows)
-            flat, at = words.reshape(-1), (page * heads + head) * rows * width
-            widen(flat, at, 0, half, group, dim, 4 * rows // group, x[: half * dim], dim)
-            widen(flat, at, half, half, group, dim, 4 * rows // group, x[half * dim :], dim)
-            to, scales = (key if of_keys else value).reshape(-1), (page * heads + head) * 3 * dim
+        stored = pages_of(key_words, value_words, channels, tokens)
+        heads, group, dim = stored.heads, stored.group, stored.dim
+        x, half = np.empty(group * dim, np.float32), group // 2
+        for one in range(2 * heads * len(pages)):
+            index, head, of_keys = one // (2 * heads), one // 2 % heads, one % 2 == 0
+            tile, to = pages[index] * heads + head, (key if of_keys else value).reshape(-1)
+            widen(stored, tile, of_keys, 0, half, x[: half * dim], dim)
+            widen(stored, tile, of_keys, half, half, x[half * dim :], dim)
+            of_channels, of_tokens = tile * 3 * dim, tile * 3 * group
             for token in range(group):
-                scale = splat(of_half(tokens[page, head, 0 if of_keys else 1, token]))
-                zero = splat(of_half(tokens[page, head, 2, token]))
+                scale = splat(of_half(stored.tokens[of_tokens + token + (0 if of_keys else group)]))
+                zero = splat(of_half(stored.tokens[of_tokens + token + 2 * group]))
                 for d in range(0, dim, WIDTH):
-                    code = load(x, token * dim + d)
+                    code, at = load(x, token * dim + d), of_channels + d
                     if of_keys:
-                        of_channel = load(of_channels, scales + d), load(of_channels, scales + dim + d)
-                        store(x, token * dim + d, fma(code, of_channel[0], of_channel[1]) * scale)
+                        code = fma(code, load(stored.channels, at), load(stored.channels, at + dim)) * scale
                     else:
-                        by = load(of_channels, scales + 2 * dim + d)
-                        store(x, token * dim + d, fma(code, scale, zero) * by)
+                        code = fma(code, scale, zero) * load(stored.channels, at + 2 * dim)
+                    store(x, token * dim + d, code)
                 rotate(x, token * dim, dim)
                 for d in range(0, dim, WIDTH):
                     store(to, ((index * group + token) * heads + head) * dim + d, load(x, token * dim + d))

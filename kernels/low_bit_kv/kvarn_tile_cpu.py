@@ -3,12 +3,10 @@
 The arithmetic is that of `kvarn.py`, up to the rounding of sums: scales are kept themselves where the
 reference keeps their logs, since a CPU takes 100 us for the logarithms of a tile.
 
-    held           [rows + 1, 2, 2, H_kv, G, D]: fp32, bfloat16 as int16 or fp16 as uint16
-    words, scales  as in KVarNTile, [pages, H_kv, ...]
-    x              fp32 [G * D], a tile's numbers, flat
+    x  fp32 [G * D], a tile's numbers, flat
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -42,21 +40,50 @@ DOWN, UP = np.float32(1 / FROM_HALF), np.float32(FROM_HALF)
 TOO_LARGE = np.float32(65536)
 
 
-@njit(nogil=True, error_model="numpy")
+class Pages(NamedTuple):
+    """What KVarNTile says of [pages, H_kv] tiles, each array flat, with its sizes."""
+
+    key_words: np.ndarray
+    value_words: np.ndarray
+    channels: np.ndarray
+    tokens: np.ndarray
+    heads: int
+    group: int
+    dim: int
+    value_bits: int
+
+
+@njit(error_model="numpy")
+def pages_of(key_words: Any, value_words: Any, channels: Any, tokens: Any) -> Any:
+    """Of arrays [pages, H_kv, ...]: words int16, scales fp16 as uint16."""
+    _, heads, group, width = key_words.shape
+    return Pages(
+        key_words.reshape(-1),
+        value_words.reshape(-1),
+        channels.reshape(-1),
+        tokens.reshape(-1),
+        heads,
+        group,
+        4 * width,
+        4 * value_words.shape[2] // group,
+    )
+
+
+@njit(error_model="numpy")
 def to_half(x: Any) -> Any:
     """fp16 bits of an fp32 number, to nearest."""
     number = bits(min(abs(x), TOO_LARGE) * DOWN)
     return np.uint16(((number + 0xFFF + ((number >> 13) & 1)) >> 13) | ((bits(x) >> 16) & 0x8000))
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def of_half(half: Any) -> Any:
     """The fp32 number of fp16 bits."""
     number = of_bits(np.int32((half & 0x7FFF) << 13)) * UP
     return -number if half > 0x7FFF else number
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def rotate(x: Any, at: int, dim: int) -> None:
     """x[at : at + dim] times H."""
     scale = splat(ONE / np.float32(np.sqrt(dim)))
@@ -72,16 +99,12 @@ def rotate(x: Any, at: int, dim: int) -> None:
         step *= 2
 
 
-@njit(nogil=True, error_model="numpy")
-def widen(
-    words: Any, at: int, first: int, count: int, group: int, dim: int, bits: int, x: Any, row: int
-) -> None:
-    """Codes of tokens first .. first + count of the tile whose words begin at `at`, a row of x for each.
-
-    The tokens are of one half of the tile.
-    """
-    width, mask, shift = dim // 4, (1 << bits) - 1, 0
-    start = at + first * width
+@njit(error_model="numpy")
+def widen(pages: Any, tile: int, of_keys: bool, first: int, count: int, x: Any, row: int) -> None:
+    """Codes of a tile's tokens first .. first + count, which lie in one half of it, a row of x for each."""
+    words, bits = (pages.key_words, 4) if of_keys else (pages.value_words, pages.value_bits)
+    group, width, mask, shift = pages.group, pages.dim // 4, (1 << bits) - 1, 0
+    start = (tile * group * bits // 4 + first) * width
     if bits == 2 and first >= group // 2:
         start, shift = start - group // 2 * width, 8
     for token in range(count):
@@ -100,7 +123,7 @@ def widen(
                         x[of_x + j * width + one] = np.float32(code)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _by_token(x: Any, by: Any, std: Any) -> None:
     """std [G] of a tile's tokens, its channels multiplied by `by` [D]."""
     dim = len(by)
@@ -112,7 +135,7 @@ def _by_token(x: Any, by: Any, std: Any) -> None:
         std[token] = _std(total(sums), total(squares), dim)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _by_channel(x: Any, by: Any, std: Any, squares: Any) -> None:
     """std [D] of a tile's channels, its tokens multiplied by `by` [G]. squares: scratch [D]"""
     dim, group = len(std), len(by)
@@ -127,13 +150,13 @@ def _by_channel(x: Any, by: Any, std: Any, squares: Any) -> None:
         std[d] = _std(std[d], squares[d], group)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _std(sum_: Any, squares: Any, count: int) -> Any:
     of_count = np.float32(count)
     return np.sqrt(max(squares - sum_ * sum_ / of_count, ZERO) / (of_count - ONE))
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _even(by: Any, std: Any) -> None:
     """Divisors' inverses a turn further; std: of the vectors without them."""
     for one in range(len(by)):
@@ -141,7 +164,7 @@ def _even(by: Any, std: Any) -> None:
         by[one] = ONE / min(max(scaled / by[one], LEAST_SCALE), LARGEST_SCALE)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _spread(std: Any, by: Any) -> Any:
     least = largest = std[0] * by[0]
     for one in range(1, len(by)):
@@ -149,7 +172,7 @@ def _spread(std: Any, by: Any) -> Any:
     return largest / max(least, DIVISOR)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> None:
     """Inverses of the scales that a tile is most even under; tokens_first: of the two sides in a turn."""
     group, dim = len(by_token), len(by_channel)
@@ -178,7 +201,7 @@ def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> No
                 by_channel[channel] = of_channels[channel]
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _range_of_channels(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any) -> None:
     """The least and the largest number of each channel, [D], once the tile is normalized, which x is then."""
     dim = len(by_channel)
@@ -192,7 +215,7 @@ def _range_of_channels(x: Any, by_token: Any, by_channel: Any, low: Any, high: A
         store(high, d, most)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _range_of_tokens(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any) -> None:
     """The same of each token, [G]."""
     dim = len(by_channel)
@@ -205,7 +228,7 @@ def _range_of_tokens(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any
         low[token], high[token] = smallest(least), largest(most)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def code_tile(
     x: Any, words: Any, at: int, bits: int, of_channels: bool, scales: Any, zeros: Any, others: Any
 ) -> None:
@@ -240,7 +263,7 @@ def code_tile(
     _pack(x, words, at, bits, group, dim)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy")
 def _pack(codes: Any, words: Any, at: int, bits: int, group: int, dim: int) -> None:
     """codes: fp32, rounded down here"""
     width, halves = dim // 4, 4 // bits
