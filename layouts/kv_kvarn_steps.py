@@ -45,6 +45,8 @@ class Run:
     def shares(self, heads: int, dim: int) -> list[tuple[int, int]]:
         """Units, pairs of a request and a head, for each of as many threads as torch has, or fewer."""
         threads = 1 + min(torch.get_num_threads() - 1, int(self.work[-1]) * heads * dim // LEAST_SHARE)
+        if threads == 1:
+            return [(0, heads * len(self.rows))]
         at, units = np.linspace(0, self.work[-1], threads + 1), heads * np.arange(len(self.work))
         bounds = np.interp(at, self.work, units).round().astype(int).tolist()
         return list(itertools.pairwise(bounds))

@@ -60,7 +60,7 @@ def test_units_are_shared_by_their_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kv_kvarn_steps, "LEAST_SHARE", 100 * DIM)
     fields = {field.name: None for field in dataclasses.fields(kv_kvarn_steps.Run)}
     work = torch.tensor([0, 600, 700, 800]).numpy()
-    run = kv_kvarn_steps.Run(**{**fields, "work": work})
+    run = kv_kvarn_steps.Run(**{**fields, "work": work, "rows": work[1:]})
     assert run.shares(2, DIM) == [(0, 1), (1, 1), (1, 2), (2, 6)]
     monkeypatch.setattr(kv_kvarn_steps, "LEAST_SHARE", 10**9)
     assert run.shares(2, DIM) == [(0, 6)]
