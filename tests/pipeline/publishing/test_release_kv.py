@@ -23,7 +23,8 @@ least_quality_tokens: 1000
 LOAD = {"m": (1, 4), "input_len": 176, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
 
 
-def test_it_is_served_so_and_published(example_checkpoint: Path, tmp_path: Path):
+def test_it_is_served_so_and_judged(example_checkpoint: Path, tmp_path: Path):
+    """Nothing fails; a machine that has other things to do may leave it undecided."""
     recipe = tmp_path / "kvarn-small.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
     published = tmp_path / "release"
@@ -34,8 +35,8 @@ def test_it_is_served_so_and_published(example_checkpoint: Path, tmp_path: Path)
     verdict = result.verdict
     assert verdict is not None
     failed = {check.name: check.reason for check in verdict.checks if check.status == "fail"}
-    assert verdict.status == "pass", failed
-    assert result.push is not None and published.exists()
+    assert not failed and verdict.status in ("pass", "inconclusive")
+    assert (verdict.status == "pass") == (result.push is not None) == published.exists()
     assert (verdict.artifact.kv_cache_dtype, verdict.baseline.kv_cache_dtype) == (
         "kvarn_k4v2_g64",
         "unquantized",
