@@ -29,20 +29,6 @@ class TokenGroups:
         return self._groups[window]
 
 
-class DecodeGroups:
-    """A step's decoding requests in groups that attend together to all of their contexts."""
-
-    def __init__(self) -> None:
-        self._metadata: AttentionMetadata | None = None
-        self._groups: list[TokenGroup] = []
-
-    def of(self, metadata: AttentionMetadata, like: Tensor) -> list[TokenGroup]:
-        """like: a tensor of the query's dtype and device, which are those of every layer."""
-        if metadata is not self._metadata:
-            self._metadata, self._groups = metadata, _decoding(on_host(metadata), None, like)
-        return self._groups
-
-
 def _decoding(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
     if not host.num_decodes:
         return []

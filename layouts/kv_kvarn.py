@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .errors import UserError
-from .kv_kvarn_cpu import KVarNCpuLayerKV, KVarNStorage
+from .kv_kvarn_storage import KVarNStorage
 from .kv_layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
 from .kv_token_by_token import TokenByToken
 from .numerics import NUMERICS, Numerics
@@ -72,9 +72,11 @@ class KVarN:
         if device.type == "cuda":
             refuse_gpu_head_size(self.name, shape.padded().key_dim)
         storage = KVarNStorage.allocate(shape.padded(), size, self.value_bits, device)
+        # Each imported only where its kernels are needed: a GPU's, or numba, which takes half a second.
         if device.type == "cuda":
-            # Imported only where there is a GPU to need its kernels.
             from .kv_kvarn_cuda import KVarNCudaLayerKV
 
             return KVarNCudaLayerKV(storage, shape.padded(), size, workspaces)
+        from .kv_kvarn_cpu import KVarNCpuLayerKV
+
         return KVarNCpuLayerKV(storage, workspaces)

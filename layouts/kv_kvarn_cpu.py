@@ -1,75 +1,47 @@
-"""One layer's KVarN pages, and keys and values over them on the CPU.
+"""One layer's KVarN pages on the CPU. Not for the kernels, which are in `kernels/low_bit_kv/`."""
 
-Not for the arithmetic of a tile, which is in `kernels/low_bit_kv/kvarn.py`.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..kernels import paged_attention
-from ..kernels.hadamard import rotate_reference
-from ..kernels.low_bit_kv import kvarn, kvarn_products
-from ..kernels.low_bit_kv.kvarn import KVarNTile
-from ..kernels.paged_attention import AttentionOptions
-from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
+from ..kernels.low_bit_kv.kvarn_cpu import kernels, numbers
+from ..kernels.paged_attention import AttentionOptions, TokenGroup
+from .attention_metadata import AttentionMetadata, RequestTokens
 from .kv_cpu import on_host, with_padding
-from .kv_kvarn_decodes import DecodeGroup, DecodeStep, DecodeSteps
-from .kv_layer import KVShape, PoolSize, Workspaces, widened, zeros
+from .kv_kvarn_steps import Run, Steps
+from .kv_kvarn_storage import KVarNStorage
+from .kv_layer import Workspaces, widened
 
 
-@dataclass(frozen=True)
-class KVarNStorage:
-    """One layer's pages, rotated and quantized, and what each request keeps as it is.
+class Threads:
+    """Python's, as many as torch has, for kernels that let go of its lock.
 
-    pages: a KVarNTile of [pages, H_kv] tiles
-    held:  [rows + 1, 2, 2, H_kv, G, D]: the first page and the one being written, keys and values; the
-           model's dtype, not rotated, so that nothing is for contexts without codes
+    Made when they are first needed, behind any fork of the process.
     """
 
-    pages: KVarNTile
-    held: Tensor
-    value_bits: int
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
 
-    @classmethod
-    def allocate(
-        cls, shape: KVShape, size: PoolSize, value_bits: int, device: torch.device
-    ) -> "KVarNStorage":
-        """shape: padded."""
-        group, dim, tiles = size.page_size, shape.key_dim, (size.num_pages, shape.heads)
-        pages = KVarNTile(
-            zeros((*tiles, group, dim // 4), torch.int16, device),
-            zeros((*tiles, group * value_bits // 4, dim // 4), torch.int16, device),
-            zeros((*tiles, 3, dim), torch.float16, device),
-            zeros((*tiles, 3, group), torch.float16, device),
-        )
-        held = (size.max_requests + 1, 2, 2, shape.heads, group, dim)
-        return cls(pages, zeros(held, shape.dtype, device), value_bits)
+    def call(self, calls: Sequence[Callable[[], None]]) -> None:
+        """All of them, in turn where there is one thread."""
+        threads = min(len(calls), torch.get_num_threads())
+        if threads <= 1:
+            return _one_by_one(calls)
+        self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads() - 1)
+        others = [self._pool.submit(_one_by_one, calls[at::threads]) for at in range(1, threads)]
+        _one_by_one(calls[::threads])
+        for one in others:
+            one.result()
 
-    @property
-    def group_size(self) -> int:
-        return self.held.shape[4]
 
-    @property
-    def dim(self) -> int:
-        return self.held.shape[5]
-
-    def store(self, pages: Tensor, key: Tensor, value: Tensor) -> None:
-        """Quantize whole pages, key and value [n, H_kv, G, D] as they came, into the pages int64 [n]."""
-        key, value = rotate_reference(key).half(), rotate_reference(value).half()
-        new = kvarn.quantize_reference(key, value, self.value_bits)
-        for name, part in vars(new).items():
-            getattr(self.pages, name).index_copy_(0, pages, part)
-
-    def read(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, G, H_kv, D] of the pages int64 [n], rotated."""
-        tile = KVarNTile(*(part.index_select(0, pages) for part in vars(self.pages).values()))
-        key, value = kvarn.dequantize_reference(tile)
-        return key.to(dtype).transpose(1, 2), value.to(dtype).transpose(1, 2)
+def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class KVarNCpuLayerKV:
@@ -77,7 +49,11 @@ class KVarNCpuLayerKV:
 
     def __init__(self, storage: KVarNStorage, workspaces: Workspaces):
         self.storage = storage
-        self._steps = workspaces.get(DecodeSteps, lambda: DecodeSteps(workspaces))
+        self._steps = workspaces.get(Steps, Steps)
+        self._threads = workspaces.get(Threads, Threads)
+        self._kernels = kernels(storage.held.dtype)
+        self._held = numbers(storage.held)
+        self._pages = tuple(numbers(part) for part in vars(storage.pages).values())
 
     def forward(
         self,
@@ -88,161 +64,83 @@ class KVarNCpuLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        host, padded, value_dim = on_host(metadata), len(query), value.shape[2]
-        one_by_one = metadata.numerics != "tuned"
-        query, key, value = (widened(x[: host.num_tokens], self.storage.dim) for x in (query, key, value))
-        new = torch.stack([key, value], 1)
-        parts: list[tuple[slice | Tensor, Tensor]] = []
-        if host.num_decodes and not one_by_one:
-            step = self._steps.of(metadata, key.shape[1], query)
-            self._append(new[: host.num_decodes], step)
-            for group in step.groups:
-                parts.append((group.tokens, self._decode(query[group.tokens], group, options, sinks)))
-        for chunk in _tokens(host) if one_by_one else host.requests(host.num_decodes):
+        count, padded, value_dim = on_host(metadata).num_tokens, len(query), value.shape[2]
+        query, key, value = (widened(x[:count], self.storage.dim).contiguous() for x in (query, key, value))
+        step, output = self._steps.of(metadata, query), torch.empty_like(query)
+        for run in step.runs:
+            self._decode(run, step.lengths, (query, key, value, output), options, sinks)
+        for chunk, groups in step.prompts:
             tokens = slice(chunk.first_token, chunk.first_token + chunk.count)
-            parts.append((tokens, self._prefill(query[tokens], new[tokens], chunk, options, sinks)))
-        output = parts[0][1]
-        if len(parts) > 1 or isinstance(parts[0][0], Tensor):
-            output = torch.empty_like(query)
-            for where, part in parts:
-                output[where] = part
+            of_chunk = query[tokens], key[tokens], value[tokens], output[tokens]
+            self._prefill(chunk, groups, *of_chunk, options, sinks)
         return with_padding(output[..., :value_dim], padded)
 
-    def _append(self, new: Tensor, step: DecodeStep) -> None:
-        """One token, [B, 2, H_kv, D], for each decoding request; pages that become full are quantized."""
-        held, (rows, pages) = self.storage.held, step.full
-        held.view(-1, self.storage.dim).index_copy_(0, step.new, new.flatten(0, 2))
-        if len(rows):
-            full = held[rows, 1]
-            self.storage.store(pages, full[:, 0], full[:, 1])
-
     def _decode(
-        self, query: Tensor, group: DecodeGroup, options: AttentionOptions, sinks: Tensor | None
-    ) -> Tensor:
-        """[b, H, D]."""
-        size, kv_heads = self.storage.group_size, self.storage.held.shape[3]
-        query = query.unflatten(1, (kv_heads, -1))
-        key, value = self._held(group)
-        coded = group.coded.shape[1]
-        if not coded and options.softcap is None and sinks is None:
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=group.bias, scale=options.scale
-            ).flatten(1, 2)
-        key, value = key.float(), value.float()
-        scores = [query.float() @ key.mT]
-        if coded:
-            tile = self._tiles(group.coded)
-            turned = rotate_reference(query)[:, None].expand(-1, coded, -1, -1, -1)
-            of_codes = kvarn_products.key_scores(turned.flatten(0, 1), tile)
-            scores.append(of_codes.unflatten(0, (len(query), -1)).movedim(1, 3).flatten(3))
-        probability = paged_attention.probabilities(torch.cat(scores, -1), group.all_bias, options, sinks)
-        output = probability[..., : key.shape[2]] @ value
-        if coded:
-            by_page = probability[..., key.shape[2] :].unflatten(-1, (-1, size)).movedim(3, 1).flatten(0, 1)
-            sums = kvarn_products.value_sums(by_page, tile).unflatten(0, (len(query), -1)).sum(1)
-            output += rotate_reference(sums)
-        return output.flatten(1, 2).to(query.dtype)
+        self,
+        run: Run,
+        lengths: np.ndarray,
+        tokens: tuple[Tensor, ...],
+        options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> None:
+        """Store a run's tokens, attend, and code the pages that are full then.
 
-    def _held(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, H_kv, n, D] of the first page and, of two, the one being written."""
-        if group.held == 1:
-            held = self.storage.held[:, 0, :, :, : group.longest][group.rows]
-            return held[:, 0], held[:, 1]
-        held = self.storage.held[group.rows]
-        key, value = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind()
-        return key, value
+        tokens: query, key, value and output of the step
+        """
+        heads, group, dim = self.storage.held.shape[3:]
+        logits = np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
+        before = *map(numbers, tokens), self._held, *self._pages, run.table, run.rows, run.starts, lengths
+        behind = options.scale, options.softcap or 0.0, logits
+        shares = run.shares(heads, dim)
+        self._threads.call([partial(self._kernels.decode, *before, *units, *behind) for units in shares])
+        held, strides = self.storage.held, (group * dim, dim)
+        self._threads.call([partial(self._code_page, held[row, 1], strides, page) for row, page in run.full])
 
-    def _tiles(self, pages: Tensor) -> KVarNTile:
-        """int64 [b, c] pages as [b * c, H_kv] tiles."""
-        return KVarNTile(*(part[pages.flatten()] for part in vars(self.storage.pages).values()))
+    def _code_page(self, tokens: Tensor, strides: tuple[int, int], page: int) -> None:
+        """tokens: keys and values [2, ...], each contiguous; strides: from head to head and token to token"""
+        key, value = (numbers(side.view(-1)) for side in tokens)
+        self._kernels.code_page(key, value, 0, 0, *strides, page, *self._pages)
 
     def _prefill(
         self,
-        query: Tensor,
-        new: Tensor,
         chunk: RequestTokens,
+        groups: list[TokenGroup],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
         options: AttentionOptions,
         sinks: Tensor | None,
-    ) -> Tensor:
-        """One chunk: its tokens page by page, over the pages before as they are stored."""
-        group, held = self.storage.group_size, self.storage.held[chunk.row]
-        first_page, offset = divmod(chunk.start, group)
-        end = chunk.start + chunk.count
-        if end <= group:
-            held[0, :, :, chunk.start : end] = new.movedim(0, 2)
-            return self._attend_first_page(query, held[0, :, None, :, :end], chunk, options, sinks)
-        as_is = self._with_held(new, held[min(first_page, 1)], offset)
-        full = slice(first_page == 0, (offset + chunk.count) // group)
-        pages = torch.from_numpy(chunk.pages.astype(np.int64))
-        written = as_is[full]
-        if len(written):
-            self.storage.store(pages[first_page:][full], written[:, 0], written[:, 1])
+    ) -> None:
+        """One chunk, page by page, over the pages before as codes give them back."""
+        held, start, end = self.storage.held[chunk.row], chunk.start, chunk.start + chunk.count
+        _, _, heads, size, dim = held.shape
+        first_page, last_page = start // size, (end - 1) // size
+        seen = key.new_empty(2, end, heads, dim)
+        seen[0, start:], seen[1, start:] = key, value
+        if first_page:
+            seen[:, :size] = held[0].transpose(1, 2)
+        if first_page > 1:
+            self._read_pages(chunk.pages[1:first_page], seen[:, size : first_page * size])
+        begin = first_page * size
+        seen[:, begin:start] = held[min(first_page, 1), :, :, : start - begin].transpose(1, 2)
         if first_page == 0:
-            held[0] = as_is[0]
-        held[1] = as_is[-1]
-        key, value = self.storage.read(pages, query.dtype)
-        query = rotate_reference(query).to(query.dtype)
-        as_is, first = (rotate_reference(x).transpose(-2, -3).to(query.dtype) for x in (as_is, held[0]))
-        key[0], value[0] = first
-        output = torch.empty_like(query)
-        for page in range(first_page, len(pages)):
-            start, stop = max(page * group, chunk.start), min((page + 1) * group, end)
-            tokens = slice(start - chunk.start, stop - chunk.start)
-            piece = paged_attention.prefill_group(
-                0, start, stop - start, chunk.pages[: page + 1], group, None, query
+            held[0, :, :, start : min(end, size)] = seen[:, start : min(end, size)].transpose(1, 2)
+        if last_page:
+            begin = last_page * size
+            held[1, :, :, max(start - begin, 0) : end - begin] = seen[:, max(start, begin) :].transpose(1, 2)
+        for group in groups:
+            stop = start + len(query[group.tokens])
+            output[group.tokens] = paged_attention.attend_group(
+                query[group.tokens], seen[:1, :stop], seen[1:, :stop], group, options, sinks
             )
-            stored = key[page].clone(), value[page].clone()
-            key[page], value[page] = as_is[page - first_page]
-            output[tokens] = paged_attention.attend_group(
-                query[tokens], key[: page + 1], value[: page + 1], piece, options, sinks
-            )
-            if page:
-                key[page], value[page] = stored
-        return rotate_reference(output).to(query.dtype)
+            for page in range(max(start // size, 1), stop // size):
+                of_page = seen[:, page * size : (page + 1) * size]
+                self._code_page(of_page, (dim, heads * dim), int(chunk.pages[page]))
+                if stop < end:
+                    self._read_pages(chunk.pages[page : page + 1], of_page)
+            start = stop
 
-    def _attend_first_page(
-        self,
-        query: Tensor,
-        held: Tensor,
-        chunk: RequestTokens,
-        options: AttentionOptions,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """A chunk that ends on its first page, with keys and values [2, 1, H_kv, n, D] up to its end."""
-        (key, value), count = held, len(query)
-        if options.softcap is not None or sinks is not None or (chunk.start and count > 1):
-            group = paged_attention.prefill_group(
-                0, chunk.start, count, chunk.pages, held.shape[3], None, query
-            )
-            key, value = key.transpose(1, 2), value.transpose(1, 2)
-            return paged_attention.attend_group(query, key, value, group, options, sinks)
-        output = functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key,
-            value,
-            is_causal=count > 1,
-            scale=options.scale,
-            enable_gqa=True,
-        )
-        return output[0].transpose(0, 1)
-
-    def _with_held(self, new: Tensor, held: Tensor, offset: int) -> Tensor:
-        """Whole pages [n, 2, H_kv, G, D]: `offset` tokens of the page held, then new [T, 2, H_kv, D]."""
-        group = self.storage.group_size
-        total = offset + len(new)
-        tokens = new.new_zeros(-(-total // group) * group, *new.shape[1:])
-        tokens[:offset] = held[:, :, :offset].movedim(2, 0)
-        tokens[offset:total] = new
-        return tokens.unflatten(0, (-1, group)).movedim(1, 3)
-
-
-def _tokens(host: HostMetadata) -> Iterator[RequestTokens]:
-    """Each token as a chunk of its own: torch's products then see shapes that follow from its context alone,
-    and every page is quantized by itself."""
-    for request in host.requests():
-        for index in range(request.count):
-            position = request.start + index
-            pages = request.pages[: position // host.page_size + 1]
-            yield replace(
-                request, first_token=request.first_token + index, start=position, count=1, pages=pages
-            )
+    def _read_pages(self, pages: np.ndarray, seen: Tensor) -> None:
+        """Write pages [n] as codes give them back to seen [2, n * G, H_kv, D]."""
+        self._kernels.read_pages(np.ascontiguousarray(pages), *map(numbers, seen), *self._pages)

@@ -17,7 +17,7 @@ from ..kernels.prefill_attention import tiles_of
 from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_cuda import to_device
-from .kv_kvarn_cpu import KVarNStorage
+from .kv_kvarn_storage import KVarNStorage
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
 from .side_stream import SideStream
 

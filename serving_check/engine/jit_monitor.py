@@ -15,7 +15,12 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 Kind = Literal[
-    "triton compilation", "triton cache load", "triton autotuning", "dynamo compilation", "graph capture"
+    "triton compilation",
+    "triton cache load",
+    "triton autotuning",
+    "dynamo compilation",
+    "numba compilation",
+    "graph capture",
 ]
 Mode = Literal["off", "warn", "error"]
 
@@ -83,12 +88,15 @@ def report(event: JitEvent) -> None:
 
 
 def _listen() -> None:
-    """Hook into both compilers, once, passing on to a listener that was there before."""
+    """Hook into the compilers, once, passing on to a listener that was there before."""
     # Imported here: both take seconds to load, and a server's other process needs only what an event is.
     from torch._dynamo.callback import callback_handler
 
     if _dynamo_compiles not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_dynamo_compiles)
+    # Not imported for it: who serves with numba has its kernels before requests come.
+    if "numba" in sys.modules:
+        _listen_to_numba()
     if importlib.util.find_spec("triton") is None:
         return
     import triton
@@ -97,6 +105,21 @@ def _listen() -> None:
     if not isinstance(before, _TritonListener):
         triton.knobs.compilation.listener = _TritonListener(before)
         _listen_to(triton.runtime.autotuner.Autotuner)
+
+
+@functools.cache
+def _listen_to_numba() -> None:
+    from numba.core import event
+
+    class NumbaListener(event.Listener):
+        def on_start(self, event: Any) -> None:
+            function = event.data["dispatcher"].py_func
+            report(JitEvent("numba compilation", function.__qualname__, str(event.data["args"])))
+
+        def on_end(self, event: Any) -> None:
+            """It has been told."""
+
+    event.register("numba:compile", NumbaListener())
 
 
 def _listen_to(autotuner: Any) -> None:

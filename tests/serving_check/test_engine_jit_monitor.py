@@ -1,5 +1,6 @@
-"""Compilations of torch after warm-up are noticed; what was met in warm-up is not."""
+"""Compilations of torch and numba after warm-up are noticed; what was met in warm-up is not."""
 
+import numba
 import pytest
 import torch
 from scalegate.serving_check.engine.jit_monitor import JitError, JitMonitor
@@ -23,6 +24,16 @@ def test_a_recompilation_is_noticed_and_a_known_size_is_not(monitor: JitMonitor)
     monitor.disarm()
     double(torch.ones(5))
     assert len(monitor.events) == 1
+
+
+def test_a_compilation_of_numba_is_noticed_and_a_known_type_is_not(monitor: JitMonitor):
+    double = numba.njit(lambda x: x * 2)
+    double(3)
+    monitor.arm()
+    double(4)
+    assert monitor.events == []
+    double(4.5)
+    assert [(event.kind, event.key) for event in monitor.events] == [("numba compilation", "(float64,)")]
 
 
 def test_a_strict_monitor_raises_when_asked_after_a_step():

@@ -8,7 +8,7 @@ from scalegate.pipeline.release import release
 
 pytestmark = pytest.mark.long
 
-# Pages of 64 tokens, so that some are coded; how fast a CPU reads them is not what is tested.
+# Pages of 64 tokens, so that some are coded; how fast a busy machine reads them is not what is tested.
 RECIPE = """
 format: unquantized
 kv_cache: kvarn_k4v2_g64
@@ -20,12 +20,11 @@ least_largest_m: 4
 least_output_len: 32
 least_quality_tokens: 1000
 """
-TOO_SLOW = {"throughput", "latency", "stalls"}
 LOAD = {"m": (1, 4), "input_len": 176, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
 
 
 def test_it_is_served_so_and_judged(example_checkpoint: Path, tmp_path: Path):
-    """Whatever the verdict: on a CPU a page is coded in so long that the streams stall."""
+    """Nothing fails; a machine that has other things to do may leave it undecided."""
     recipe = tmp_path / "kvarn-small.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
     published = tmp_path / "release"
@@ -36,7 +35,7 @@ def test_it_is_served_so_and_judged(example_checkpoint: Path, tmp_path: Path):
     verdict = result.verdict
     assert verdict is not None
     failed = {check.name: check.reason for check in verdict.checks if check.status == "fail"}
-    assert failed.keys() <= TOO_SLOW, failed
+    assert not failed and verdict.status in ("pass", "inconclusive")
     assert (verdict.status == "pass") == (result.push is not None) == published.exists()
     assert (verdict.artifact.kv_cache_dtype, verdict.baseline.kv_cache_dtype) == (
         "kvarn_k4v2_g64",

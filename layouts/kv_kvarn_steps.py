@@ -1,0 +1,112 @@
+"""A step's tokens as KVarN's CPU kernels take them: found once for all layers.
+
+Not for what is done with them, which is in `kv_kvarn_cpu.py`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import paged_attention
+from ..kernels.paged_attention import TokenGroup
+from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
+from .kv_cpu import on_host
+
+LEAST_SHARE = 1 << 20
+"""Numbers of keys that a thread is woken for: with their values they take 300 us."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests that the decode kernel takes in one call, with tokens of one page each; as it takes them."""
+
+    table: np.ndarray
+    rows: np.ndarray
+    starts: np.ndarray
+    full: list[tuple[int, int]]
+    """The row and the page of those whose own page is full with them, unless that is their first one."""
+    work: np.ndarray
+    """int64 [R + 1]: tokens that are attended to by those before."""
+
+    @classmethod
+    def of(cls, host: HostMetadata, requests: slice, starts: np.ndarray, lengths: np.ndarray) -> "Run":
+        table, rows = np.ascontiguousarray(host.block_table[requests]), host.request_rows[requests].copy()
+        own_page, offset = np.divmod(lengths[starts[1:] - 1] - 1, host.page_size)
+        full = np.flatnonzero((own_page > 0) & (offset == host.page_size - 1))
+        work = np.concatenate([[0], np.cumsum(lengths)])[starts]
+        return cls(
+            table, rows, starts, [(int(rows[r]), int(table[r, own_page[r]])) for r in full], work - work[0]
+        )
+
+    def shares(self, heads: int, dim: int) -> list[tuple[int, int]]:
+        """Units, pairs of a request and a head, for each of as many threads as torch has, or fewer."""
+        threads = 1 + min(torch.get_num_threads() - 1, int(self.work[-1]) * heads * dim // LEAST_SHARE)
+        if threads == 1:
+            return [(0, heads * len(self.rows))]
+        at, units = np.linspace(0, self.work[-1], threads + 1), heads * np.arange(len(self.work))
+        bounds = np.interp(at, self.work, units).round().astype(int).tolist()
+        return list(itertools.pairwise(bounds))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of a step have in common."""
+
+    lengths: np.ndarray
+    """int64 [T], of each token's context."""
+    runs: list[Run]
+    prompts: list[tuple[RequestTokens, list[TokenGroup]]]
+    """Chunks, and those of a chunk's tokens that attend together."""
+
+
+class Steps:
+    """The last step's, made by the first layer that asks."""
+
+    def __init__(self) -> None:
+        self._metadata: AttentionMetadata | None = None
+        self._step: Step | None = None
+
+    def of(self, metadata: AttentionMetadata, query: Tensor) -> Step:
+        if self._step is None or metadata is not self._metadata:
+            self._metadata, self._step = metadata, _step(metadata, query)
+        return self._step
+
+
+def _step(metadata: AttentionMetadata, query: Tensor) -> Step:
+    host = on_host(metadata)
+    lengths = metadata.positions.numpy() + 1
+    runs, prompts, decodes = [], [], host.num_decodes
+    if decodes:
+        runs.append(Run.of(host, slice(decodes), np.arange(decodes + 1, dtype=np.int64), lengths))
+    if metadata.numerics == "tuned":
+        prompts = [(chunk, list(_groups(chunk, host.page_size, query))) for chunk in host.requests(decodes)]
+    else:
+        # As if they were decoded, since kernels for prompts sum in another order.
+        for index, chunk in enumerate(host.requests(decodes), start=decodes):
+            for starts in _within_pages(chunk, host.page_size):
+                runs.append(Run.of(host, slice(index, index + 1), starts, lengths))
+    return Step(lengths, runs, prompts)
+
+
+def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
+    """int64 [2]: where those of a chunk's tokens begin and end that lie on one page."""
+    start, end = chunk.start, chunk.start + chunk.count
+    while start < end:
+        stop = min(end, (start // size + 1) * size)
+        yield np.array([start, stop], np.int64) + (chunk.first_token - chunk.start)
+        start = stop
+
+
+def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGroup]:
+    """The tokens of each page; those of the first two together, which both see nothing but what is held."""
+    start, end = chunk.start, chunk.start + chunk.count
+    while start < end:
+        stop = min(end, max(start // size + 1, 2) * size)
+        yield paged_attention.prefill_group(
+            start - chunk.start, start, stop - start, np.zeros(1, np.int32), stop, None, query
+        )
+        start = stop
