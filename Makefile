@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The suite starts some hundred processes, which would all compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
+# Torch for CUDA pins the Triton that it was built with. A CPU build brings none: this is what kernels were tuned on.
+TRITON := triton==3.6.0; platform_system == 'Linux'
 EXAMPLE := examples/qwen3-pycode-5m
 
 .PHONY: install example tutorial docs test lint types style clean
@@ -14,6 +16,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch -c constraints.txt
+	$(BIN)/pip show --quiet triton 2>/dev/null || $(BIN)/pip install --quiet "$(TRITON)"
 	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
 	touch $@
 

@@ -36,7 +36,7 @@ def main() -> None:
     options = arguments()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 * len(options.recipes)) as threads:
         windows, _ = write_windows(options.checkpoint, options.text, Path(folder))
-        artifacts = {recipe: Path(folder) / recipe for recipe in options.recipes}
+        artifacts = {recipe: Path(folder) / Path(recipe).stem for recipe in options.recipes}
         for recipe, artifact in artifacts.items():
             quantize(options.checkpoint, recipe, out=artifact, progress=False)
         scores = {recipe: threads.submit(theirs, one, windows) for recipe, one in artifacts.items()}
@@ -64,7 +64,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--recipes", nargs="+", default=["nvfp4", "int4-hqq"])
+    parser.add_argument(
+        "--recipes", nargs="+", default=["nvfp4", "int4-hqq", "int8", "tests/bench/int4_int8.yaml"]
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -15,6 +15,7 @@ from scalegate.kernels.experts import gated, int4, nvfp4, one_token, packed, rou
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_versions import bound
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BUCKETS = range(len(BLOCK_ROWS))
@@ -292,9 +293,9 @@ def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_the
         assert len(words) == 2 * steps
         assert max(words) < min(products)
         # Besides decoding: addresses, x by way of shared memory, scales, and the sums of warps.
-        assert len(instructions) <= 72 * steps + 550
-        assert len(places(instructions, r"BAR\.SYNC")) <= 5
-        assert len(places(instructions, "STS")) <= 16
+        assert len(instructions) <= 72 * steps + bound(550, 624)
+        assert len(places(instructions, r"BAR\.SYNC")) <= bound(5, 24)
+        assert len(places(instructions, "STS")) <= bound(16, 34)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -15,6 +15,7 @@ from scalegate.kernels.iq2_xxs.lookup import TABLE_BYTES
 from scalegate.kernels.iq2_xxs.matmul import ONE_ROW_TILES, TILES
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton_versions import bound
 
 DECODER = IQ2XXSDecoder(half=False)
 EVERY = pytest.mark.parametrize("tile", TILES, ids=name_of)
@@ -106,4 +107,4 @@ def test_the_codebook_of_one_row_lies_at_the_start_of_shared_memory(splits):
 @EVERY_ONE_ROW
 def test_few_instructions_are_spent_on_a_weight_with_one_row(tile, tmp_path):
     loop = one_row_loop(tile, tmp_path)
-    assert len(loop) <= MOST_INSTRUCTIONS_ONE_ROW * 8 * count(loop, LOOK_UP)
+    assert len(loop) <= MOST_INSTRUCTIONS_ONE_ROW * 8 * count(loop, LOOK_UP) + bound(0, 2)
