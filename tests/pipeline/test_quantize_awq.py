@@ -127,7 +127,7 @@ def test_a_norm_that_is_none_keeps_its_weight(
         layer = place(stream, name)
         norm = layer.input_layernorm
         forward = type(norm).forward
-        norm.forward = lambda x: forward(norm, x) + 5 * forward(norm, x) / norm.weight
+        norm.forward = lambda x: forward(norm, x) + 20 * forward(norm, x) / norm.weight
         return layer
 
     monkeypatch.setattr(calibration.LayerStream, "place", with_an_offset)
