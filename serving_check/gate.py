@@ -175,18 +175,22 @@ def serve_in_turns(
     prompts = canary_prompts(text)
     said: dict[str, dict[str, float]] = {}
     canaries: dict[str, list[Continuation]] = {}
-    with clock.stage("canary text"):
-        for side in sides:
-            endpoint = servers.take(side)
-            said[side] = endpoint.metrics()
-            held = kv_cache_tokens(said[side], endpoint.series)
-            require_capacity(f"the {side}'s server", held, workload)
-            canaries[side] = continuations(endpoint, prompts, CANARY_LENGTH, tokenizer.encode)
-    artifact, baseline = servers.endpoint(ARTIFACT), servers.endpoint(BASELINE)
-    repeats = Repeats(run, artifact, baseline, tokenizer)
-    turns = Turns(servers, sides, workload, text, repeats, floor, rival_from_m)
+    repeats = Repeats(run, None, None, tokenizer)
+
+    def when_first_up(side: str, endpoint: Endpoint) -> None:
+        said[side] = endpoint.metrics()
+        held = kv_cache_tokens(said[side], endpoint.series)
+        require_capacity(f"the {side}'s server", held, workload)
+        canaries[side] = continuations(endpoint, prompts, CANARY_LENGTH, tokenizer.encode)
+        if side == ARTIFACT:
+            repeats.artifact = endpoint
+        elif side == BASELINE:
+            repeats.baseline = endpoint
+
+    turns = Turns(servers, sides, workload, text, repeats, floor, rival_from_m, when_first_up)
     with clock.stage("groups of blocks in turns"):
         measured = turns.measure(progress, clock.say)
+    artifact, baseline = servers.endpoint(ARTIFACT), servers.endpoint(BASELINE)
     return Served(
         canaries[ARTIFACT],
         canaries[BASELINE],

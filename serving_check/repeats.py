@@ -25,12 +25,17 @@ MOST_KEPT = 4 * TEXTS_AT_LARGEST_M
 
 
 class Repeats:
-    """Runs repeats of every side, and keeps some of the artifact's answers of every M."""
+    """Runs repeats of every side, and keeps some of the artifact's answers of every M.
 
-    def __init__(self, run: Runner, artifact: Endpoint, baseline: Endpoint, tokenizer: TokenText | None):
+    artifact, baseline: where their answers come from; None until it is known, for what has yet to be started
+    """
+
+    def __init__(
+        self, run: Runner, artifact: Endpoint | None, baseline: Endpoint | None, tokenizer: TokenText | None
+    ):
         self._run = run
-        self._artifact = artifact
-        self._baseline = baseline
+        self.artifact = artifact
+        self.baseline = baseline
         self._tokenizer = tokenizer
         self._slowest: dict[int, float] = {}
         """By M, of the baseline's slowest request so far: its seconds over its output tokens."""
@@ -43,10 +48,10 @@ class Repeats:
             request_timeout=self._deadline(spec),
         )
         result = self._run(endpoint, spec)
-        if endpoint == self._baseline:
+        if endpoint == self.baseline:
             slowest = [seconds / spec.output_len for seconds in result.e2els]
             self._slowest[spec.m] = max([self._slowest.get(spec.m, 0.0), *slowest])
-        elif endpoint == self._artifact and self._tokenizer is not None:
+        elif endpoint == self.artifact and self._tokenizer is not None:
             texts = self._texts.get(spec.m, []) + served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
             self._texts[spec.m] = spread_evenly(texts, MOST_KEPT)
         return Repeat.of(result, self._tokenizer)

@@ -8,12 +8,13 @@ counts their mean as one.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..layouts.errors import UserError
 from ..layouts.progress import progress_bar
 from .checks.compilations import Compilations, compilations
 from .curve import binding_decisions_of, rival_decisions_of, sequential_test
+from .engines import Endpoint
 from .engines.taking_turns import TakingTurns
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .measurement import Block, MeasuredM, Repeat
@@ -42,14 +43,17 @@ class Turns:
 
     servers: TakingTurns
     sides: Sequence[str]
-    """In the order in which they were last up: the last one begins."""
+    """`artifact`, `baseline` and perhaps `rival`; the last one begins."""
     workload: WorkloadSettings
     text: Sequence[int]
     repeat: Repeats
     floor: float
     rival_from_m: float = 0.0
+    when_first_up: Callable[[str, Endpoint], None] = lambda side, endpoint: None
+    """What each side's server meets before anything else."""
     compiled: Compilations | None = None
     """By the artifact's server in its turns, after its warm-up; None where nobody counts."""
+    _met: set[str] = field(default_factory=set, init=False)
 
     def measure(self, progress: bool = True, say: Callable[[str], None] = print) -> list[MeasuredM]:
         """Group after group over all undecided Ms. UserError where too few blocks are allowed to decide."""
@@ -62,11 +66,12 @@ class Turns:
             undecided = measured
             for group in range(1, groups.max_blocks + 1):
                 blocks = {one.m: [Block(restarts=group) for _ in range(GROUP)] for one in undecided}
-                failed = not all(self._turn(side, undecided, blocks) for side in order)
+                # All of them also where a request has failed: each is to have been up.
+                succeeded = [self._turn(side, undecided, blocks) for side in order]
                 for one in undecided:
                     one.blocks += [block for block in blocks[one.m] if block.repeats]
                 bar.update()
-                if failed:
+                if not all(succeeded):
                     break
                 order.reverse()
                 if group not in groups.looks:
@@ -94,6 +99,9 @@ class Turns:
         """One side's repeats of a group; false where a request failed."""
         fresh = self.servers.up != side
         endpoint = self.servers.take(side)
+        if side not in self._met:
+            self._met.add(side)
+            self.when_first_up(side, endpoint)
         if fresh:
             short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
             for one, index in itertools.product(due, range(self.workload.warmups)):

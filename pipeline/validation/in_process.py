@@ -76,7 +76,8 @@ def figures_of(models: Models, text: HeldOutText, options: LoadOptions) -> InPro
     total = sum(window.numel() for window in text.windows)
     with progress_bar(total=total, desc="quality", unit="tok", shown=options.progress) as bar:
         longest = max(map(len, text.windows))
-        batch = max(1, min(MOST_TOGETHER, LOGITS_BYTES // (longest * loaded.vocab_size * 2)))
+        scored = longest // 2 + 1
+        batch = max(1, min(MOST_TOGETHER, LOGITS_BYTES // (scored * loaded.vocab_size * 2)))
         served = _as_served(ours, options, longest, batch)
         is_stored = isinstance(served, OverStoredKV)
         comparison = compare(

@@ -73,7 +73,7 @@ def check_loads(
         name=NAME,
         status="fail" if problems else "pass",
         measured=f"{quantized} of {len(artifact.linear_shapes)} linear layers quantized"
-        + (f" (products: {layouts})" if layouts else ""),
+        + (f" (products: {layouts})" if layouts and artifact.packed is not None else ""),
         bound="the layers, shapes and vocabulary of the baseline",
         reason="; ".join(problems)
         or "config and tensors agree, and every layer the config declares is quantized",

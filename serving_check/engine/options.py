@@ -21,7 +21,7 @@ ARTIFACT_ONLY = ("layout", "kv_cache_dtype", "batch_invariance")
 """What `validate` tries on the artifact; its baseline keeps its own."""
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 
-CPU_CHUNK, CUDA_CHUNK = 2048, 4096
+CPU_CHUNK, CUDA_CHUNK = 2048, 8192
 """Prompt tokens in a step that no decoding request waits for."""
 CPU_CHUNK_WHILE_DECODING, CUDA_CHUNK_WHILE_DECODING = 512, 256
 """On a GPU about as much work as decoding for a full batch, so that a step takes about twice as long."""

@@ -14,12 +14,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from ...layouts.kv_format import KV_FORMATS
 from ...layouts.kv_layer import KVScales
 from .attention import attention_layers
+from .cuda_graphs import CudaGraphs
 from .forward import Forward
 from .kv_pool import KVPool, pages_for
 from .request import SamplingParams
 from .scheduler import PrefillChunk
 from .sequence import Sequence
-from .step_input import StepBuffers
+from .step_input import StepBuffers, StepShape
 
 
 class OverStoredKV(nn.Module):
@@ -44,6 +45,8 @@ class OverStoredKV(nn.Module):
             self.pool.block_table, page_size, max_tokens, device, static=device.type == "cuda"
         )
         self._run = Forward(model, layers, self.pool.layers, as_op=False)
+        self._graphs: CudaGraphs[Tensor] | None = CudaGraphs() if self.step_buffers.static else None
+        """Of decode steps by their shape: the layers' launches take longer than their kernels."""
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **options: Any) -> CausalLMOutput:
         """Logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; of all for 0.
@@ -82,7 +85,18 @@ class OverStoredKV(nn.Module):
             text.tokens.append(token)
             self.pool.grow(text)
         shape = self.step_buffers.decode_shape(len(texts))
+        if self._graphs is not None and shape not in self._graphs:
+            self._capture(shape, self._graphs)
         host = self.step_buffers.stage(texts, [], shape)
         self.step_buffers.send(shape, len(texts))
+        if self._graphs is not None:
+            return self._graphs.replay(shape).clone()[:, None]
         step = self.step_buffers.input(shape, host)
         return self._run(step.token_ids, step.attention, None)[:, None]
+
+    def _capture(self, shape: StepShape, graphs: CudaGraphs[Tensor]) -> None:
+        """On a batch that is all padding, so that nothing is stored."""
+        self.step_buffers.stage([], [], shape)
+        self.step_buffers.send(shape, 0)
+        step = self.step_buffers.input(shape, None)
+        graphs.capture(shape, lambda: self._run(step.token_ids, step.attention, None))

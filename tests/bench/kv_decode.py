@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_qwen3 import SHAPES, random_model, random_prompts
 
 STEPS = 128
+LARGEST_PAGE = 128
 FORMATS = ["unquantized", "fp8", "kvarn_k4v2_g128", "kvarn_k4v4_g128", "int4_per_token_head", "nvfp4"]
 CELLS = ["8x4096", "32x4096", "64x4096", "8x16384", "32x16384"]
 
@@ -52,13 +53,17 @@ def decode_ms(engine: Engine, model: str, requests: int, context: int, device: s
     return (time.perf_counter() - started) * 1000 / STEPS
 
 
-def engine_of(kv_format: str, model: str, device: str, cells: list[tuple[int, int]]) -> Engine:
+def engine_of(
+    kv_format: str, model: str, device: str, cells: list[tuple[int, int]], prefill_chunk: int | None = None
+) -> Engine:
+    """With room for each cell in whole pages."""
     most, longest = max(n for n, _ in cells), max(context for _, context in cells)
     options = EngineOptions(
         max_num_seqs=most,
         max_model_len=longest,
         kv_cache_dtype=kv_format,
-        kv_cache_tokens=max(n * context for n, context in cells),
+        kv_cache_tokens=max(n * -(-context // LARGEST_PAGE) * LARGEST_PAGE for n, context in cells),
+        prefill_chunk=prefill_chunk,
     )
     engine = Engine(random_model(model, device), options, frozenset())
     engine.warm_up(progress=False)

@@ -36,7 +36,6 @@ from kv_decode import engine_of
 from kv_profile import milliseconds
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
-LARGEST_PAGE = 128
 MODEL = "qwen3-4b"
 CELLS = ["16x512x0", "1x4096x0", "1x4096x12288", "1x16384x0"]
 FORMATS = ["unquantized", "fp8"]
@@ -104,11 +103,9 @@ def kernel_cell(name: str, requests: int, tokens: int, history: int, pages_dtype
     }
 
 
-def prompt_rates(kv_format: str, prompts: list[tuple[int, ...]]) -> dict:
+def prompt_rates(kv_format: str, prompts: list[tuple[int, ...]], chunk: int | None) -> dict:
     """Prompt tokens a second, the median of three runs."""
-    engine = engine_of(
-        kv_format, MODEL, "cuda", [(count, length + LARGEST_PAGE) for count, length in prompts]
-    )
+    engine = engine_of(kv_format, MODEL, "cuda", [(count, length + 1) for count, length in prompts], chunk)
     rates = {}
     for count, length in prompts:
         taken = statistics.median(milliseconds(engine, count, length, 1) for _ in range(3))
@@ -130,12 +127,14 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=prefill.E4M3_SLOTS, help="blocks ahead, e4m3 keys'")
     parser.add_argument("--formats", nargs="*", default=FORMATS)
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="requests x tokens, of the engine")
+    parser.add_argument("--prefill-chunk", type=int, help="tokens in a step; default the engine's own")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     prefill.E4M3_SLOTS = options.slots
     if options.alone:
-        write_json(options.out, prompt_rates(options.formats[0], list(map(numbers, options.prompts))))
+        prompts = list(map(numbers, options.prompts))
+        write_json(options.out, prompt_rates(options.formats[0], prompts, options.prefill_chunk))
         return
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "kernels": [], "engine": {}}
     for pages in options.pages:
@@ -149,6 +148,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "alone.json"
             own = ["--alone", "--formats", name, "--prompts", *options.prompts, "--out", str(out)]
+            if options.prefill_chunk is not None:
+                own += ["--prefill-chunk", str(options.prefill_chunk)]
             subprocess.run([sys.executable, "-P", __file__, *own], check=True)
             result["engine"][name] = json.loads(out.read_text(encoding="utf-8"))
         if options.out:

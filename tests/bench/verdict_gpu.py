@@ -1,6 +1,7 @@
-"""How long a verdict takes on a GPU, for an INT4 artifact of a real model's shape: servers' starts included.
+"""How long a verdict takes on a GPU, for an artifact of a real model's shape: servers' starts included.
 
     python -P tests/bench/verdict_gpu.py --shape qwen3-8b --folder /dev/shm
+    python -P tests/bench/verdict_gpu.py --shape qwen3-4b --recipe kvarn-k4v2 --input-len 4096 --out OUT
 
 The weights are random, but made so that the model says something: each token is followed by the next one of
 the vocabulary, by a wide margin, and the layers add noise to that. So a sound artifact passes every check.
@@ -42,25 +43,32 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the checkpoints lie")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layout", default="swap_ab", help="what the chooser takes there")
+    parser.add_argument("--recipe", default="int4-hqq")
+    parser.add_argument("--layout", default="swap_ab", help="what the chooser takes there for INT4")
+    parser.add_argument("--input-len", type=int, default=64, help="prompt tokens a request")
     parser.add_argument("--m", default=MS)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        source, artifact = Path(work) / options.shape, Path(work) / "int4"
+        source, artifact = Path(work) / options.shape, Path(work) / "artifact"
         make_checkpoint(options.shape, source, options.device)
         device = ["--device", options.device]
-        say("quantize", pipeline("quantize", source, "--recipe", "int4-hqq", "--out", artifact, *device))
-        say("layout", pipeline("layout", artifact, "--m", options.m, "--layout", options.layout, *device))
+        say("quantize", pipeline("quantize", source, "--recipe", options.recipe, "--out", artifact, *device))
+        load = ["--m", options.m]
+        if options.recipe.startswith("int4"):
+            say("layout", pipeline("layout", artifact, *load, "--layout", options.layout, *device))
         started = time.monotonic()
         report = Path(work) / "report"
-        pipeline("validate", artifact, "--m", options.m, "--report", report, *device, statuses=(0, 1, 2))
+        load += ["--input-len", options.input_len]
+        pipeline("validate", artifact, *load, "--report", report, *device, statuses=(0, 1, 2))
         seconds = time.monotonic() - started
         verdict = json.loads((report / "serving_check.json").read_text(encoding="utf-8"))
     result = {
         "environment": vars(describe_environment(options.device, "auto", "embedded", "embedded")),
         "shape": options.shape,
+        "recipe": options.recipe,
         "ms": options.m,
+        "input_len": options.input_len,
         "seconds": round(seconds, 1),
         "parts": verdict["seconds_by_part"],
         "verdict": verdict["status"],

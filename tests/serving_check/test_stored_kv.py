@@ -86,3 +86,27 @@ def test_what_a_prompt_attends_over_unquantized_is_seen_in_decoding(model: PreTr
     assert measured(coarse, second_half=True).mean_kl == pytest.approx(decoded.mean_kl, rel=1e-4)
     exact = measured("unquantized", second_half=True, batch=2)
     assert exact.mean_kl < 1e-6 and exact.tokens == decoded.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["unquantized", "int4_per_token_head", "kvarn_k4v2_g128"])
+def test_a_graph_decodes_what_its_layers_decode(kv_format: str):
+    """Two batches of three and one of two: pages are written in prompts and in steps, and used again."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
+    tokens, kept = 600, 300
+    replayed = OverStoredKV(copy.deepcopy(model), kv_format, {}, tokens, batch=3)
+    launched = OverStoredKV(copy.deepcopy(model), kv_format, {}, tokens, batch=3)
+    assert replayed._graphs is not None
+    launched._graphs = None
+    for count in (3, 3, 2):
+        ids = torch.randint(0, 512, (count, tokens), device="cuda")
+        with torch.inference_mode():
+            ours, theirs = (side(input_ids=ids, logits_to_keep=kept).logits for side in (replayed, launched))
+        assert torch.equal(ours, theirs) and ours.isfinite().all()
+        assert not torch.equal(ours[:, -1], ours[:, -2]), "each step has an answer of its own"
+    assert len(replayed._graphs.captured) == 2

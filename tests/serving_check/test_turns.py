@@ -22,6 +22,7 @@ from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import GROUP, TURN_LOOKS
 from scalegate.serving_check.turns import LEAST_BLOCKS, Turns
+from scalegate.serving_check.workload import run_workload
 
 from .gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run
 
@@ -219,6 +220,25 @@ def test_the_gate_measures_real_servers_in_turns(counting):
     assert curve_of(served.measured, load, Bounds())[0].ratio_high is not None
     assert served.compiled == (None, None), "that server does not count"
     assert served.texts
+
+
+def test_an_artifact_is_looked_at_where_the_baselines_first_turn_has_failed(counting):
+    load = WorkloadSettings((2,), 8, 8, max_blocks=LEAST_BLOCKS, seed=1)
+    words = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+
+    def failing(endpoint, spec):
+        result = run_workload(endpoint, spec)
+        if turns.up != "baseline":
+            return result
+        return replace(result, requests=tuple(replace(one, error="refused") for one in result.requests))
+
+    turns = TakingTurns(counting)
+    try:
+        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, words, failing, progress=False)
+    finally:
+        turns.stop()
+    assert served.canary and served.baseline_canary
+    assert any(block.errors for block in served.measured[0].blocks)
 
 
 def test_a_server_that_is_killed_says_so_and_one_that_ends_by_itself_does_not(counting, tmp_path: Path):
