@@ -1,6 +1,7 @@
 """The API process's end of the pipe to the engine: submit, abort, hear, and know when it is dead."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,8 @@ class EngineClient:
         """Deliver what the engine sends, from now on, in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection.fileno(), self._receive)
+        # uvloop makes what it listens on non-blocking, where a full pipe and half a message are errors.
+        os.set_blocking(self._connection.fileno(), True)
 
     def submit(
         self, request_id: str, index: int, prompt: list[int], params: SamplingParams, mailbox: Mailbox

@@ -1,7 +1,7 @@
 """How long a verdict takes on a GPU, for an artifact of a real model's shape: servers' starts included.
 
     python -P tests/bench/verdict_gpu.py --shape qwen3-8b --folder /dev/shm
-    python -P tests/bench/verdict_gpu.py --shape qwen3-4b --recipe kvarn-k4v2 --input-len 4096 --out OUT
+    python -P tests/bench/verdict_gpu.py --recipe kvarn-k4v2 --input-len 4096 --m 1,8,32 --out OUT
 
 The weights are random, but made so that the model says something: each token is followed by the next one of
 the vocabulary, by a wide margin, and the layers add noise to that. So a sound artifact passes every check.
@@ -91,6 +91,8 @@ def make_checkpoint(shape: str, folder: Path, device: str) -> None:
     used = json.loads((EXAMPLE / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     embeddings = model.get_input_embeddings().weight
     output = model.get_output_embeddings().weight
+    if output is embeddings:
+        raise SystemExit(f"{shape}: its output layer is its embeddings, and can say no other token than they")
     with torch.no_grad():
         embeddings.normal_()
         # A token of length sqrt(H) that is its own direction has a product of H with itself.

@@ -23,8 +23,8 @@ def chunks(input_len: int, output_len: int, device: str, **given) -> tuple[int, 
 
 
 def test_prompts_are_read_in_a_part_of_the_time_that_an_answer_takes():
-    assert chunks(64, 64, "cpu") == (2048, 512) and chunks(1024, 64, "cuda") == (4096, 256), "as it is served"
-    assert chunks(2048, 256, "cuda") == (4096, 1024)
+    assert chunks(64, 64, "cpu") == (2048, 512) and chunks(1024, 64, "cuda") == (8192, 256), "as it is served"
+    assert chunks(2048, 256, "cuda") == (8192, 1024)
     assert chunks(4096, 128, "cpu") == (4096, 4096)
     assert chunks(4096, 64, "cuda") == (8192, 8192)
 

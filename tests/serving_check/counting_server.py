@@ -11,7 +11,13 @@ from collections.abc import Sequence
 
 from scalegate.layouts.errors import UserError
 from scalegate.serving_check.engine.jit_monitor import JitMonitor
-from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, SamplingParams, StepOutput
+from scalegate.serving_check.engine.request import (
+    EngineCapacity,
+    EngineStats,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from scalegate.serving_check.server.limits import ServerLimits
 from scalegate.serving_check.server.model_description import ModelDescription
 from scalegate.serving_check.server.run import ServerOptions, run_server
@@ -33,6 +39,7 @@ class CountingEngine:
         self.generated = 0
         self.running_by_step: list[int] = []
         self.breaking: dict[str, int] = {}
+        self.prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -47,6 +54,8 @@ class CountingEngine:
         if list(prompt) in ([FATAL], [BREAKING]):
             self.breaking[request_id] = prompt[0]
         self.running[request_id] = (0, params.max_tokens)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs[request_id] = tuple(TokenLogprobs(-float(token)) for token in prompt[1:])
 
     def abort(self, request_id: str) -> None:
         self.running.pop(request_id, None)
@@ -70,7 +79,8 @@ class CountingEngine:
         for request_id, (count, limit) in list(self.running.items()):
             self.running[request_id] = (count + 1, limit)
             reason = "length" if count + 1 == limit else None
-            outputs.append(StepOutput(request_id, (count + 1,), (), reason))
+            of_prompt = self.prompt_logprobs.pop(request_id, None)
+            outputs.append(StepOutput(request_id, (count + 1,), (), reason, of_prompt))
             if reason:
                 del self.running[request_id]
         return outputs
