@@ -1,4 +1,4 @@
-"""The pipe between the API's process and the engine's: nothing is lost where it is full, on any event loop."""
+"""The pipe between the API's process and the engine's: nothing is lost where it is full, on any loop."""
 
 import asyncio
 import functools
