@@ -29,6 +29,7 @@ from .gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run
 LOAD = WorkloadSettings((1, 8), max_blocks=LEAST_BLOCKS)
 TEXT = list(range(500))
 ENDPOINTS = {"artifact": ARTIFACT, "baseline": BASELINE, "rival": RIVAL}
+WORDS = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
 COUNTING = [sys.executable, "-P", str(Path(__file__).with_name("counting_server.py")), "0.0001"]
 
 
@@ -105,6 +106,28 @@ def test_a_start_is_followed_by_as_many_warm_ups_as_were_asked_for(warmups: int)
     )  # type: ignore[arg-type]
     turns.measure(progress=False, say=lambda line: None)
     assert sum(length < LOAD.output_len for length in sent) == warmups * len(servers.starts) * len(LOAD.ms)
+
+
+def test_each_side_is_looked_at_once_before_it_is_sent_anything():
+    seen: list[str] = []
+    simulated = simulated_run(lambda m: 2.0, 0.02)
+
+    def recording(endpoint, spec):
+        seen.append(f"sent to {endpoint.model}")
+        return simulated(endpoint, spec)
+
+    repeats, servers = Repeats(recording, ARTIFACT, BASELINE, None), Simulated()
+    sides = ["artifact", "baseline"]
+
+    def look(side, endpoint):
+        seen.append(f"look at {side}, {endpoint.model}")
+
+    turns = Turns(servers, sides, LOAD, TEXT, repeats, 0.93, when_first_up=look)  # type: ignore[arg-type]
+    turns.measure(progress=False, say=lambda line: None)
+    assert len(servers.starts) > len(sides), "they are started again"
+    for side in sides:
+        assert [seen.count(f"look at {side}, {side}"), seen.count(f"sent to {side}") > 0] == [1, True]
+        assert seen.index(f"look at {side}, {side}") < seen.index(f"sent to {side}")
 
 
 @pytest.mark.parametrize(("walk", "status"), [(0.005, "pass"), (0.1, "inconclusive")])
@@ -206,12 +229,18 @@ def test_of_real_servers_one_is_up_at_a_time_and_each_keeps_its_address(counting
 
 def test_the_gate_measures_real_servers_in_turns(counting):
     load = WorkloadSettings((2,), 8, 8, max_blocks=LEAST_BLOCKS, seed=1)
-    words = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+    waits: dict[str, list[float]] = {"artifact": [], "baseline": []}
+
+    def recording(endpoint, spec):
+        waits[turns.up].append(spec.request_timeout)
+        return run_workload(endpoint, spec)
+
     turns = TakingTurns(counting)
     try:
-        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, words, progress=False)
+        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, WORDS, recording, progress=False)
     finally:
         turns.stop()
+    assert max(waits["artifact"]) < waits["baseline"][0], "an artifact is waited for as its baseline takes"
     assert len(served.canary) == len(served.baseline_canary) > 0
     [one] = served.measured
     assert (
@@ -224,7 +253,6 @@ def test_the_gate_measures_real_servers_in_turns(counting):
 
 def test_an_artifact_is_looked_at_where_the_baselines_first_turn_has_failed(counting):
     load = WorkloadSettings((2,), 8, 8, max_blocks=LEAST_BLOCKS, seed=1)
-    words = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
 
     def failing(endpoint, spec):
         result = run_workload(endpoint, spec)
@@ -234,11 +262,25 @@ def test_an_artifact_is_looked_at_where_the_baselines_first_turn_has_failed(coun
 
     turns = TakingTurns(counting)
     try:
-        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, words, failing, progress=False)
+        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, WORDS, failing, progress=False)
     finally:
         turns.stop()
     assert served.canary and served.baseline_canary
     assert any(block.errors for block in served.measured[0].blocks)
+
+
+def test_a_pool_too_small_for_the_load_is_refused_at_its_servers_first_turn(counting):
+    load = WorkloadSettings((8,), 3000, 8, max_blocks=LEAST_BLOCKS)
+    turns = TakingTurns(counting)
+
+    def never(endpoint, spec):
+        pytest.fail("a load was sent")
+
+    try:
+        with pytest.raises(UserError, match=r"the baseline's server .*16000"):
+            serve_in_turns(turns, list(counting), load, 0.01, TEXT, WORDS, never, progress=False)
+    finally:
+        turns.stop()
 
 
 def test_a_server_that_is_killed_says_so_and_one_that_ends_by_itself_does_not(counting, tmp_path: Path):
