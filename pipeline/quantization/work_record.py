@@ -45,7 +45,7 @@ START_OVER = "add --overwrite to start over, or give another folder"
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that is whole on disk, and what was measured while it was made."""
+    """A shard that is whole on disk, all but its name, and what was measured while it was made."""
 
     file: FileRecord
     modules: dict[str, dict[str, Any]]

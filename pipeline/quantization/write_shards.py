@@ -105,13 +105,16 @@ def write_shards(
             path = record.folder / name
             last = known.kv_scales if name == list(shards)[-1] else {}
             room = header_room([*_names_with_room(shards[name]), *last], job.file_metadata)
-            with atomic_path(path) as partial, ShardWriter(partial, room, job.file_metadata) as writer:
-                for task in shards[name]:
-                    modules |= _carry_out(job, task, known, writer)
-                    read(source_bytes(job.checkpoint, task))
-                for tensor, scale in last.items():
-                    writer.add(tensor, scale)
-            record.finish(name, FinishedShard(FileRecord(path.stat().st_size, sha256_of(path)), modules))
+            with atomic_path(path) as partial:
+                with ShardWriter(partial, room, job.file_metadata) as writer:
+                    for task in shards[name]:
+                        modules |= _carry_out(job, task, known, writer)
+                        read(source_bytes(job.checkpoint, task))
+                    for tensor, scale in last.items():
+                        writer.add(tensor, scale)
+                # Before the shard has its name: one that has it is never made again, wherever a kill strikes.
+                file = FileRecord(partial.stat().st_size, sha256_of(partial))
+                record.finish(name, FinishedShard(file, modules))
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:

@@ -220,8 +220,7 @@ def kill_and_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]
             process.send_signal(signal.SIGKILL)
     status = job.wait(120)
     ended = time.monotonic() - killed_at
-    names = [path.name.removesuffix(FINISHED_SUFFIX) for path in parts.glob(f"*{FINISHED_SUFFIX}")]
-    kept = {name: (out / name).stat().st_ino for name in names}
+    kept = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
     finish(torchrun(1, source, out, options))
     again = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
     found = {

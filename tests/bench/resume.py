@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scalegate.pipeline.quantize import quantize
 
-PARTS, FINISHED, CALIBRATION = ".scalegate-parts", ".finished.json", ".scalegate-calibration"
+CALIBRATION = ".scalegate-calibration"
 
 
 def start(source: Path, asked: dict, out: Path) -> BaseProcess:
@@ -44,18 +44,15 @@ def finish(child: BaseProcess) -> None:
 def finished_files(out: Path) -> dict[str, int]:
     """Files that are finished, with their inodes: one made again has another."""
     if (out / "scalegate.json").exists():
-        return finished_shards(out)
-    return finished_shards(out) | {
+        return shards_on_disk(out)
+    return shards_on_disk(out) | {
         path.name: path.stat().st_ino for path in (out / CALIBRATION).glob("*.safetensors")
     }
 
 
-def finished_shards(out: Path) -> dict[str, int]:
-    """Those the work record calls finished."""
-    if not (out / PARTS).is_dir():
-        return {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
-    names = [path.name.removesuffix(FINISHED) for path in (out / PARTS).glob(f"*{FINISHED}")]
-    return {name: (out / name).stat().st_ino for name in names}
+def shards_on_disk(out: Path) -> dict[str, int]:
+    """By name, the inode: a shard that has its name is finished, and stays."""
+    return {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
 
 
 def differing_files(a: Path, b: Path) -> list[str]:
@@ -100,7 +97,7 @@ def kill_and_resume(source: Path, asked: dict, kills: int, seed: int, folder: Pa
         # The layers' files go when the artifact is whole.
         kept = {name: inode for name, inode in before.items() if not done or (resumed / name).exists()}
         redone += [name for name, inode in kept.items() if after.get(name) != inode]
-        layers.append(len(after) - len(finished_shards(resumed)))
+        layers.append(len(after) - len(shards_on_disk(resumed)))
         if done:
             if differing := differing_files(whole, resumed):
                 return {"differing": differing, "redone": redone, "kills": moments}

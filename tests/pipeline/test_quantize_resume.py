@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -110,13 +111,44 @@ def test_finished_shards_stay_and_half_written_ones_go(
 ) -> None:
     leftover = interrupted / "model-00003-of-00007.safetensors.partial"
     leftover.write_bytes(b"half of a shard")
-    before = bench.finished_shards(interrupted)
+    before = bench.shards_on_disk(interrupted)
     go_on(example_checkpoint, interrupted)
-    after = bench.finished_shards(interrupted)
+    after = bench.shards_on_disk(interrupted)
     assert before.items() <= after.items()
     assert not leftover.exists()
     go_on(example_checkpoint, tmp_path / "whole")
     assert bench.differing_files(tmp_path / "whole", interrupted) == []
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+@pytest.mark.parametrize("suffix", [".safetensors", FINISHED_SUFFIX])
+def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
+    suffix: str,
+    is_renamed: bool,
+    bench,
+    example_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, rename, renamed = tmp_path / "out", os.replace, []
+
+    def until_the_second(partial: Path, path: Path) -> None:
+        renamed.extend([path] if path.name.endswith(suffix) else [])
+        if len(renamed) < 2 or is_renamed:
+            rename(partial, path)
+        if len(renamed) == 2:
+            raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", until_the_second)
+        with pytest.raises(PowerCut):
+            go_on(example_checkpoint, out)
+    before = bench.shards_on_disk(out)
+    assert len(before) == (2 if is_renamed and suffix == ".safetensors" else 1)
+    go_on(example_checkpoint, out)
+    assert before.items() <= bench.shards_on_disk(out).items()
+    go_on(example_checkpoint, tmp_path / "whole")
+    assert bench.differing_files(tmp_path / "whole", out) == []
 
 
 def test_a_finished_shard_that_changed_is_made_again(
