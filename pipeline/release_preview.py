@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..layouts.errors import UserError
-from ..serving_check.engine.options import SIZED, EngineOptions
+from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ..serving_check.engines.placement import Placement
 from ..serving_check.options import takes
 from ..serving_check.policy import declared_by
@@ -102,7 +102,7 @@ def preview_release(
         folder,
         revision=own.revision,
         export=own.export,
-        device=asked.engine.device,
+        device=asked.device,
         calibration=own.calibration,
     )
     source = open_checkpoint(model, own.revision)
@@ -110,7 +110,7 @@ def preview_release(
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
     rival = own.rival or chosen.rival or None
     sides = 2 if rival is None else 3
-    device = torch.device(resolve_device(asked.engine.device))
+    device = torch.device(resolve_device(asked.device or AUTO))
     dtype = resolve_dtype(asked.engine.dtype) or default_dtype(source)
     seconds = least_serving_seconds(numbers, workload, sides, device, dtype)
     validated = ServingEstimate(

@@ -24,7 +24,7 @@ from .checks.streamed import check_streamed
 from .checks.text_files import check_text_files
 from .checks.throughput import check_throughput
 from .checks.weights import check_weights, largest_errors
-from .curve import curve_of
+from .curve import curve_of, took_turns
 from .evidence import Evidence
 from .settings import Bounds, WorkloadSettings
 from .verdict import CheckResult, CurvePoint, Status, overall_status
@@ -42,6 +42,7 @@ class Judgement:
 def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
     """Every check, in the order in which they are shown; each is a pure function of what it is given here."""
     curve = curve_of(evidence.measured, workload, bounds)
+    in_turns = all(took_turns(one) for one in evidence.measured)
     broken_off = next((one.m for one in evidence.measured if any(block.errors for block in one.blocks)), None)
     checks = (
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
@@ -53,7 +54,9 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_failures(evidence.measured),
         check_received(evidence.measured),
         check_reached(curve, bounds.min_reached, evidence.limit),
-        check_throughput(curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks, broken_off),
+        check_throughput(
+            curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks, broken_off, in_turns
+        ),
         *(
             [check_decode_throughput(curve, bounds.throughput_floor, workload.input_len, evidence.diagnoses)]
             if workload.decoding_apart

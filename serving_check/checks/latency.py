@@ -10,7 +10,7 @@ from ..settings import Bounds
 from ..trimmed_mean import interval
 from ..verdict import CheckResult, Status
 from ..workload import percentile
-from .streamed import is_streamed
+from .streamed import Stream, is_streamed
 
 NAME = "latency"
 ERROR = 0.05
@@ -103,7 +103,7 @@ def _problem(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
 
 
 def _cause(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
-    if not is_streamed(_streamed_share(ratio.one.artifact), _streamed_share(ratio.one.baseline)):
+    if not is_streamed(_stream_of(ratio.one.artifact), _stream_of(ratio.one.baseline)):
         return "nothing is streamed, so the first token comes with the last"
     if ratio.name == "ITL":
         return "single steps take far longer than others: something runs in them now and then"
@@ -142,6 +142,7 @@ def _typical_ratio(one: MeasuredM) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _streamed_share(repeats: Sequence[Repeat]) -> float | None:
+def _stream_of(repeats: Sequence[Repeat]) -> Stream:
     shares = [repeat.streamed_share for repeat in repeats if repeat.streamed_share is not None]
-    return median(shares) if shares else None
+    tpots = [tpot for repeat in repeats for tpot in repeat.tpots]
+    return Stream(median(shares) if shares else None, median(tpots) if tpots else None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..evidence import Loaded, RepeatedPrompts
 from ..settings import Bounds
 from ..verdict import CheckResult, CurvePoint, Status
-from .streamed import is_streamed
+from .streamed import is_streamed, stream_of
 
 NAME = "plausible speed"
 LEAST_REPEATED_TPOT = 0.5
@@ -43,8 +43,8 @@ def check_plausible(
                 f"{1 / byte_ratio:.2f} of the bytes" + ("" if sure else ", but that may be noise")
             )
         ours, theirs = point.artifact.tpot_p50_ms, point.baseline.tpot_p50_ms
-        shares = point.artifact.streamed_share, point.baseline.streamed_share
-        if is_streamed(*shares) and ours is not None and theirs is not None and ours * fastest < theirs:
+        comes_in_parts = is_streamed(stream_of(point.artifact), stream_of(point.baseline))
+        if comes_in_parts and ours is not None and theirs is not None and ours * fastest < theirs:
             statuses.append("fail")
             problems.append(
                 f"at M={point.m} a token takes {ours:.3f} ms where a step of the baseline takes {theirs:.2f}"

@@ -4,19 +4,21 @@ Without that, TTFT is the whole request and TPOT is nothing, and every other lat
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..verdict import CheckResult, CurvePoint
+from ..verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "streamed"
 LEAST_OF_BASELINE = 0.25
-"""Of the baseline's share: an artifact that decodes faster spends a smaller part of its time on it."""
+"""Of the baseline's share: an artifact that decodes faster spends a smaller part of its time on it. Of its
+TPOT: one that reads prompts slowly does, too, and streams all the same."""
 LEAST_SHARE = 0.05
 """Of the baseline: where even it spends less on decoding, a stream cannot be told from a burst."""
 
 
 def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
     """Fail where the artifact's first chunk comes at the end of the request, and the baseline's does not."""
-    bound = f"at least {LEAST_OF_BASELINE:.0%} of the baseline's share of the time after the first chunk"
+    bound = f"at least {LEAST_OF_BASELINE:.0%} of the baseline's time after the first chunk, or of its share"
     known = {
         point.m: (point.artifact.streamed_share, point.baseline.streamed_share)
         for point in curve
@@ -27,7 +29,9 @@ def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
     if not known:
         reason = "the baseline's requests have no time after their first chunk to compare with"
         return CheckResult(NAME, "unknown", "not known", bound, reason)
-    burst = [m for m, shares in known.items() if not is_streamed(*shares)]
+    burst = [
+        point.m for point in curve if not is_streamed(stream_of(point.artifact), stream_of(point.baseline))
+    ]
     lowest = burst[0] if burst else min(known, key=lambda m: known[m][0])
     ours, theirs = known[lowest]
     return CheckResult(
@@ -47,6 +51,24 @@ def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
     )
 
 
-def is_streamed(ours: float | None, theirs: float | None) -> bool:
-    """Of shares of a request's time after its first chunk; True where that cannot be told."""
-    return ours is None or theirs is None or theirs < LEAST_SHARE or ours >= LEAST_OF_BASELINE * theirs
+@dataclass(frozen=True)
+class Stream:
+    """What is known of one side's answers at one M: medians, None where there is none."""
+
+    share: float | None
+    """Of a request's time after its first chunk, 0 to 1."""
+    tpot: float | None
+    """Time per output token after the first, in a unit that both sides share."""
+
+
+def stream_of(figures: ServingFigures) -> Stream:
+    return Stream(figures.streamed_share, figures.tpot_p50_ms)
+
+
+def is_streamed(ours: Stream, theirs: Stream) -> bool:
+    """True where that cannot be told."""
+    if ours.share is None or theirs.share is None or theirs.share < LEAST_SHARE:
+        return True
+    if ours.tpot is not None and theirs.tpot is not None and ours.tpot >= LEAST_OF_BASELINE * theirs.tpot:
+        return True
+    return ours.share >= LEAST_OF_BASELINE * theirs.share

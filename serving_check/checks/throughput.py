@@ -5,11 +5,12 @@ The decision is `statistics.py`; this words it, and names the layer to blame fro
 
 from collections.abc import Mapping, Sequence
 
-from ..statistics import LOOKS, STRONG, WIDEST
+from ..statistics import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
 from ..verdict import CheckResult, CurvePoint, Status
 
 NAME = "throughput"
 HOPELESS_SENTENCE = "So far below the floor that a first look and a second were enough. "
+MORE_REPEATS = "or with more repeats (--max-repeats) or longer ones (--output-len)"
 
 
 def check_throughput(
@@ -18,11 +19,13 @@ def check_throughput(
     diagnoses: Mapping[int, str],
     max_blocks: int,
     broken_off: int | None = None,
+    in_turns: bool = False,
 ) -> CheckResult:
     """Fail where any M is surely below `floor`, pass where every M is surely at or above it.
 
     diagnoses:  for an M that failed, what the layers' own timings say
     broken_off: the M at which a request failed, which ends the measuring
+    in_turns:   whether no two servers were up together
     """
     failed = [point for point in curve if point.status == "fail"]
     open_points = [point for point in curve if point.status == "inconclusive"]
@@ -36,7 +39,7 @@ def check_throughput(
             f"at least {floor:.2f} of the baseline's output tok/s at every M, "
             f"known to within {WIDEST:g}× (95%)"
         ),
-        reason=_reason(curve, floor, diagnoses, max_blocks, broken_off),
+        reason=_reason(curve, floor, diagnoses, max_blocks, broken_off, in_turns),
         figures=_figures(curve),
     )
 
@@ -71,6 +74,7 @@ def _reason(
     diagnoses: Mapping[int, str],
     max_blocks: int,
     broken_off: int | None,
+    in_turns: bool,
 ) -> str:
     failed = [point for point in curve if point.status == "fail"]
     open_points = [point for point in curve if point.status == "inconclusive"]
@@ -91,16 +95,23 @@ def _reason(
             for point in open_points
         )
         blocks = min(max_blocks, max(len(point.log_ratios) for point in open_points))
-        return (
-            f"could not be decided within {blocks} blocks of repeats: {ms}. Validate again on a quieter "
-            "machine, or with more repeats (--max-repeats) or longer ones (--output-len)."
-        )
+        within, remedy = _in_turns(blocks) if in_turns else (f"{blocks} blocks of repeats", MORE_REPEATS)
+        return f"could not be decided within {within}: {ms}. Validate again on a quieter machine, {remedy}."
     if not curve:
         return "no block of repeats was finished"
     widest = max(curve, key=lambda point: _width(point) or 0.0)
     return (
         "every ratio is surely at or above the floor; the widest 95% interval is "
         f"{_width(widest) or 1:.2f}× from limit to limit, at M={widest.m}"
+    )
+
+
+def _in_turns(blocks: int) -> tuple[str, str]:
+    """What was measured on servers that took turns, and what would tell more."""
+    more = " or more repeats (--max-repeats)" if blocks < TURN_LOOKS[-1] * GROUP else ""
+    return (
+        f"{blocks // GROUP} groups of {GROUP} blocks, each on servers that were started anew",
+        f"with longer repeats (--output-len){more}, or where the servers fit side by side (--devices)",
     )
 
 

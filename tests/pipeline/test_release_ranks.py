@@ -1,6 +1,7 @@
 """`pipeline release --devices`: a process a device makes the weights, as `quantize --devices` does."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,12 @@ from scalegate.pipeline import release as stages
 from scalegate.pipeline.quantization import launch
 from scalegate.pipeline.quantization.ranks import OtherRankFailed
 from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.validation.servers import effective_options, sized_options
+from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines.placement import Placement, gpus_here
 from scalegate.serving_check.options import parse
+
+from ..serving_check.gate_samples import sample_verdict
 
 pytestmark = pytest.mark.long
 
@@ -105,3 +110,25 @@ def test_all_is_every_gpu_and_servers_take_as_many_as_they_can_use(monkeypatch: 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(UserError, match="--devices all: there are none here"):
         parse(Placement, field, "all")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked", "stands"),
+    [
+        ({"devices": [0, 1]}, (0, 1), True),
+        ({"devices": [0, 1]}, (0, 1, 2, 3), True),
+        ({"devices": [0, 1]}, (2, 3), False),
+        ({"devices": [0, 1]}, None, False),
+        ({}, (0, 1), False),
+        ({}, None, True),
+    ],
+)
+def test_a_pass_stands_for_the_gpus_that_its_servers_ran_on(
+    recorded: dict[str, list[int]], asked: tuple[int, ...] | None, stands: bool
+):
+    given = stages.Asked(stages.ReleaseOptions(), EngineOptions(), Placement(asked), {})
+    served = effective_options(sized_options({}, given.workload))
+    verdict = sample_verdict({1: 1.0})
+    environment = replace(verdict.environment, engine_options=served | recorded)
+    verdict = replace(verdict, environment=environment)
+    assert stages._changed_options(verdict, given) == ([] if stands else ["devices"])

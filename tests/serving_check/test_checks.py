@@ -18,13 +18,14 @@ from scalegate.serving_check.checks.throughput import check_throughput
 from scalegate.serving_check.curve import curve_point
 from scalegate.serving_check.engines.prometheus_text import parse_metrics
 from scalegate.serving_check.evidence import Loaded
-from scalegate.serving_check.measurement import decoding_together
+from scalegate.serving_check.judge import judge
+from scalegate.serving_check.measurement import MeasuredM, decoding_together
 from scalegate.serving_check.quality_figures import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import SequentialTest, decide
+from scalegate.serving_check.statistics import GROUP, SequentialTest, decide
 from scalegate.serving_check.verdict import overall_status
 
-from .gate_samples import load_result, measured_m, sample_verdict
+from .gate_samples import load_result, measured_m, sample_evidence, sample_verdict
 
 BOUNDS = Bounds()
 SAME = Comparison(8192, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -112,6 +113,21 @@ def test_an_undecided_m_is_never_a_pass():
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
     assert "--max-repeats" in result.reason
+
+
+@pytest.mark.parametrize(("groups", "more_help"), [(4, True), (16, False)])
+def test_an_undecided_m_in_turns_is_told_in_groups_and_with_what_can_help(groups: int, more_help: bool):
+    one = MeasuredM(8)
+    for group in range(groups):
+        one.blocks += measured_m(8, 0.8 if group % 2 else 1.1, GROUP).blocks
+        for block in one.blocks[-GROUP:]:
+            block.restarts = group + 1
+    load = WorkloadSettings((8,), max_blocks=groups * GROUP)
+    checks = judge(sample_evidence({8: 1.0}, measured=(one,)), load, BOUNDS).checks
+    [result] = [check for check in checks if check.name == "throughput"]
+    assert result.status == "inconclusive"
+    assert f"{groups} groups of {GROUP} blocks" in result.reason and "--devices" in result.reason
+    assert ("--max-repeats" in result.reason) == more_help
 
 
 def test_no_curve_is_not_a_pass():

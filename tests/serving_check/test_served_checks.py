@@ -246,7 +246,7 @@ def test_the_longest_gap_is_of_all_streams_together():
 
 
 def test_one_burst_at_the_end_is_not_a_stream_and_is_not_blamed_on_the_queue():
-    burst = changed(measured_m(8, 1.0, ttft=5.0), streamed_share=0.01)
+    burst = changed(measured_m(8, 1.0, ttft=5.0), streamed_share=0.01, tpots=(0.0001,) * 8)
     curve = curve_of([burst], WorkloadSettings((8,)), BOUNDS)
     result = check_streamed(curve)
     assert result.status == "fail" and "one burst at the end, the first chunk after 99%" in result.reason
@@ -254,6 +254,17 @@ def test_one_burst_at_the_end_is_not_a_stream_and_is_not_blamed_on_the_queue():
     assert "nothing is streamed" in reason and "queue" not in reason
     sound = curve_of([measured_m(8, 1.0)], WorkloadSettings((8,)), BOUNDS)
     assert check_streamed(sound).status == "pass"
+
+
+def test_slow_reading_of_prompts_is_not_taken_for_a_burst():
+    slow = changed(
+        measured_m(8, 1.0),
+        streamed_share=0.01,
+        ttfts=lambda repeat: tuple(100 * ttft for ttft in repeat.ttfts),
+    )
+    assert check_streamed(curve_of([slow], WorkloadSettings((8,)), BOUNDS)).status == "pass"
+    result = check_latency([slow], BOUNDS)
+    assert result.status == "fail" and "behind long prefills" in result.reason
 
 
 def test_a_tail_and_a_slow_step_have_causes_of_their_own():
