@@ -36,7 +36,8 @@ def test_a_sound_server_passes(zoo: Zoo):
 
 def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
     """A CPU may read prompts faster in bfloat16 than in INT4, which is not what is asked here."""
-    judgement = zoo.judged(workload=LONG_PROMPTS)
+    # A busy machine takes more than the 11 blocks that the faults get.
+    judgement = zoo.judged(workload=replace(LONG_PROMPTS, max_blocks=48))
     assert next(one.status for one in judgement.checks if one.name == DECODE_THROUGHPUT) == "pass", (
         not_passed(judgement)
     )
