@@ -187,7 +187,7 @@ def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bo
     if ranks.is_first:
         damaged = record.drop_damaged()
         if damaged:
-            _notice(f"{', '.join(damaged)} is not on disk as recorded; making it again", progress)
+            _notice(f"made again, since not on disk as recorded: {', '.join(damaged)}", progress)
         for leftover in folder.rglob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
     return record

@@ -3,6 +3,7 @@
 What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
 
     producer warp     TMA: blocks of keys and of values, a page at a time --> two rings in shared memory
+                      (`prefill_loads.py`)
     two warpgroups    64 rows of queries each, all query heads of a few tokens. The products of block i's keys
                       and of block i - 1's values are issued together; while the tensor cores compute them for
                       one warpgroup, the other one takes its softmax (ping-pong: named barriers pass the turn)
@@ -35,52 +36,23 @@ from ..e4m3_queries import LEAST
 from ..prefill_attention import LOG2_E
 from ..triton_imports import (
     TensorDescriptor,
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     thread_barrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .packed_operand import x_layout
 from .prefill_items import ROWS, Form, Items
+from .prefill_loads import Ring, phase_of, producer_partition, slot_of
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A thread's registers before the producer gives most of its own to the two warpgroups."""
 LEAST_LARGEST = gl.constexpr(LEAST)
 E4M3_SLOTS = 3
 """Of keys and of values, where e4m3 keys leave room and the time for a load is shorter."""
-
-
-@aggregate
-class Ring:
-    """Slots of keys and of values, [slots, block, D], and the same as the boxes that TMA fills; mbarriers
-    that count their bytes, and warpgroups that are done with them."""
-
-    keys: gl.shared_memory_descriptor
-    values: gl.shared_memory_descriptor
-    key_boxes: gl.shared_memory_descriptor
-    value_boxes: gl.shared_memory_descriptor
-    keys_full: gl.shared_memory_descriptor
-    keys_empty: gl.shared_memory_descriptor
-    values_full: gl.shared_memory_descriptor
-    values_empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty
-    ):
-        self.keys = keys
-        self.values = values
-        self.key_boxes = key_boxes
-        self.value_boxes = value_boxes
-        self.keys_full = keys_full
-        self.keys_empty = keys_empty
-        self.values_full = values_full
-        self.values_empty = values_empty
 
 
 @gluon.constexpr_function
@@ -116,67 +88,6 @@ def copy_layout(dim):
     """16 bytes a thread."""
     across = min(dim // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-
-
-@gluon.jit
-def slot_of(turn, T: gl.constexpr):
-    """Of a ring, that block number `turn` of all takes."""
-    return turn & 1 if T.slots == 2 else turn % T.slots
-
-
-@gluon.jit
-def phase_of(turn, T: gl.constexpr):
-    """Of the slot's mbarriers."""
-    return (turn >> 1 if T.slots == 2 else turn // T.slots) & 1
-
-
-@gluon.jit
-def load_block(
-    desc, boxes, full, turn, block, table, item, WIDTH: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
-    """Start loading block number `block` of an item's keys or values into the slot of `turn`."""
-    slot = slot_of(turn, T)
-    bar = full.index(slot)
-    mbarrier.expect(bar, T.block * T.dim * (desc.dtype.primitive_bitwidth // 8))
-    for part in gl.static_range(T.block // T.box):
-        token = (item.first_block + block) * T.block + part * T.box
-        # Behind the end of the context the last page again: those rows are hidden.
-        page = gl.load(table + gl.maximum(gl.minimum(token, item.end - 1), 0) // T.page)
-        row = (page * T.kv_heads + item.kv_head) * T.page + token % T.page
-        for column in gl.static_range(T.dim // WIDTH):
-            box = (slot * (T.dim // WIDTH) + column) * (T.block // T.box) + part
-            tma.async_copy_global_to_shared(desc, [row, column * WIDTH], bar, boxes.index(box))
-
-
-@gluon.jit
-def producer_partition(
-    key_desc, value_desc, ring, key_table, block_table, key_table_stride, table_stride, items,
-    T: gl.constexpr,
-):  # fmt: skip
-    """The one warp that issues the TMA loads; keys a block ahead of values."""
-    turns = items.count * 0
-    for round in range(0, items.rounds()):
-        number = items.number(round)
-        if number < items.count:
-            item = items.item(number, T)
-            key_pages = key_table + item.request.to(gl.int64) * key_table_stride
-            value_pages = block_table + item.request.to(gl.int64) * table_stride
-            for block in range(0, item.num_blocks + 1):
-                turn = turns + block
-                if block < item.num_blocks:
-                    mbarrier.wait(ring.keys_empty.index(slot_of(turn, T)), phase_of(turn, T) ^ 1)
-                    load_block(
-                        key_desc, ring.key_boxes, ring.keys_full, turn, block, key_pages, item,
-                        T.key_width, T,
-                    )  # fmt: skip
-                if block > 0:
-                    before = turn - 1
-                    mbarrier.wait(ring.values_empty.index(slot_of(before, T)), phase_of(before, T) ^ 1)
-                    load_block(
-                        value_desc, ring.value_boxes, ring.values_full, before, block - 1, value_pages, item,
-                        T.value_width, T,
-                    )  # fmt: skip
-            turns += item.num_blocks
 
 
 @gluon.jit

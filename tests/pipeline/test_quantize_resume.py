@@ -151,15 +151,16 @@ def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
     assert bench.differing_files(tmp_path / "whole", out) == []
 
 
-def test_a_finished_shard_that_changed_is_made_again(
-    interrupted: Path, bench, example_checkpoint: Path, tmp_path: Path
+def test_a_finished_shard_that_changed_is_made_again_and_named(
+    interrupted: Path, bench, example_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shard, other) = sorted(interrupted.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     kept = other.stat().st_ino
-    go_on(example_checkpoint, interrupted)
+    quantize(example_checkpoint, RECIPE, interrupted, max_shard_bytes=SHARD_BYTES, progress=True)
+    assert f"made again, since not on disk as recorded: {shard.name}\n" in capsys.readouterr().err
     assert other.stat().st_ino == kept
     go_on(example_checkpoint, tmp_path / "whole")
     assert bench.differing_files(tmp_path / "whole", interrupted) == []

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from scalegate.layouts.errors import UserError
 from scalegate.pipeline import release as stages
+from scalegate.pipeline import release_preview
 from scalegate.pipeline.quantization import launch
 from scalegate.pipeline.quantization.ranks import OtherRankFailed
 from scalegate.pipeline.quantize import quantize
@@ -132,3 +133,23 @@ def test_a_pass_stands_for_the_gpus_that_its_servers_ran_on(
     environment = replace(verdict.environment, engine_options=served | recorded)
     verdict = replace(verdict, environment=environment)
     assert stages._changed_options(verdict, given) == ([] if stands else ["devices"])
+
+
+def test_a_dry_run_looks_at_the_first_gpu_that_is_named(
+    example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str | None] = []
+
+    def stop(*given: object, device: str | None, **options: object):
+        asked.append(device)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(release_preview, "preview", stop)
+    monkeypatch.setattr(stages, "gpu_name", lambda index: "a GPU")
+    monkeypatch.setattr(stages, "placed", lambda device, placement: None)
+    for devices in ((2, 3), None):
+        with pytest.raises(UserError, match="far enough"):
+            release_preview.preview_release(
+                str(example_checkpoint), "nvfp4", f"folder:{tmp_path}/out", work=tmp_path, devices=devices
+            )
+    assert asked == ["cuda:2", None]
