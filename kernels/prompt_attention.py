@@ -5,9 +5,13 @@ on Hopper. Their bits differ, so where these may not depend on a step's size the
 
 A large step reads each page of eight bits many times, and widens it once (`widen_pages.py`). The Hopper
 kernel takes e4m3 keys as they lie, with queries rounded to e4m3 (`e4m3_queries.py`); values it takes widened.
+Where it does not compile, with a Triton that it was not tested with, Triton's takes all steps, and a warning
+says so.
 """
 
+import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 from .decode_attention import compute_capability
 from .hopper.prefill import hopper_prefill
 from .prefill_attention import LARGE, prefill_attention
+from .triton_imports import triton
 from .widen_pages import widen_pages
 
 HEAD_DIMS = (128, 256)
@@ -64,6 +69,30 @@ def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
     )
 
 
+@cache
+def hopper_runs(
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], head_dim: int
+) -> bool:
+    """Whether the Hopper kernel attends over one token here; where it does not, it warns with the reason."""
+    queries, keys, values = dtypes
+    q = torch.zeros(1, 1, head_dim, dtype=queries, device=device)
+    pages = (torch.zeros(1, 1, 64, head_dim, dtype=dtype, device=device) for dtype in (keys, values))
+    block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    tiles = torch.tensor([[0, 1, 0, 0]], dtype=torch.int32, device=device)
+    try:
+        hopper_prefill(q, *pages, block_table, tiles, scale=1.0, out=torch.empty_like(q))
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
+        warnings.warn(
+            f"prompts are read by the slower of two kernels: that for Hopper does not run with Triton "
+            f"{getattr(triton, '__version__', None)}: {reason}",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 def prompt_attention(
     q: Tensor,
     key_pages: Tensor,
@@ -96,12 +125,16 @@ def prompt_attention(
         one_form=one_form,
     )
     capability = compute_capability(q.device)
+
+    def for_hopper(step: Step) -> bool:
+        return hopper_takes(step, capability) and hopper_runs(q.device, step.dtypes, step.head_dim)
+
     key_table = block_table
     if widened is not None:
         pages, block_table = widened
         value_pages = widen_pages(value_pages, pages)
         step = replace(step, dtypes=(q.dtype, key_pages.dtype, value_pages.dtype))
-        if not hopper_takes(step, capability):
+        if not for_hopper(step):
             key_table, key_pages = block_table, widen_pages(key_pages, pages)
             step = replace(step, dtypes=(q.dtype, key_pages.dtype, value_pages.dtype))
         if key_scale is not None and value_scale is not None and step.scale_dims == 3:
@@ -116,7 +149,7 @@ def prompt_attention(
         "value_scale": value_scale,
         "out": out,
     }
-    if hopper_takes(step, capability):
+    if for_hopper(step):
         hopper_prefill(*tensors, key_table=key_table, **options)
     else:
         prefill_attention(*tensors, **options, one_form=one_form)

@@ -25,8 +25,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.runtime.jit import JITFunction, constexpr_function
 
-    # Triton 3.7 renamed it.
-    thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+    from .triton_versions import WHOLE_VIEWS, reinterpret, thread_barrier, tma_load, tma_store
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -60,9 +59,12 @@ except ModuleNotFoundError as error:
     triton = tl = gluon = gl = StandIn()
     fence_async_shared = mma_v2 = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = triton
     tensor_descriptor = TensorDescriptor = aggregate = triton
-    gdc_launch_dependents = gdc_wait = thread_barrier = JITFunction = constexpr_function = triton
+    gdc_launch_dependents = gdc_wait = JITFunction = constexpr_function = triton
+    reinterpret = thread_barrier = tma_load = tma_store = triton
+    WHOLE_VIEWS = False
 
 __all__ = [
+    "WHOLE_VIEWS",
     "JITFunction",
     "TensorDescriptor",
     "aggregate",
@@ -74,10 +76,13 @@ __all__ = [
     "gluon",
     "mbarrier",
     "mma_v2",
+    "reinterpret",
     "tensor_descriptor",
     "thread_barrier",
     "tl",
     "tma",
+    "tma_load",
+    "tma_store",
     "triton",
     "warpgroup_mma",
     "warpgroup_mma_wait",

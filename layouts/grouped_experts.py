@@ -21,6 +21,7 @@ from .layout import PackedWeight, Problem, Serves
 from .numerics import NUMERICS
 from .routing import Routing
 from .swap_ab import refuses_groups
+from .trial import trial_refusal
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
@@ -61,7 +62,8 @@ class GroupedInt4:
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((Int4,), DTYPES).refuses(problem)
-        return refusal or refuses_groups(int4_of(problem).group_size)
+        refusal = refusal or refuses_groups(int4_of(problem).group_size)
+        return refusal or trial_refusal(self, problem)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         # One expert at a time: the codes a byte each are four times as large as the rest together.
@@ -112,7 +114,8 @@ class GroupedNVFP4:
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((NVFP4,), (torch.bfloat16,)).refuses(problem)
-        return refusal or problem.spec.refuses(problem.n, problem.k)
+        refusal = refusal or problem.spec.refuses(problem.n, problem.k)
+        return refusal or trial_refusal(self, problem)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         # One expert at a time: the codes a byte each are four times as large as the rest together.

@@ -18,6 +18,7 @@ from ..kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
 from .formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 from .numerics import NUMERICS, Numerics
+from .trial import trial_refusal
 
 HOPPER = (9, 0)
 
@@ -67,7 +68,7 @@ class HopperLayout:
         refusal = serves.refuses(problem) or packing.refuses(problem)
         if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
             return "is written for compute capability 9.0 (Hopper)"
-        return refusal
+        return refusal or trial_refusal(self, problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         tensors, attributes = self.packing.pack(weight, dtype)

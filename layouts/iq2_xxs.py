@@ -19,6 +19,7 @@ from .formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
 from .formats.weight_format import Weight
 from .hopper import HOPPER
 from .layout import PackedWeight, Problem, Serves
+from .trial import trial_refusal
 
 MAX_DECODED_ROWS = 512
 SERVES = Serves((IQ2XXS,), "cuda", (torch.bfloat16, torch.float16), capability=HOPPER)
@@ -33,7 +34,7 @@ class IQ2XXSLayout:
         refusal = SERVES.refuses(problem)
         if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
             return "is written for compute capability 9.0 (Hopper)"
-        return refusal
+        return refusal or trial_refusal(self, problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         if not isinstance(weight, IQ2XXSWeight):

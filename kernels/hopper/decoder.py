@@ -50,7 +50,7 @@ class Decoder(ABC):
                                                 4: a tuple of 2 * SLICES tensors [row / 16, r, t, v, h],
                                                 number 2 i + u
         read_sum_scales(slot, CHUNK, t, smem)   [BN, 1], only where `scales_sums` is true
-        fill_table(memory, table, t)            by the consumer warps, only where `table_bytes` is not 0
+        fill_table(memory, table, t, smem)      by the consumer warps, only where `table_bytes` is not 0
 
     Without `load_words` and `load_scales` a format has no batch-invariant kernel.
 

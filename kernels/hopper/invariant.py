@@ -35,6 +35,7 @@ from ..triton_imports import (
     mbarrier,
     thread_barrier,
     tma,
+    tma_store,
     triton,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -90,7 +91,9 @@ class Work:
 def load_stage(ring, work, slot, stage, pred, WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, t):
     """Start loading stage number `stage` of K into a slot of the ring."""
     if WEIGHTS:
-        count: gl.constexpr = stage_bytes(ring.words.shape, ring.scales.shape, ring.x.shape)
+        count: gl.constexpr = stage_bytes(
+            ring.words_desc.block_shape, ring.scale_desc.block_shape, ring.x_desc.block_shape
+        )
         mbarrier.expect(ring.full.index(slot), count, pred=pred)
         ring.load_weights(slot, stage, work.tile_n, pred, t)
     if ACTIVATIONS:
@@ -207,7 +210,7 @@ def store_y(sums, output, first_row, first_column, t):
         output.staging.permute((1, 0)).store(sums)
         fence_async_shared()
         thread_barrier()
-        tma.async_copy_shared_to_global(output.y_desc, [first_row, first_column], output.staging)
+        tma_store(output.y_desc, [first_row, first_column], output.staging)
         tma.store_wait(0)
     else:
         N = output.N
@@ -269,7 +272,7 @@ def invariant_kernel(
     ], [1], [24])  # fmt: skip
 
     gdc_wait()
-    staging = x_ring.index(0) if t.BN == 64 else x_ring._reinterpret(t.DTYPE, [t.BM, t.BN], x_ring.layout)
+    staging = gl.allocate_shared_memory(t.DTYPE, [t.BM, t.BN], x_desc.layout)
     output = Output(y, y_desc, staging, M, N, factor, TMA_STORE)
     if splits == 1:
         store_y(sums, output, tile_m * t.BM, tile_n * t.BN, t)

@@ -8,12 +8,11 @@ A tile of 64 rows and 64 columns is 2 KB, 512 words; a lane's four words lie sid
 Not for what the codes in a word mean.
 """
 
-from ..triton_imports import gl, gluon
+from ..triton_imports import gl, gluon, reinterpret
 from .ptx import load_shared_v4
 
 WORD_ROWS = 8
 PLAIN_5D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
-PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.constexpr_function
@@ -45,6 +44,5 @@ def read_words(slot, lane, TILE: gl.constexpr, t, smem):
 def load_words(words_smem, TILE: gl.constexpr, t):
     """The words of one tile of a stage; BN=128 only of stages of one tile."""
     spread: gl.constexpr = words_register_layout(t.BN)
-    flat = words_smem._reinterpret(gl.int32, [words_smem.shape[0] * words_smem.shape[1] * 64], PLAIN_1D)
-    words = flat.slice(TILE * 512, t.BN * 8)._reinterpret(gl.int32, [t.BN // 16, 8, 4, 2, 2], PLAIN_5D)
-    return words.load(spread)
+    tiles: gl.constexpr = [words_smem.shape[0] * words_smem.shape[1] // (t.BN // 8), t.BN // 16, 8, 4, 2, 2]
+    return reinterpret(words_smem, gl.int32, tiles, PLAIN_5D).index(TILE).load(spread)

@@ -40,6 +40,7 @@ from ..triton_imports import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     thread_barrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -215,9 +216,9 @@ def e4m3_rows(rows):
 
 
 @gluon.jit
-def e4m3_view(query, T: gl.constexpr):
+def e4m3_view(queries, WHICH: gl.constexpr, T: gl.constexpr):
     """The first half of a warpgroup's place for queries, as e4m3 ones lie there."""
-    return query._reinterpret(gl.float8e4nv, [ROWS, T.dim], T.key_layout)
+    return reinterpret(queries, gl.float8e4nv, [4, ROWS, T.dim], T.key_layout).index(2 * WHICH)
 
 
 @gluon.jit
@@ -229,7 +230,6 @@ def consumer_partition(
     if WHICH == 1:
         pass_turn(0)
     turns = items.count * 0
-    query = queries.index(WHICH)
     following = load_queries(q, items, 0, WHICH, T)
     for round in range(0, items.rounds()):
         number = items.number(round)
@@ -238,15 +238,15 @@ def consumer_partition(
             factor = scale_log2
             if T.e4m3_keys:
                 codes, scale = e4m3_rows(following)
-                e4m3_view(query, T).store(codes)
+                e4m3_view(queries, WHICH, T).store(codes)
                 factor = scale_log2 * gl.convert_layout(scale, gl.SliceLayout(1, score_layout(T)))
             else:
-                query.store(following.to(T.dtype))
+                queries.index(WHICH).store(following.to(T.dtype))
             fence_async_shared()
             thread_barrier()
             if item.num_blocks > 0:
                 attend_item(
-                    out, query, ring, key_scale, value_scale, sinks, factor, softcap, turns, item,
+                    out, queries, ring, key_scale, value_scale, sinks, factor, softcap, turns, item,
                     items.window, WHICH, T,
                 )  # fmt: skip
             turns += item.num_blocks
@@ -255,7 +255,7 @@ def consumer_partition(
 
 @gluon.jit
 def attend_item(
-    out, query, ring, key_scale, value_scale, sinks, factor, softcap, turns, item, window,
+    out, queries, ring, key_scale, value_scale, sinks, factor, softcap, turns, item, window,
     WHICH: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """An item's blocks, the first of which is number `turns` of the rings'."""
@@ -273,9 +273,9 @@ def attend_item(
         largest = sink.to(gl.float32) * 1.4426950408889634
         total += 1.0
 
-    operand = query
+    operand = queries.index(WHICH)
     if T.e4m3_keys:
-        operand = e4m3_view(query, T)
+        operand = e4m3_view(queries, WHICH, T)
     zeros = gl.full([ROWS, T.block], 0.0, gl.float32, score_layout(T))
     mbarrier.wait(ring.keys_full.index(slot_of(turns, T)), phase_of(turns, T))
     key = ring.keys.index(slot_of(turns, T)).permute((1, 0))
@@ -314,7 +314,8 @@ def attend_item(
     if value_scale is not None:
         inverse *= gl.load(value_scale + item.kv_head)
     # The queries' place serves to write whole rows.
-    staging = query._reinterpret(out.dtype.element_ty, [ROWS, T.dim], query.layout)
+    out_dtype: gl.constexpr = out.dtype.element_ty
+    staging = reinterpret(queries, out_dtype, [2, ROWS, T.dim], queries.layout).index(WHICH)
     staging.store((sums * inverse[:, None]).to(out.dtype.element_ty))
     thread_barrier()
     # Worked out again, since they would take registers all the while.
@@ -350,8 +351,8 @@ def hopper_prefill_kernel(
         mbarrier.init(values_empty.index(slot), count=2)
     ring = Ring(
         keys, values,
-        keys._reinterpret(T.key_dtype, key_boxes, T.key_layout),
-        values._reinterpret(T.dtype, value_boxes, layout),
+        reinterpret(keys, T.key_dtype, key_boxes, T.key_layout),
+        reinterpret(values, T.dtype, value_boxes, layout),
         keys_full, keys_empty, values_full, values_empty,
     )  # fmt: skip
     gl.warp_specialize([

@@ -4,7 +4,7 @@ The pages that a block table names lie anywhere, so a block of keys takes a load
 touches, and for each group of columns that fit one load. Not for what is computed of them.
 """
 
-from ..triton_imports import aggregate, gl, gluon, mbarrier, tma
+from ..triton_imports import aggregate, gl, gluon, mbarrier, tma_load
 
 
 @aggregate
@@ -62,7 +62,7 @@ def load_block(
         row = (page * T.kv_heads + item.kv_head) * T.page + token % T.page
         for column in gl.static_range(T.dim // WIDTH):
             box = (slot * (T.dim // WIDTH) + column) * (T.block // T.box) + part
-            tma.async_copy_global_to_shared(desc, [row, column * WIDTH], bar, boxes.index(box))
+            tma_load(desc, [row, column * WIDTH], bar, boxes.index(box))
 
 
 @gluon.jit

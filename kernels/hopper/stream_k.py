@@ -44,6 +44,7 @@ from ..triton_imports import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     thread_barrier,
     triton,
 )
@@ -64,8 +65,8 @@ from .ptx import init_mbarriers, mbarrier_arrive, mbarrier_expect, mbarrier_wait
 from .reorder_x import REORDERING_WARPS, reordering_partition
 from .tail_prefetch import MAX_TAILS, add_tail, prefetch_tail, send_tail, signal_tails
 from .tile import HopperTile
-from .tma_loads import Ring, activation_bytes, full_bytes, ring_shape
-from .traits import Smem, Traits, iter_stages
+from .tma_loads import Ring, activation_bytes, full_bytes
+from .traits import Slots, Smem, Traits, iter_stages, slots_of
 
 OFFSETS_ROWS = gl.constexpr(128)
 """Rows of x in a tile from which on CTAs may have start offsets, which cost 0.05 us to work out."""
@@ -187,12 +188,15 @@ def load_stage(
 ):
     """Start loading stage `k` of a tile into a slot of the ring."""
     if WEIGHTS:
-        count: gl.constexpr = full_bytes(ring.words.shape, ring.scales.shape, ring.x.shape, t.REORDER_X)
+        count: gl.constexpr = full_bytes(
+            ring.words_desc.block_shape, ring.scale_desc.block_shape, ring.x_desc.block_shape, t.REORDER_X
+        )
         mbarrier_expect(slot * 8 + k * 0, k * 0 + pred, smem.FULL, count)
         ring.load_weights(slot, k, tile_n, pred, t)
     if ACTIVATIONS:
         if t.REORDER_X:
-            mbarrier_expect(slot * 8 + k * 0, k * 0 + pred, smem.X_FULL, activation_bytes(ring.x.shape))
+            count_x: gl.constexpr = activation_bytes(ring.x_desc.block_shape)
+            mbarrier_expect(slot * 8 + k * 0, k * 0 + pred, smem.X_FULL, count_x)
         ring.load_activations(slot, k, tile_m, pred, t)
 
 
@@ -236,7 +240,7 @@ def producer_partition(ring, exchange, work, TAILS: gl.constexpr, t, smem):
 def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.constexpr, t, smem):
     """The warpgroups that decode and multiply: main loop and epilogue of each tile, or part of one."""
     if smem.X > 0:
-        t.DECODER.fill_table(memory, table, t)
+        t.DECODER.fill_table(memory, table, t, smem)
         thread_barrier()
     lane, row = lane_offsets(t)
     tile_n = work.tile_n
@@ -329,17 +333,12 @@ def stream_k_kernel(
         tile_n, tile_m, begin * t.ITER_STAGES, k_begin, stages, iters_per_tile * t.ITER_STAGES, tiles_m
     )
 
-    memory = gl.allocate_shared_memory(gl.int8, [smem.FULL // 1024 + 1, 1024], FLAT_BYTES)
-    x_ring = memory.index(smem.X // 1024)._reinterpret(
-        t.DTYPE, [t.STAGES, t.BM, t.K_TILES * 64], x_desc.layout
-    )
-    words_ring = memory.index(smem.WORDS // 1024)._reinterpret(
-        gl.int32, ring_shape(t.STAGES, words_desc.block_shape), words_desc.layout
-    )
-    scale_ring = memory.index(smem.SCALES // 1024)._reinterpret(
-        gl.int32, ring_shape(t.STAGES, scale_desc.block_shape), scale_desc.layout
-    )
-    full = memory.index(smem.FULL // 1024)._reinterpret(gl.int64, [128, 1], mbarrier.MBarrierLayout())
+    memory = gl.allocate_shared_memory(gl.int8, [smem.TOTAL // 1024, 1024], FLAT_BYTES)
+    x_ring = slots_of(memory, x_desc, smem.X, smem)
+    words_ring = slots_of(memory, words_desc, smem.WORDS, smem)
+    scale_ring = slots_of(memory, scale_desc, smem.SCALES, smem)
+    mbarriers = reinterpret(memory, gl.int64, [smem.TOTAL // 8, 1], mbarrier.MBarrierLayout())
+    full = Slots(mbarriers, smem.FULL // 8)
     ring = Ring(x_desc, words_desc, scale_desc, words_ring, scale_ring, x_ring, full)
     init_mbarriers(M, t, smem, MAX_TAILS if TAILS else 0, REORDERING_WARPS if t.REORDER_X else 0)
     thread_barrier()

@@ -12,7 +12,8 @@ it in ways of their own.
 
 import math
 
-from ..triton_imports import aggregate, gl, gluon, tensor_descriptor, tma
+from ..triton_imports import aggregate, gl, gluon, tensor_descriptor, tma_load
+from .traits import Slots
 
 
 @aggregate
@@ -22,10 +23,10 @@ class Ring:
     x_desc: tensor_descriptor
     words_desc: tensor_descriptor
     scale_desc: tensor_descriptor
-    words: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    x: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    words: gl.shared_memory_descriptor | Slots
+    scales: gl.shared_memory_descriptor | Slots
+    x: gl.shared_memory_descriptor | Slots
+    full: gl.shared_memory_descriptor | Slots
 
     @gluon.constexpr_function
     def __init__(self, x_desc, words_desc, scale_desc, words, scales, x, full):
@@ -40,40 +41,41 @@ class Ring:
     @gluon.jit
     def load_weights(self, slot, k_stage, tile_n, pred, t):
         """Start loading the words and scales of stage `k_stage` of K into a slot."""
-        words_from = [tile_n * self.words.shape[1], k_stage * self.words.shape[2], 0]
+        block: gl.constexpr = self.words_desc.block_shape
+        words_from = [tile_n * block[0], k_stage * block[1], 0]
         bar = self.full.index(slot)
-        tma.async_copy_global_to_shared(self.words_desc, words_from, bar, self.words.index(slot), pred=pred)
+        tma_load(self.words_desc, words_from, bar, self.words.index(slot), pred=pred)
         scales_from = t.DECODER.scale_corner(k_stage, tile_n, t)
-        tma.async_copy_global_to_shared(self.scale_desc, scales_from, bar, self.scales.index(slot), pred=pred)
+        tma_load(self.scale_desc, scales_from, bar, self.scales.index(slot), pred=pred)
 
     @gluon.jit
     def load_activations(self, slot, k_stage, tile_m, pred, t):
         """Start loading the activations of stage `k_stage` of K into a slot."""
-        row = tile_m * self.x.shape[1]
+        row = tile_m * t.BM
         column = k_stage * (t.K_TILES * 64)
         if t.PLANES == 2:
             # The weight has its planes one behind the other along K, and x is there once.
             column = gl.where(column < self.x_desc.shape[1], column, column - self.x_desc.shape[1])
         bar = self.full.index(slot + t.X_BARRIER)
-        tma.async_copy_global_to_shared(self.x_desc, [row, column], bar, self.x.index(slot), pred=pred)
+        tma_load(self.x_desc, [row, column], bar, self.x.index(slot), pred=pred)
 
 
 @gluon.constexpr_function
-def activation_bytes(x_ring):
-    """Bytes of x that arrive in a slot, by the shape of its ring."""
-    return 2 * math.prod(x_ring[1:])
+def activation_bytes(x_block):
+    """Bytes of x that arrive in a slot."""
+    return 2 * math.prod(x_block)
 
 
 @gluon.constexpr_function
-def stage_bytes(words_ring, scale_ring, x_ring):
-    """All bytes that arrive in a slot, by the shapes of the three rings."""
-    return 4 * math.prod(words_ring[1:]) + 4 * math.prod(scale_ring[1:]) + activation_bytes(x_ring)
+def stage_bytes(words_block, scale_block, x_block):
+    """All bytes that arrive in a slot."""
+    return 4 * math.prod(words_block) + 4 * math.prod(scale_block) + activation_bytes(x_block)
 
 
 @gluon.constexpr_function
-def full_bytes(words_ring, scale_ring, x_ring, x_apart):
+def full_bytes(words_block, scale_block, x_block, x_apart):
     """Those that the mbarrier of a full stage counts: x's too, unless these arrive at one of their own."""
-    return stage_bytes(words_ring, scale_ring, x_ring) - (activation_bytes(x_ring) if x_apart else 0)
+    return stage_bytes(words_block, scale_block, x_block) - (activation_bytes(x_block) if x_apart else 0)
 
 
 @gluon.constexpr_function

@@ -6,7 +6,7 @@ and passed down, so that no device function repeats them. They hold no run-time 
 
 import math
 
-from ..triton_imports import aggregate, gl, gluon
+from ..triton_imports import WHOLE_VIEWS, aggregate, gl, gluon, reinterpret
 
 
 @gluon.constexpr_function
@@ -16,9 +16,13 @@ def iter_stages(k_tiles, slices):
 
 
 @gluon.constexpr_function
-def words_of(block_shape):
-    """32-bit words in a block."""
+def numbers_in(block_shape):
     return math.prod(block_shape)
+
+
+@gluon.constexpr_function
+def round_up(number, unit):
+    return -(-number // unit) * unit
 
 
 @aggregate
@@ -73,7 +77,9 @@ class Traits:
 
 @aggregate
 class Smem:
-    """Byte offsets into the stream-K kernel's one allocation, each a multiple of 1024 but for the mbarriers'.
+    """Byte offsets into the stream-K kernel's one allocation.
+
+    Each ring begins at a multiple of its slots' bytes (`Slots`), and of 1024.
 
     0          table        the decoder's, if it has one
     X          x            STAGES * [BM, K_TILES * 64] of 16 bits
@@ -83,6 +89,7 @@ class Smem:
     EMPTY      mbarriers    all warps are done with a stage
     SENT       mbarriers    a tail's partial sums are stored (`tail_prefetch.py`)
     X_FULL     mbarriers    a stage's x has arrived, where that is counted by itself, else FULL
+    TOTAL                   with WHOLE_VIEWS a multiple of everything that is viewed in it
     """
 
     X: gl.constexpr
@@ -94,15 +101,16 @@ class Smem:
     EMPTY: gl.constexpr
     SENT: gl.constexpr
     X_FULL: gl.constexpr
+    TOTAL: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, t, words_block, scale_block):
-        bm, stages, k_tiles = t.BM.value, t.STAGES.value, t.K_TILES.value
-        word_bytes, scale_bytes = words_of(words_block) * 4, words_of(scale_block) * 4
+        stages, x_bytes = t.STAGES.value, t.BM.value * t.K_TILES.value * 128
+        word_bytes, scale_bytes = numbers_in(words_block) * 4, numbers_in(scale_block) * 4
         x = t.DECODER.value.table_bytes
-        words = x + stages * bm * k_tiles * 128
-        scales = words + (stages * word_bytes + 1023) // 1024 * 1024
-        full = scales + (stages * scale_bytes + 1023) // 1024 * 1024
+        words = round_up(x + stages * x_bytes, max(1024, word_bytes))
+        scales = round_up(words + stages * word_bytes, max(1024, scale_bytes))
+        full = round_up(scales + stages * scale_bytes, 1024)
         self.X = gl.constexpr(x)
         self.WORDS = gl.constexpr(words)
         self.WORD_BYTES = gl.constexpr(word_bytes)
@@ -112,3 +120,36 @@ class Smem:
         self.EMPTY = gl.constexpr(full + 128)
         self.SENT = gl.constexpr(full + 256)
         self.X_FULL = gl.constexpr(full + 8 * t.X_BARRIER.value)
+        # All are powers of two, and a table's blocks no larger than x's.
+        unit = max(1024, x_bytes, word_bytes, scale_bytes) if WHOLE_VIEWS else 1024
+        self.TOTAL = gl.constexpr(round_up(full + 1024, unit))
+
+
+@aggregate
+class Slots:
+    """A ring in the stream-K kernel's one allocation: its slot i is block FIRST + i of a view of all of it.
+
+    A view of the ring alone would have to begin at its first slot and be larger than that, which Triton 3.8
+    and 3.9 refuse.
+    """
+
+    view: gl.shared_memory_descriptor
+    FIRST: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, view, first):
+        self.view = view
+        self.FIRST = gl.constexpr(first)
+
+    @gluon.jit
+    def index(self, slot):
+        return self.view.index(slot + self.FIRST)
+
+
+@gluon.jit
+def slots_of(memory, desc, OFFSET: gl.constexpr, smem):
+    """The ring of `desc`'s blocks that begins at byte OFFSET, a multiple of a block's bytes."""
+    block_bytes: gl.constexpr = numbers_in(desc.block_shape) * (desc.dtype.primitive_bitwidth // 8)
+    gl.static_assert(OFFSET % block_bytes == 0)
+    view = reinterpret(memory, desc.dtype, [smem.TOTAL // block_bytes] + desc.block_shape, desc.layout)  # noqa: RUF005
+    return Slots(view, OFFSET // block_bytes)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from ..hopper import nibbles
 from ..hopper.decoder import Decoder
-from ..hopper.nibbles import PLAIN_1D, words_offset, words_register_layout
+from ..hopper.nibbles import words_offset, words_register_layout
 from ..hopper.ptx import load_shared, load_shared_pair, ptx
 from ..hopper.tile import HopperTile
-from ..triton_imports import gl, gluon
+from ..triton_imports import gl, gluon, reinterpret
 
 PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 MAX_SCALED_SUM_ROWS = 32
@@ -162,11 +162,10 @@ def read_sum_scales(slot, CHUNK: gl.constexpr, t, smem):
 def load_scales(scale_smem, TILE: gl.constexpr, t):
     """`read_scales` for the batch-invariant kernel."""
     GROUP: gl.constexpr = t.DECODER.group_size
-    flat = scale_smem._reinterpret(gl.int32, [scale_smem.shape[0] * t.BN], PLAIN_1D)
+    by_group = reinterpret(scale_smem, gl.int32, [scale_smem.shape[0], t.BN // 16, 2, 8], PLAIN_3D)
     scales = ()
     for group in gl.static_range(groups_in_tile(GROUP)):
-        row = flat.slice(((TILE * 64) // GROUP + group) * t.BN, t.BN)
-        by_row = row._reinterpret(gl.int32, [t.BN // 16, 2, 8], PLAIN_3D).permute((0, 2, 1))
+        by_row = by_group.index((TILE * 64) // GROUP + group).permute((0, 2, 1))
         scale_words = by_row.load(gl.SliceLayout(2, gl.SliceLayout(3, words_register_layout(t.BN))))
         first, second = split_scale_word(scale_words, t)
         first = gl.expand_dims(gl.expand_dims(first, 2), 3)

@@ -17,9 +17,11 @@ from ..hopper.decoder import Decoder
 from ..hopper.ptx import load_shared_v2, ptx
 from ..hopper.row_pair_scales import read_scale_words, scale_block, scale_corner, scale_offset
 from ..hopper.tile import HopperTile
-from ..triton_imports import gl, gluon
+from ..triton_imports import WHOLE_VIEWS, gl, gluon, reinterpret
 from .lookup import DECLARATIONS, TABLE_BYTES, fill_table, load_lines, sign_lines
 
+TABLE_ROWS = gl.constexpr(32 if WHOLE_VIEWS else 256)
+"""Entries of the codebook in a block of it: few where all memory has to be a multiple of that."""
 TABLE_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -101,9 +103,10 @@ def read_scales(slot, row, TILE: gl.constexpr, t, smem):
 
 
 @gluon.jit
-def fill(memory, codebook, t):
-    table = memory.index(0)._reinterpret(gl.int32, [256, 32], TABLE_2D)
-    fill_table(table, codebook, t.BN // 16)
+def fill(memory, codebook, t, smem):
+    blocks: gl.constexpr = [smem.TOTAL // (TABLE_ROWS * 128), TABLE_ROWS, 32]
+    table = reinterpret(memory, gl.int32, blocks, TABLE_2D)
+    fill_table(table, codebook, TABLE_ROWS, t.BN // 16)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,14 @@ def sign_lines(out, word, below, pair):
 
 
 @gluon.jit
-def fill_table(table, codebook, WARPS: gl.constexpr):
+def fill_table(table, codebook, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Copy the codebook [256, 8], 16-bit numbers seen as int32 [256, 4], eight times to shared memory.
 
-    table: int32 [256, 32] at its start
+    table: int32 [256 / ROWS or more, ROWS, 32] at its start
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    entry = gl.arange(0, 256, gl.SliceLayout(1, layout))
+    entry = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     word = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    table.store(gl.load(codebook + entry[:, None] * 4 + word[None, :] % 4))
+    for block in gl.static_range(256 // ROWS):
+        first = codebook + block * ROWS * 4
+        table.index(block).store(gl.load(first + entry[:, None] * 4 + word[None, :] % 4))

@@ -221,8 +221,8 @@ def iq2_xxs_one_row_kernel(
     steps = gl.cdiv(K // 256, WK * SPLITS)
     programs = gl.num_programs(0)
     program = gl.program_id(0)
-    table = gl.allocate_shared_memory(gl.int32, [256, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    fill_table(table, codebook, WN * WK)
+    table = gl.allocate_shared_memory(gl.int32, [1, 256, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    fill_table(table, codebook, 256, WN * WK)
     gdc_wait()
 
     queue = ()

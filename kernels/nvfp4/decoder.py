@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from ..hopper import nibbles
 from ..hopper.decoder import Decoder
-from ..hopper.nibbles import PLAIN_1D, words_offset, words_register_layout
+from ..hopper.nibbles import words_offset, words_register_layout
 from ..hopper.ptx import ptx
 from ..hopper.row_pair_scales import read_scale_words, scale_block, scale_corner, scale_offset
 from ..hopper.tile import HopperTile
-from ..triton_imports import gl, gluon
+from ..triton_imports import gl, gluon, reinterpret
 from .instructions import code_lines, scale_lines
 
 PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -102,8 +102,8 @@ def read_scales(slot, row, TILE: gl.constexpr, t, smem):
 def load_scales(scale_smem, TILE: gl.constexpr, t):
     """`read_scales` for the batch-invariant kernel; BN=128 only of stages of one tile."""
     spread: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words_register_layout(t.BN)))
-    flat = scale_smem._reinterpret(gl.int32, [scale_smem.shape[0] * scale_smem.shape[1] * 64], PLAIN_1D)
-    both = flat.slice(TILE * 64, t.BN)._reinterpret(gl.int32, [t.BN // 16, 8, 2], PLAIN_3D).load(spread)
+    tiles: gl.constexpr = [scale_smem.shape[0] * scale_smem.shape[1] * 64 // t.BN, t.BN // 16, 8, 2]
+    both = reinterpret(scale_smem, gl.int32, tiles, PLAIN_3D).index(TILE).load(spread)
     a, b = gl.split(both)
     return spread_over_tile(a, spread), spread_over_tile(b, spread)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BENCH = Path(__file__).parent
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--import-mode=importlib"]
+PYTEST += ["--durations=12"]
 PYTEST += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
 SHOWN_LINES = 12
 GREEDY = "greedy"
@@ -49,7 +50,7 @@ class Part:
 def tests(name: str, chosen: list[str], shares: int) -> list[Part]:
     """Tests dealt to so many processes, since most of their time is compiling on one core."""
     return [
-        Part(f"{name}:{share}", [*PYTEST, *chosen, "--share", f"{share}/{shares}"], 200, times=False)
+        Part(f"{name}:{share}", [*PYTEST, *chosen, "--share", f"{share}/{shares}"], 400, times=False)
         for share in range(1, shares + 1)
     ]
 
@@ -69,7 +70,7 @@ INT8 = ["--format", "int8", "--layouts", "int8_swap_ab,int8_swap_ab_invariant,gp
 NVFP4 = ["--format", "nvfp4", "--layouts", "nvfp4_swap_ab,nvfp4_swap_ab_invariant,humming"]
 IN_MEMORY = ["--folder", "/dev/shm"]
 PARTS = [
-    *tests("tests", marked_gpu(), 10),
+    *tests("tests", marked_gpu(), 14),
     Part("tests-alone", [*PYTEST, *marked_gpu(alone=True)], 90),
     *tests("tests-kernels", [str(ROOT / "tests" / "kernels" / "interpreted")], 2),
     bench(

@@ -11,8 +11,11 @@ from scalegate.kernels.hopper import invariant, stream_k
 from scalegate.kernels.hopper.decoder import Decoder
 from scalegate.kernels.hopper.packed_operand import plain_layout, x_layout
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
+ASSEMBLER = get_ptxas(90).path
+"""Triton's own for this GPU: another may not know the PTX that it writes."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -77,7 +80,7 @@ def disassembled(kernel, tmp_path: Path) -> list[str]:
 def assembler_notes(kernel, tmp_path: Path) -> str:
     source = tmp_path / "kernel.ptx"
     source.write_text(kernel.asm["ptx"])
-    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", os.devnull]
+    command = [ASSEMBLER, "-v", "--gpu-name=sm_90a", source, "-o", os.devnull]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

@@ -1,7 +1,6 @@
 """What the compiler makes of the experts' kernels, with no GPU: instructions a weight, no spills."""
 
 import functools
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,13 +10,13 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+from hopper_compiler import TOOLS, assembler_notes
 from scalegate.kernels.experts import gated, int4, nvfp4, one_token, packed, routing, unquantized
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_versions import bound
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BUCKETS = range(len(BLOCK_ROWS))
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|F2FP)\b")
 WGMMA_FROM = 16
@@ -94,13 +93,6 @@ def disassembled(kernel, tmp_path: Path) -> list[tuple[int, str]]:
     cubin.write_bytes(kernel.asm["cubin"])
     text = subprocess.run([TOOLS / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True)
     return [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text.stdout)]
-
-
-def assembler_notes(kernel, tmp_path: Path) -> str:
-    source = tmp_path / "kernel.ptx"
-    source.write_text(kernel.asm["ptx"])
-    command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", os.devnull]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def loop_of(instructions: list[tuple[int, str]]) -> list[str]:

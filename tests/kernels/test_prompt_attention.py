@@ -58,8 +58,9 @@ def test_other_gpus_keep_the_other_one(capability: tuple[int, int]):
 class Called:
     """Stands for both kernels, widening and the GPU, and keeps what a kernel was given."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hopper_runs: bool = True):
         monkeypatch.setattr(prompt_attention, "compute_capability", lambda device: HOPPER)
+        monkeypatch.setattr(prompt_attention, "hopper_runs", lambda *of: hopper_runs)
         monkeypatch.setattr(prompt_attention, "widen_pages", lambda stored, pages: stored[pages].half())
         for name in ("hopper_prefill", "prefill_attention"):
             monkeypatch.setattr(prompt_attention, name, self.kernel(name))
@@ -94,6 +95,30 @@ def test_keys_of_e4m3_stay_where_they_lie_and_values_are_widened(monkeypatch: py
     assert called.keys.dtype == E4M3 and len(called.keys) == 6
     assert called.values.dtype == FP16 and called.values[:, 0, 0, 0].tolist() == [5, 3]
     assert called.options["key_table"].tolist() == [[5, 3]] and called.table.tolist() == [[0, 1]]
+
+
+def test_where_the_kernel_for_hopper_does_not_run_the_other_one_takes_its_steps(monkeypatch):
+    called = Called(monkeypatch, hopper_runs=False)
+    called.attend(E4M3, (2,), one_form=False)
+    assert called.name == "prefill_attention" and not called.options["one_form"]
+    assert called.keys.dtype == called.values.dtype == FP16
+
+
+def test_that_it_does_not_run_is_said_once_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    def does_not_compile(*tensors, **options):
+        raise RuntimeError("at 41:13:\nresult shared-memory footprint exceeds the source view\n")
+
+    monkeypatch.setattr(prompt_attention, "hopper_prefill", does_not_compile)
+    asked = torch.device("cpu"), (BF16, BF16, BF16), 256
+    prompt_attention.hopper_runs.cache_clear()
+    with pytest.warns(UserWarning, match="RuntimeError: result shared-memory footprint exceeds"):
+        assert not prompt_attention.hopper_runs(*asked)
+    assert not prompt_attention.hopper_runs(*asked)
+    monkeypatch.setattr(prompt_attention, "hopper_prefill", lambda *tensors, **options: None)
+    assert not prompt_attention.hopper_runs(*asked), "it is tried once"
+    prompt_attention.hopper_runs.cache_clear()
+    assert prompt_attention.hopper_runs(*asked)
+    prompt_attention.hopper_runs.cache_clear()
 
 
 def test_where_bits_are_kept_keys_and_values_are_widened(monkeypatch: pytest.MonkeyPatch):

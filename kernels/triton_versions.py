@@ -1,0 +1,30 @@
+"""What Triton 3.6 to 3.9 call by different names; no other file asks which Triton there is.
+
+| here             | 3.6, 3.7                          | 3.8                | 3.9               |
+|------------------|-----------------------------------|--------------------|-------------------|
+| `thread_barrier` | `gl.thread_barrier`, `gl.barrier` | `gl.barrier`       | `gl.barrier`      |
+| `reinterpret`    | `memory._reinterpret`             | `._reinterpret`    | `.reinterpret`    |
+| `tma_load`       | `tma.async_copy_global_to_shared` | `tma.async_load`   | `tma.async_load`  |
+| `tma_store`      | `tma.async_copy_shared_to_global` | `tma.async_store`  | `tma.async_store` |
+| `WHOLE_VIEWS`    | no                                | yes                | no                |
+
+Imported by `triton_imports.py` alone, where Triton is installed.
+"""
+
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+def first_of(owner: object, *names: str) -> object:
+    """The first attribute that `owner` has."""
+    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+
+
+thread_barrier = first_of(gl, "barrier", "thread_barrier")
+tma_load = first_of(tma, "async_load", "async_copy_global_to_shared")
+tma_store = first_of(tma, "async_store", "async_copy_shared_to_global")
+reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+"""Called as `reinterpret(memory, dtype, shape, layout)`: a view of an allocation, or of a part of one that
+`index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
+WHOLE_VIEWS = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 8)

@@ -1,0 +1,65 @@
+"""Whether a layout's kernel compiles and multiplies here, tried once in a process on a small weight.
+
+A Triton other than those that `kernels/` was tested with may not compile a kernel of ours. Its layout then
+refuses with the compiler's words, and the next one serves. Not for how fast a kernel is, nor how exact
+(`measure.py`).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .layout import AnyLayout, Experts, ExpertsLayout, Problem
+from .plan import kernel_versions
+from .routing import Routing
+
+SMALL_N, SMALL_K = 256, 512
+REASONS: dict[tuple[str, torch.dtype], str] = {}
+"""By layout and dtype why it does not run here, empty where it does: all shapes and all parameters of a
+format are compiled from one source."""
+
+
+def trial_refusal(layout: AnyLayout, problem: Problem) -> str | None:
+    """None where the layout multiplies one row by a small weight of the problem's format, else why not."""
+    if problem.device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    tried = layout.name, problem.dtype
+    if tried not in REASONS:
+        REASONS[tried] = failure(layout, small(problem))
+    return REASONS[tried] or None
+
+
+def small(problem: Problem) -> Problem:
+    """The same problem with two experts, if any, and in a small shape, if its format takes that."""
+    experts = None if problem.experts is None else Experts(count=2, top_k=1)
+    problem = replace(problem, experts=experts)
+    if problem.spec.refuses(SMALL_N, SMALL_K) is None:
+        problem = replace(problem, n=SMALL_N, k=SMALL_K)
+    return problem
+
+
+def failure(layout: AnyLayout, problem: Problem) -> str:
+    """Why one row is not multiplied, in a line; empty where it is."""
+    try:
+        multiply_one_row(layout, problem)
+        if problem.device.type == "cuda":
+            torch.cuda.synchronize(problem.device)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+        return f"does not run with Triton {kernel_versions().get('triton', '(not installed)')}: {reason}"
+    return ""
+
+
+def multiply_one_row(layout: AnyLayout, problem: Problem) -> Tensor:
+    """Random weights, and zeros by them."""
+    x = torch.zeros(1, problem.k, dtype=problem.dtype, device=problem.device)
+    if isinstance(layout, ExpertsLayout):
+        count = problem.experts.count if problem.experts else 1
+        weights = [problem.spec.random(problem.n, problem.k, problem.device) for _ in range(count)]
+        expert = torch.zeros(1, 1, dtype=torch.int32, device=problem.device)
+        packed = layout.pack_experts(weights, problem.dtype)
+        return layout.grouped_matmul(x, packed, Routing.of(expert, count, problem.numerics))
+    weight = problem.spec.random(problem.n, problem.k, problem.device)
+    return layout.matmul(x, layout.pack(weight, problem.dtype))
