@@ -8,9 +8,12 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 # Torch for CUDA pins the Triton that it was built with. A CPU build brings none: this is what kernels were tuned on.
 TRITON := triton==3.6.0; platform_system == 'Linux'
+TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Triton decides as it is imported whether kernels are interpreted.
+INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: install example tutorial docs test lint types style clean
+.PHONY: install example tutorial docs test test-all lint types style clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
@@ -32,8 +35,16 @@ tutorial: install
 docs: install
 	$(BIN)/mkdocs build --strict
 
+# What CI runs first, and what the README names.
 test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(TWO_PROCESSES)
+	$(INTERPRETED) -m "not gpu and not exhaustive" $(TWO_PROCESSES)
+	$(BIN)/pytest -m "alone and not gpu and not exhaustive"
+
+# All that a machine with no GPU can run: every fault, shape and form.
+test-all: install lint types
+	$(BIN)/pytest -m "not gpu and not alone" $(TWO_PROCESSES)
+	$(INTERPRETED) -m "not gpu" $(TWO_PROCESSES)
 	$(BIN)/pytest -m "alone and not gpu"
 
 lint: install

@@ -13,28 +13,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", default="1/1", metavar="I/N", help="every Nth test function, from the Ith on")
     parser.addoption("--all-faults", action="store_true", help="every fault of tests/zoo, not the quick ones")
     parser.addoption("--zoo-runs", type=int, default=1, help="how often each fault of tests/zoo is tried")
 
 
-@pytest.hookimpl(trylast=True)  # a share of what `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out where there is no GPU; `pytest -m gpu` on a machine with one runs them.
 
-    What is marked `long` comes first: of two processes neither is then left with it when the other is done. All
-    cases of a function are one share's, since they mostly compile the same kernels.
+    What is marked `long` comes first: of two processes neither is then left with it when the other is done.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    share, shares = map(int, config.getoption("share").split("/"))
-    has_gpu = torch.cuda.is_available()
-    able = [item for item in items if has_gpu or not item.get_closest_marker("gpu")]
-    functions = list(dict.fromkeys(item.nodeid.partition("[")[0] for item in able))
-    dealt = set(functions[share - 1 :: shares])
-    kept = [item for item in able if item.nodeid.partition("[")[0] in dealt]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
+    if not torch.cuda.is_available():
+        needing = [item for item in items if item.get_closest_marker("gpu")]
+        if needing:
+            config.hook.pytest_deselected(items=needing)
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -39,20 +39,17 @@ class Part:
     """Whether it must run alone."""
 
     @property
-    def subject(self) -> str:
-        return self.name.partition(":")[0]
-
-    @property
     def is_bench(self) -> bool:
         return self.arguments[0] != "-m"
 
 
-def tests(name: str, chosen: list[str], shares: int) -> list[Part]:
-    """Tests dealt to so many processes, since most of their time is compiling on one core."""
-    return [
-        Part(f"{name}:{share}", [*PYTEST, *chosen, "--share", f"{share}/{shares}"], 400, times=False)
-        for share in range(1, shares + 1)
-    ]
+def tests(name: str, chosen: list[str], processes: int, limit: int) -> Part:
+    """Tests in so many processes, since most of their time is compiling on one core.
+
+    Each begins with a run of neighbours, which mostly share kernels, and takes others' tests when it is done.
+    """
+    dealt = ["--numprocesses", str(processes), "--dist", "worksteal"]
+    return Part(name, [*PYTEST, *dealt, *chosen], limit, times=False)
 
 
 def marked_gpu(alone: bool = False) -> list[str]:
@@ -70,9 +67,9 @@ INT8 = ["--format", "int8", "--layouts", "int8_swap_ab,int8_swap_ab_invariant,gp
 NVFP4 = ["--format", "nvfp4", "--layouts", "nvfp4_swap_ab,nvfp4_swap_ab_invariant,humming"]
 IN_MEMORY = ["--folder", "/dev/shm"]
 PARTS = [
-    *tests("tests", marked_gpu(), 14),
+    tests("tests", marked_gpu(), 13, limit=400),
     Part("tests-alone", [*PYTEST, *marked_gpu(alone=True)], 90),
-    *tests("tests-kernels", [str(ROOT / "tests" / "kernels" / "interpreted")], 2),
+    tests("tests-kernels", [str(ROOT / "tests" / "kernels" / "interpreted")], 3, limit=400),
     bench(
         "soak", 300, "soak.py", str(ROOT / "examples" / "qwen3-pycode-5m"),
         "--device", "cuda", "--rate", "120", "--kv-cache-tokens", "30000", times=False,
@@ -112,12 +109,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=list(dict.fromkeys(part.subject for part in PARTS)))
+    parser.add_argument("--only", nargs="+", choices=list(dict.fromkeys(part.name for part in PARTS)))
     parser.add_argument("--checkpoint", type=Path, help="for the greedy part")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if options.only is None or part.subject in options.only]
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
     ends = time.monotonic() + options.seconds
     outcomes: dict[str, str] = {}
     together = [part for part in parts if not part.times]
@@ -134,7 +131,7 @@ def main() -> None:
 
 
 def log_of(part: Part, out: Path) -> Path:
-    return out / f"{part.name.replace(':', '-')}.log"
+    return out / f"{part.name}.log"
 
 
 def run(group: list[Part], options: argparse.Namespace, ends: float) -> list[tuple[Part, str]]:

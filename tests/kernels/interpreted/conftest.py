@@ -1,7 +1,7 @@
 """These tests run on a GPU, or in a process of their own under TRITON_INTERPRET=1, and nowhere else.
 
-Triton decides when it is imported whether kernels are interpreted, so `test_interpreted.py` beside this
-folder starts that process, and everybody else's tests keep the Triton that users have.
+Triton decides when it is imported whether kernels are interpreted, so the Makefile gives these tests a run of
+their own, and everybody else's tests keep the Triton that users have.
 """
 
 import os
