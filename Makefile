@@ -41,11 +41,11 @@ test: install lint types
 	$(INTERPRETED) -m "not gpu and not exhaustive" $(TWO_PROCESSES)
 	$(BIN)/pytest -m "alone and not gpu and not exhaustive"
 
-# All that a machine with no GPU can run: every fault, shape and form.
-test-all: install lint types
-	$(BIN)/pytest -m "not gpu and not alone" $(TWO_PROCESSES)
-	$(INTERPRETED) -m "not gpu" $(TWO_PROCESSES)
-	$(BIN)/pytest -m "alone and not gpu"
+# And then all else that a machine with no GPU can run: every fault, shape and form.
+test-all: test
+	$(BIN)/pytest -m "exhaustive and not gpu and not alone" $(TWO_PROCESSES)
+	$(INTERPRETED) -m "exhaustive and not gpu" $(TWO_PROCESSES)
+	$(BIN)/pytest -m "exhaustive and alone and not gpu"
 
 lint: install
 	$(BIN)/ruff check .
