@@ -13,7 +13,7 @@ TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: install example tutorial docs test test-all lint types style clean
+.PHONY: install example tutorial docs test test-all compile-tests lint types style clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
@@ -47,6 +47,10 @@ test-all: test
 	$(INTERPRETED) -m "exhaustive and not gpu" $(TWO_PROCESSES)
 	$(BIN)/pytest -m "exhaustive and alone and not gpu"
 
+# Every kernel by each Triton that is supported; each is installed into .tritons/, once.
+compile-tests: install
+	PYTHON=$(BIN)/python tests/kernels/on_each_triton.sh $(TRITONS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,4 +65,4 @@ style: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) release whole-way site build *.egg-info
+	rm -rf $(VENV) .tritons release whole-way site build *.egg-info

@@ -11,6 +11,11 @@
 Imported by `triton_imports.py` alone, where Triton is installed.
 """
 
+import os
+
+# From 3.9 on Triton warns that 3.10 will not fuse products and sums by itself; our kernels were tested fused.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
