@@ -42,7 +42,7 @@ BUCKETS = {
 """By the rows of x that a bucket reaches up to."""
 TILE_128X64 = Tile(128, 64, 2, 5, 1, 168, 1)
 TILE_128X128 = Tile(128, 128, 2, 5, 1, 168, 1)
-TILE_256X64 = Tile(256, 64, 1, 6, 1, 232, 1) if WHOLE_VIEWS else Tile(256, 64, 2, 3, 1, 232, 1)
+TILE_256X64 = Tile(256, 64, 1, 6, 4, 232, 1) if WHOLE_VIEWS else Tile(256, 64, 2, 3, 1, 232, 1)
 """Where all memory has to be a multiple of a stage's x, its stages are smaller."""
 TILE_256X128 = Tile(256, 128, 1, 6, 4, 168, 1)
 BUCKET_TILES = tuple(dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.data_parallel, b.stream_k)))

@@ -84,6 +84,11 @@ def assembler_notes(kernel, tmp_path: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def spilled(notes: str) -> int:
+    """Bytes that are stored and loaded again, of the assembler's notes."""
+    return sum(map(int, re.findall(r"(\d+) bytes spill", notes)))
+
+
 def name_of(tile) -> str:
     kernel = type(tile).__module__.rpartition(".")[2]
     return f"{kernel}-{tile.m}x{tile.n}-{tile.ctas_per_sm}"

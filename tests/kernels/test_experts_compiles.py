@@ -19,13 +19,15 @@ from triton_versions import bound
 
 BUCKETS = range(len(BLOCK_ROWS))
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|F2FP)\b")
-WGMMA_FROM = 16
+WGMMA_FROM = bound(16, 16, 8, 8)
 """Rows of a block; for fewer Triton takes mma.sync."""
 SPILLING = 5
 """The bucket whose INT4 tile may spill: on an H200 four warps that do beat eight that do not by 17%."""
-MOST_INSTRUCTIONS = {8: 3.3, 16: 3.1, 32: 3.4, 64: 3.6, 128: 4.9}
-"""Of the INT4 loop a weight, by rows of a block, groups of 128."""
-NVFP4_MOST_INSTRUCTIONS = {8: 3.1, 16: 3.1, 32: 3.3, 64: 3.6, 128: 4.3}
+MOST_INSTRUCTIONS = {8: bound(3.3, 3.3, 3.3, 3.6), 16: bound(3.1, 3.1, 3.1, 3.2), 32: 3.4, 64: 3.6, 128: 4.9}
+"""Of the INT4 loop a weight, by rows of a block, groups of 128. 3.9 spends more on addresses."""
+NVFP4_MOST_INSTRUCTIONS = {
+    8: bound(3.1, 3.1, 3.3, 3.7), 16: bound(3.1, 3.1, 3.1, 3.2), 32: 3.3, 64: 3.6, 128: 4.3,
+}  # fmt: skip
 DIVISIBLE = ("N", "K", "x_stride", "rows", "expert_stride", "n_stride", "inner")
 REGISTERS = 65536
 """Of an SM."""
@@ -183,8 +185,9 @@ def test_words_reach_their_registers_by_pairs_of_columns_and_nothing_is_rearrang
         layout = re.search(r"tensor<\d+x16xi32, (#\w+)>", line)[1]
         definition = re.search(rf"^{layout} = (.*)$", ttgir, re.MULTILINE)[1]
         assert "register = [[0, 1], " in definition
-    # Of the sums alone, for their way out.
-    assert len([line for line in ttgir.split("lop3.b32")[-1].splitlines() if "convert_layout" in line]) == 1
+    # Of the sums alone, for their way out; from 3.8 on of where they go, too.
+    last = ttgir.split("lop3.b32")[-1].splitlines()
+    assert 1 <= len([line for line in last if "convert_layout" in line]) <= bound(1, 1, 4, 4)
 
 
 @pytest.mark.parametrize(("bucket", "capability"), [(1, 80), (3, 80), (5, 80), (5, 89), (1, 100), (5, 100)])
@@ -284,10 +287,11 @@ def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_the
         words, products = places(instructions, r"LDG\.E\.EF\.128"), places(instructions, "HMMA")
         assert len(words) == 2 * steps
         assert max(words) < min(products)
-        # Besides decoding: addresses, x by way of shared memory, scales, and the sums of warps.
-        assert len(instructions) <= 72 * steps + bound(550, 624)
-        assert len(places(instructions, r"BAR\.SYNC")) <= bound(5, 24)
-        assert len(places(instructions, "STS")) <= bound(16, 34)
+        # Besides decoding: addresses, x by way of shared memory, scales, and the sums of warps, which travel in
+        # more steps from 3.7 on.
+        assert len(instructions) <= 72 * steps + bound(550, 624, 624, 624)
+        assert len(places(instructions, r"BAR\.SYNC")) <= bound(5, 24, 24, 24)
+        assert len(places(instructions, "STS")) <= bound(16, 34, 46, 46)
 
 
 @pytest.mark.parametrize("half", [False, True])

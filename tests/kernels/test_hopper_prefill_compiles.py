@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import assembler_notes, disassembled
+from hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.kernels.e4m3_queries import LEAST
 from scalegate.kernels.hopper.packed_operand import x_layout
 from scalegate.kernels.hopper.prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
@@ -73,16 +73,11 @@ def loops_over_blocks(instructions: list[str]) -> list[list[str]]:
     return loops
 
 
-def spilled(notes: str) -> int:
-    """Bytes stored and loaded again."""
-    return sum(map(int, re.findall(r"(\d+) bytes spill", notes)))
-
-
 @EVERY
 def test_nothing_is_spilled_or_serialized_and_it_fits_an_sm(dim: int, options: dict, tmp_path):
     kernel = compiled(dim, **options)
     notes = assembler_notes(kernel, tmp_path)
-    assert spilled(notes) <= bound(0, 36) and "serialized" not in notes
+    assert spilled(notes) <= bound(0, 36, 72, 80) and "serialized" not in notes
     assert kernel.metadata.shared <= 227 * 1024
 
 

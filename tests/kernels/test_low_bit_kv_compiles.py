@@ -142,15 +142,15 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
     assert operations["I2F"] == 0 and operations["I2FP"] <= sums + 4, operations
     if name.startswith("kvarn"):
         assert 64 <= operations["IMMA"] < 72, operations
-        # Addresses that a split needs when it ends, after its loop over pages.
-        assert spilled(kernel, tmp_path) <= SPILLED_BY_SPLIT + bound(0, 104)
-        assert spills_in_shortest_loop(kernel, tmp_path, 64) <= bound(0, 11)
+        # Addresses that a split needs when it ends, after its loop over pages; from 3.7 on some in it, too.
+        assert spilled(kernel, tmp_path) <= SPILLED_BY_SPLIT + bound(0, 104, 632, 488)
+        assert spills_in_shortest_loop(kernel, tmp_path, 64) <= bound(0, 11, 64, 76)
     else:
         assert spilled(kernel, tmp_path) <= SPILLED_OUTSIDE_LOOPS
         # Codes and scales go as they were loaded to the threads that multiply them; not queries and results.
         assert operations["STS"] + operations["STSM"] <= 48, operations
     # Nothing but page numbers and queries waits for memory: what belongs to a page is in flight ahead.
-    queries = bound(16, 19) if name == "nvfp4" else 0
+    queries = bound(16, 19, 19, 19) if name == "nvfp4" else 0
     assert operations["LDGSTS"] > operations["LDG"] - queries
 
 

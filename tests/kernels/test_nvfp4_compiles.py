@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from hopper_compiler import assembler_notes, compiled, disassembled, loop_instructions, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.kernels.nvfp4.decoder import NVFP4Decoder
+from triton_versions import bound
 
 DECODER = NVFP4Decoder(half=False)
 INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in tiles]
@@ -44,4 +45,4 @@ def test_decoding_leaves_issue_slots_at_the_bandwidth_of_the_memory(tile, tmp_pa
     loop = loop_instructions(disassembled(compiled(tile, DECODER, factor=True), tmp_path))
     products = sum("HGMMA" in text for text in loop)
     assert products == 4 * tile.k_tiles * (2 if tile.k_tiles * 4 == tile.slices else 1)
-    assert len(loop) <= MOST_INSTRUCTIONS[tile.m] * WEIGHTS_A_PRODUCT * products
+    assert len(loop) <= MOST_INSTRUCTIONS[tile.m] * WEIGHTS_A_PRODUCT * products + bound(0, 0, 0, 4)
