@@ -65,7 +65,7 @@ def test_it_is_decoded_without_conversions_or_spills_and_fits_an_sm(tile, odd_ro
     assert len(products) >= 4
     assert not [text for text in instructions[products[0] : products[-1]] if UNWANTED.search(text)]
     notes = assembler_notes(kernel, tmp_path)
-    # Storing odd rows of y may take registers from the stack, behind the products; 3.9 takes some in any case.
+    # Storing odd rows of y may take registers from the stack, behind the products; 3.9 takes a few anyway.
     assert odd_rows or spilled(notes) <= bound(0, 0, 0, 24)
     assert "serialized" not in notes
     assert tile.ctas_per_sm * (kernel.metadata.shared + 1024) <= 228 * 1024

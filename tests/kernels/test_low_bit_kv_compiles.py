@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import assembler_notes, disassembled
+from hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.kernels.low_bit_kv import (
     flush,
     flush_pages,
@@ -102,11 +102,6 @@ def operations_of(kernel, tmp_path: Path) -> Counter[str]:
     return Counter(re.sub(r"^@!?U?P\w+ ", "", line).split()[0].split(".")[0] for line in lines)
 
 
-def spilled(kernel, tmp_path: Path) -> int:
-    """Bytes."""
-    return sum(map(int, re.findall(r"(\d+) bytes spill", assembler_notes(kernel, tmp_path))))
-
-
 def spills_in_shortest_loop(kernel, tmp_path: Path, products: int) -> int:
     """Loads and stores of spilled registers in the shortest loop that has so many products at least."""
     lines = disassembled(kernel, tmp_path)
@@ -143,10 +138,10 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
     if name.startswith("kvarn"):
         assert 64 <= operations["IMMA"] < 72, operations
         # Addresses that a split needs when it ends, after its loop over pages; from 3.7 on some in it, too.
-        assert spilled(kernel, tmp_path) <= SPILLED_BY_SPLIT + bound(0, 104, 632, 488)
+        assert spilled(assembler_notes(kernel, tmp_path)) <= SPILLED_BY_SPLIT + bound(0, 104, 632, 488)
         assert spills_in_shortest_loop(kernel, tmp_path, 64) <= bound(0, 11, 64, 76)
     else:
-        assert spilled(kernel, tmp_path) <= SPILLED_OUTSIDE_LOOPS
+        assert spilled(assembler_notes(kernel, tmp_path)) <= SPILLED_OUTSIDE_LOOPS
         # Codes and scales go as they were loaded to the threads that multiply them; not queries and results.
         assert operations["STS"] + operations["STSM"] <= 48, operations
     # Nothing but page numbers and queries waits for memory: what belongs to a page is in flight ahead.
@@ -184,7 +179,10 @@ def test_programs_that_write_pages_share_a_multiprocessor(name: str, raw: str, t
     assert 2 * (kernel.metadata.shared + 1024) <= SHARED and 2 * 32 * 8 * launched["maxnreg"] <= REGISTERS
     operations = operations_of(kernel, tmp_path)
     # Of them 16 rotate.
-    assert operations["HMMA"] >= 192 + 16 and spilled(kernel, tmp_path) <= 2 * SPILLED_OUTSIDE_LOOPS
+    assert (
+        operations["HMMA"] >= 192 + 16
+        and spilled(assembler_notes(kernel, tmp_path)) <= 2 * SPILLED_OUTSIDE_LOOPS
+    )
     # A program runs half of it, since it writes keys or values.
     assert operations.total() < 5500, operations
 
