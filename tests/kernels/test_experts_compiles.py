@@ -287,8 +287,8 @@ def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_the
         words, products = places(instructions, r"LDG\.E\.EF\.128"), places(instructions, "HMMA")
         assert len(words) == 2 * steps
         assert max(words) < min(products)
-        # Besides decoding: addresses, x by way of shared memory, scales, and the sums of warps, which from 3.7
-        # on travel in more steps.
+        # Besides decoding: addresses, x by way of shared memory, scales, and the sums of warps, which from
+        # 3.7 on travel in more steps.
         assert len(instructions) <= 72 * steps + bound(550, 624, 624, 624)
         assert len(places(instructions, r"BAR\.SYNC")) <= bound(5, 24, 24, 24)
         assert len(places(instructions, "STS")) <= bound(16, 34, 46, 46)
