@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+SEED ?= default
 BIN := $(VENV)/bin
 # The suite starts some hundred processes, which would all compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -10,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TRITON := triton==3.6.0; platform_system == 'Linux'
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: install example tutorial docs test lint types style clean
+.PHONY: install example tutorial docs test test-random lint types style clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
@@ -33,8 +34,12 @@ docs: install
 	$(BIN)/mkdocs build --strict
 
 test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m "alone and not gpu"
+	$(BIN)/pytest -m "not gpu and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ORDER)
+	$(BIN)/pytest -m "alone and not gpu" $(ORDER)
+
+# The suite in a random order. Pytest prints the seed first: `make test-random SEED=7` repeats an order.
+test-random: ORDER := -p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED)
+test-random: test
 
 lint: install
 	$(BIN)/ruff check .
