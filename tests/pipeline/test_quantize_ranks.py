@@ -14,7 +14,7 @@ from scalegate.pipeline.quantization import launch
 from scalegate.pipeline.quantization.ranks import OtherRankFailed, Ranks
 from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.server.fork_server import start_process
-from scalegate.tests.pipeline import forked_rank
+from scalegate.tests.pipeline import forked_quantize
 from torch.distributed import HashStore, TCPStore
 
 OPTIONS = {"max_shard_bytes": 300_000, "device": "cpu", "progress": False}
@@ -46,7 +46,7 @@ def in_processes(count: int, *words: Path | str, killed: int | None = None) -> l
     for rank in range(count):
         environment = common | {"RANK": str(rank)}
         arguments = (environment, words, OPTIONS, rank == killed)
-        ranks.append(start_process(forked_rank.quantize_as_rank, *arguments, name=f"rank {rank}"))
+        ranks.append(start_process(forked_quantize.quantize_as_rank, *arguments, name=f"rank {rank}"))
     children = [child for _, child in ranks]
     while all(child.is_alive() for child in children):
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""One of the processes that `test_quantize_ranks.py` quantizes with: a fork imports its function by name."""
+"""What processes that quantize run, in tests and in `tests/bench/resume.py`: a fork imports it by name."""
 
 import os
 import signal
@@ -9,6 +9,10 @@ from typing import Any
 
 from scalegate.pipeline.quantization import write_shards
 from scalegate.pipeline.quantize import quantize
+
+
+def quantize_alone(connection: Connection, source: Path, options: dict[str, Any]) -> None:
+    quantize(source, **options)
 
 
 def quantize_as_rank(
