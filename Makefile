@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+SEED ?= default
 BIN := $(VENV)/bin
 # The suite starts some hundred processes, which would all compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,7 +14,7 @@ TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: install example tutorial docs test test-all compile-tests lint types style clean
+.PHONY: install example tutorial docs test test-all test-random compile-tests lint types style clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
@@ -37,15 +38,19 @@ docs: install
 
 # What CI runs first, and what the README names.
 test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(TWO_PROCESSES)
-	$(INTERPRETED) -m "not gpu and not exhaustive" $(TWO_PROCESSES)
-	$(BIN)/pytest -m "alone and not gpu and not exhaustive"
+	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(TWO_PROCESSES) $(ORDER)
+	$(INTERPRETED) -m "not gpu and not exhaustive" $(TWO_PROCESSES) $(ORDER)
+	$(BIN)/pytest -m "alone and not gpu and not exhaustive" $(ORDER)
 
 # And then all else that a machine with no GPU can run: every fault, shape and form.
 test-all: test
 	$(BIN)/pytest -m "exhaustive and not gpu and not alone" $(TWO_PROCESSES)
 	$(INTERPRETED) -m "exhaustive and not gpu" $(TWO_PROCESSES)
 	$(BIN)/pytest -m "exhaustive and alone and not gpu"
+
+# In a random order. Pytest prints the seed first: `make test-random SEED=7` repeats an order.
+test-random: ORDER := -p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED)
+test-random: test
 
 # Every kernel by each Triton that is supported; each is installed into .tritons/, once.
 compile-tests: install

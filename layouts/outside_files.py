@@ -84,19 +84,25 @@ def parse_json(raw: bytes | str, where: str, *, advice: str = "", infinity: bool
     raise UserError(f"{where} is not valid JSON: {why}{_then(advice)}")
 
 
-def parse_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES) -> Any:
-    """The YAML value `text`, read with `loader`. yaml.YAMLError for wrong syntax, UserError for the rest.
+def parse_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES, *, advice: str = "") -> Any:
+    """The YAML value `text`, read with `loader`; UserError names `where` it stands.
 
     Aliases are refused, for a few lines of them stand for gigabytes.
     """
-    refuse_heavy_yaml(text, where, loader, limit)
     try:
+        refuse_heavy_yaml(text, where, loader, limit)
         value = yaml.load(text, Loader=loader)
-    except yaml.YAMLError:
+    except UserError:
         raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        why = error.problem or error.context
+        raise UserError(f"{where}{place}: not valid YAML: {why}{_then(advice)}") from error
     except Exception as error:
         # PyYAML raises whatever a strange date, number or tag happens to break.
-        raise UserError(f"{where}: not valid YAML: {error}") from error
+        why = " ".join(str(error).split())
+        raise UserError(f"{where}: not valid YAML: {why}{_then(advice)}") from error
     _refuse_strange_numbers(value, where)
     return value
 

@@ -175,17 +175,8 @@ class _Reader:
         self.path = path
 
     def recipe(self, text: str) -> Recipe:
-        try:
-            value = parse_yaml(text, str(self.path), yaml.SafeLoader, MAX_RECIPE_BYTES)
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            raise UserError(
-                f"{self.path}{where}: not valid YAML: {error.problem or error.context}"
-            ) from error
-        except yaml.YAMLError as error:
-            raise UserError(f"{self.path}: not valid YAML: {error}") from error
+        value = parse_yaml(text, str(self.path), yaml.SafeLoader, MAX_RECIPE_BYTES)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{self.path}: a recipe is a mapping of keys to values, such as `format: int4`")
         chosen = self._format(value.get("format", DEFAULT_SPEC.name), _line_of(node, "format"))

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from ...layouts.errors import UserError
 from ...layouts.outside_files import parse_yaml, read_outside
 from ...layouts.outside_names import require_file
 
@@ -31,17 +32,17 @@ CARRIED_FIELDS = (
 
 
 def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
-    """The carried fields of `folder/README.md`'s front matter; empty where there is no usable one.
+    """The carried fields of `folder/README.md`'s front matter; empty where there is none.
 
-    UserError where it is a bomb, or the file is no file.
+    UserError where it cannot be read: the artifact's card would lose the base's licence without a word.
     """
     path = folder / CARD_NAME
     if not path.exists():
         return {}
     try:
         text = read_outside(require_file(folder, CARD_NAME), MAX_CARD_BYTES).decode("utf-8")
-    except UnicodeDecodeError:
-        return {}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
     return carried(_front_matter(text, str(path)))
 
 
@@ -68,9 +69,8 @@ def _front_matter(text: str, where: str) -> dict[str, Any]:
     end = next((i for i, line in enumerate(lines[1:], start=1) if line.strip() == "---"), None)
     if end is None:
         return {}
-    try:
-        # BaseLoader keeps `no` (Norwegian) and `1.0` the strings they were written as.
-        value = parse_yaml("\n".join(lines[1:end]), where, LOADER)
-    except yaml.YAMLError:
-        return {}
+    # The empty line stands for the first `---`: errors count lines as the file does.
+    text = "\n".join(["", *lines[1:end]])
+    # BaseLoader keeps `no` (Norwegian) and `1.0` the strings they were written as.
+    value = parse_yaml(text, where, LOADER, advice="correct the front matter, or remove it")
     return value if isinstance(value, dict) else {}

@@ -11,31 +11,25 @@ Each kill is a SIGKILL at a random moment of the work, the start-up excluded; th
 
 import argparse
 import json
-import multiprocessing
 import random
 import tempfile
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from scalegate.pipeline.quantize import quantize
+from scalegate.serving_check.server.fork_server import Process, fork_server, start_process
+from scalegate.tests.pipeline.forked_quantize import quantize_alone
 
 CALIBRATION = ".scalegate-calibration"
+IMPORTED = ("scalegate.pipeline.quantize", "transformers.models.qwen3.modeling_qwen3")
 
 
-def start(source: Path, asked: dict, out: Path) -> BaseProcess:
-    """Begin a quantize in a process of its own, forked from a server that has done the imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["scalegate.pipeline.quantize", "transformers.models.qwen3.modeling_qwen3"]
-    )
+def start(source: Path, asked: dict, out: Path) -> Process:
+    """Begin a quantize in a process of its own: a fork of one that has done the imports, in `fork_server`."""
     options = {"out": out, "device": "cpu", "progress": False, **asked}
-    child = context.Process(target=quantize, args=(source,), kwargs=options)
-    child.start()
-    return child
+    return start_process(quantize_alone, source, options, name="quantize")[1]
 
 
-def finish(child: BaseProcess) -> None:
+def finish(child: Process) -> None:
     child.join()
     if child.exitcode:
         raise SystemExit(f"quantize failed with status {child.exitcode}")
@@ -130,7 +124,7 @@ def main() -> None:
     arguments = parser.parse_args()
     asked = {"recipe": arguments.recipe, "max_shard_bytes": arguments.shard_bytes}
     asked |= {"calibration": arguments.calibration} if arguments.calibration else {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, fork_server(IMPORTED):
         result = kill_and_resume(arguments.checkpoint, asked, arguments.kills, arguments.seed, Path(folder))
     result["holds"] = not result["differing"] and not result["redone"]
     print(json.dumps(result, indent=2))

@@ -1,7 +1,5 @@
 """Quantizing in several processes: the same bytes for any number of them, and one that fails ends all."""
 
-import multiprocessing
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +13,8 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.quantization import launch
 from scalegate.pipeline.quantization.ranks import OtherRankFailed, Ranks
 from scalegate.pipeline.quantize import quantize
+from scalegate.serving_check.server.fork_server import start_process
+from scalegate.tests.pipeline import forked_quantize
 from torch.distributed import HashStore, TCPStore
 
 OPTIONS = {"max_shard_bytes": 300_000, "device": "cpu", "progress": False}
@@ -32,32 +32,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-ONE_RANK = """
-import os, signal
-from scalegate.pipeline.quantization import write_shards
-from scalegate.pipeline.quantize import quantize
-
-os.environ.update(environment)
-carry_out, wrote = write_shards._carry_out, set()
-
-def until_killed(job, task, known, writer):
-    wrote.add(writer.path)
-    if is_killed and len(wrote) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return carry_out(job, task, known, writer)
-
-write_shards._carry_out = until_killed
-quantize(*words, **options)
-"""
-
-
 def in_processes(count: int, *words: Path | str, killed: int | None = None) -> list[int | None]:
-    """Their exit codes, those of torchrun's environment, from a server that has done the imports."""
+    """Their exit codes; they have torchrun's environment, and are forks of one that has done the imports."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["scalegate.pipeline.quantize", "transformers.models.qwen3.modeling_qwen3"]
-    )
     common = {
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
@@ -65,20 +42,13 @@ def in_processes(count: int, *words: Path | str, killed: int | None = None) -> l
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    script = Path(words[-1]).with_suffix(".py")
-    script.write_text(ONE_RANK)
-    children = []
+    ranks = []
     for rank in range(count):
-        given = {
-            "environment": common | {"RANK": str(rank)},
-            "is_killed": rank == killed,
-            "words": words,
-            "options": OPTIONS,
-        }
-        children.append(context.Process(target=runpy.run_path, args=(str(script), given)))
-    for child in children:
-        child.start()
-    while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
+        environment = common | {"RANK": str(rank)}
+        arguments = (environment, words, OPTIONS, rank == killed)
+        ranks.append(start_process(forked_quantize.quantize_as_rank, *arguments, name=f"rank {rank}"))
+    children = [child for _, child in ranks]
+    while all(child.is_alive() for child in children):
         time.sleep(0.02)
     for child in children:
         if killed is not None:

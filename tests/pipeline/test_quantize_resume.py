@@ -1,6 +1,5 @@
 """Interrupted quantizing: taken up where it stopped, byte-identical in the end, and never mixed up."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from scalegate.layouts.errors import UserError
@@ -26,20 +24,10 @@ from scalegate.pipeline.quantization.work_record import (
 )
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import GPTQ, Recipe
+from scalegate.tests.bench import resume
 
 RECIPE = Recipe("test", spec=Int4(128))
 SHARD_BYTES = 300_000
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    path = Path(__file__).parents[1] / "bench" / "resume.py"
-    spec = importlib.util.spec_from_file_location("resume_bench", path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 class PowerCut(BaseException):
@@ -68,9 +56,9 @@ def go_on(source: Path, out: Path, recipe: Recipe = RECIPE, **options: bool | Pa
     quantize(source, recipe, out, max_shard_bytes=SHARD_BYTES, progress=False, **options)  # type: ignore[arg-type]
 
 
-def test_killed_three_times_the_artifact_is_the_same(bench, example_checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_three_times_the_artifact_is_the_same(example_checkpoint: Path, tmp_path: Path) -> None:
     asked = {"recipe": "int4-hqq", "max_shard_bytes": SHARD_BYTES}
-    result = bench.kill_and_resume(example_checkpoint, asked, 3, 1, tmp_path)
+    result = resume.kill_and_resume(example_checkpoint, asked, 3, 1, tmp_path)
     assert len(result["kills"]) == 3
     assert result["shards"] > 3
     assert result["differing"] == []
@@ -78,24 +66,24 @@ def test_killed_three_times_the_artifact_is_the_same(bench, example_checkpoint: 
 
 
 def test_killed_while_it_calibrates_the_artifact_is_the_same(
-    bench, example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+    example_checkpoint: Path, heldout_text: Path, tmp_path: Path
 ) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "killed"
     text.write_text(json.loads(heldout_text.read_text().splitlines()[0])["text"])
     recipe = Recipe("keys", spec=Int4(128), method=GPTQ, include=("*.k_proj",))
     asked = {"recipe": recipe, "calibration": text, "max_shard_bytes": SHARD_BYTES}
-    child = bench.start(example_checkpoint, asked, out)
+    child = resume.start(example_checkpoint, asked, out)
     first = layer_path(out / CALIBRATION_FOLDER, 0)
     while child.is_alive() and not first.is_file():
         time.sleep(0.005)
     child.kill()
     child.join()
     assert not (out / "scalegate.json").exists(), "it was over before it was killed"
-    finished = bench.finished_files(out)
+    finished = resume.finished_files(out)
     go_on(example_checkpoint, out, recipe, calibration=text)
     go_on(example_checkpoint, tmp_path / "whole", recipe, calibration=text)
     assert first.name in finished
-    assert bench.differing_files(tmp_path / "whole", out) == []
+    assert resume.differing_files(tmp_path / "whole", out) == []
 
 
 def test_an_unfinished_folder_does_not_pass_for_an_artifact(interrupted: Path) -> None:
@@ -107,17 +95,17 @@ def test_an_unfinished_folder_does_not_pass_for_an_artifact(interrupted: Path) -
 
 
 def test_finished_shards_stay_and_half_written_ones_go(
-    interrupted: Path, bench, example_checkpoint: Path, tmp_path: Path
+    interrupted: Path, example_checkpoint: Path, tmp_path: Path
 ) -> None:
     leftover = interrupted / "model-00003-of-00007.safetensors.partial"
     leftover.write_bytes(b"half of a shard")
-    before = bench.shards_on_disk(interrupted)
+    before = resume.shards_on_disk(interrupted)
     go_on(example_checkpoint, interrupted)
-    after = bench.shards_on_disk(interrupted)
+    after = resume.shards_on_disk(interrupted)
     assert before.items() <= after.items()
     assert not leftover.exists()
     go_on(example_checkpoint, tmp_path / "whole")
-    assert bench.differing_files(tmp_path / "whole", interrupted) == []
+    assert resume.differing_files(tmp_path / "whole", interrupted) == []
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
@@ -125,7 +113,6 @@ def test_finished_shards_stay_and_half_written_ones_go(
 def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
     suffix: str,
     is_renamed: bool,
-    bench,
     example_checkpoint: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,16 +130,16 @@ def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
         patch.setattr(os, "replace", until_the_second)
         with pytest.raises(PowerCut):
             go_on(example_checkpoint, out)
-    before = bench.shards_on_disk(out)
+    before = resume.shards_on_disk(out)
     assert len(before) == (2 if is_renamed and suffix == ".safetensors" else 1)
     go_on(example_checkpoint, out)
-    assert before.items() <= bench.shards_on_disk(out).items()
+    assert before.items() <= resume.shards_on_disk(out).items()
     go_on(example_checkpoint, tmp_path / "whole")
-    assert bench.differing_files(tmp_path / "whole", out) == []
+    assert resume.differing_files(tmp_path / "whole", out) == []
 
 
 def test_a_finished_shard_that_changed_is_made_again_and_named(
-    interrupted: Path, bench, example_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    interrupted: Path, example_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shard, other) = sorted(interrupted.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
@@ -163,7 +150,7 @@ def test_a_finished_shard_that_changed_is_made_again_and_named(
     assert f"made again, since not on disk as recorded: {shard.name}\n" in capsys.readouterr().err
     assert other.stat().st_ino == kept
     go_on(example_checkpoint, tmp_path / "whole")
-    assert bench.differing_files(tmp_path / "whole", interrupted) == []
+    assert resume.differing_files(tmp_path / "whole", interrupted) == []
 
 
 def test_other_parameters_are_refused_by_name(interrupted: Path, example_checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+# A process has one such server, which imports what its first user names: nobody else in the tests uses it.
 FORKS = multiprocessing.get_context("forkserver")
 # `scalegate.pipeline` sets OpenMP's threads, which has to come before torch.
 FORKS.set_forkserver_preload(["scalegate.pipeline", "torch", "scalegate.pipeline.examination"])
@@ -23,7 +24,7 @@ def run_command(words: list[str], environment: dict[str, str], folder: Path, out
     for descriptor, suffix in ((1, ".out"), (2, ".err")):
         with open(output.with_suffix(suffix), "wb") as file:
             os.dup2(file.fileno(), descriptor)
-    assert "huggingface_hub" not in sys.modules, "it would not see HF_ENDPOINT"
+    assert "huggingface_hub" not in sys.modules, "the Hub client was imported before HF_ENDPOINT was set"
     from scalegate.pipeline.cli.main import main
 
     main(words, prog_name="pipeline")

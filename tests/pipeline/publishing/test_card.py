@@ -3,10 +3,12 @@
 import re
 import shlex
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from passed_artifact import INT4, curve_point, make_artifact, passing_verdict
+from scalegate.layouts.errors import UserError
 from scalegate.pipeline.artifact import SIGNATURE_NAME, Artifact, record_files
 from scalegate.pipeline.cli.release import command as release_command
 from scalegate.pipeline.comparison import ComparedModel, Comparison
@@ -274,7 +276,6 @@ def test_a_card_is_the_same_whenever_it_is_written(artifact):
         ),
         ("# no front matter", {}),
         ("---\nlicense: mit", {}),
-        ("---\n: [\n---\n", {}),
         ("---\n- a list\n---\n", {}),
         ("", {}),
     ],
@@ -282,6 +283,34 @@ def test_a_card_is_the_same_whenever_it_is_written(artifact):
 def test_base_metadata_is_read_from_front_matter_and_nothing_else(tmp_path, text, expected):
     (tmp_path / "README.md").write_text(text)
     assert read_base_metadata(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"---\nlicense: mit\ntags: a: b\n---\n", "line 3, column 8: not valid YAML: mapping values"),
+        (b"---\nlicense: mit\n: [\n---\n", "not valid YAML"),
+        (b"---\nlicense: m\x07it\n---\n", "not valid YAML: unacceptable character"),
+        (b"---\nlicense: &a mit\ntags: [*a]\n---\n", "line 3: YAML aliases"),
+        (b"---\na: " + b"[" * 9999 + b"]" * 9999 + b"\n---\n", "README.md"),
+        (b"---\nlicense: caf\xe9\n---\n", "not UTF-8 text"),
+    ],
+)
+def test_front_matter_that_cannot_be_read_is_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "README.md").write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        read_base_metadata(tmp_path)
+    said = refused.value.message
+    assert said.startswith(str(tmp_path / "README.md")) and "\n" not in said and "; " in said
+
+
+@pytest.mark.parametrize("error", [yaml.YAMLError("nested too deep"), RecursionError("nested too deep")])
+def test_what_pyyaml_itself_finds_too_deep_is_refused_too(tmp_path, monkeypatch, error):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert read_base_metadata(tmp_path) == {"license": "mit"}
+    monkeypatch.setattr(yaml, "parse", Mock(side_effect=error))
+    with pytest.raises(UserError, match="not valid YAML: nested too deep; correct the front matter"):
+        read_base_metadata(tmp_path)
 
 
 def test_a_base_without_a_card_has_no_metadata(tmp_path):
