@@ -3,7 +3,6 @@
 Looks only at this machine: no request goes out, so nothing can hang.
 """
 
-import importlib.metadata
 import platform
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from huggingface_hub import constants, get_token
 
 from ..layouts.all_layouts import LAYOUTS
 from ..layouts.formats.all_formats import WEIGHT_FORMATS
+from ..layouts.installed import installed_version
 from ..layouts.kv_format import KV_FORMATS
 from ..layouts.layout import Experts, ExpertsLayout, Problem
 from ..layouts.plan import device_name
@@ -109,7 +109,7 @@ class Diagnosis:
 
 def doctor() -> Diagnosis:
     """Look at this machine."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: installed_version(name) for name in PACKAGES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     engines = {name: engine.availability() for name, engine in ENGINES.items()}
@@ -127,13 +127,6 @@ def doctor() -> Diagnosis:
         cache_free_bytes=shutil.disk_usage(_existing(cache)).free,
         advice=_advice(versions, engines),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _device(device: torch.device) -> Device:
