@@ -22,6 +22,7 @@ from ..layouts.plan import device_name
 from ..serving_check.engines.all_engines import ENGINES
 from ..serving_check.engines.engine import Availability
 from .conventions.all_conventions import CONVENTIONS
+from .tested_stack import Untested, untested_packages
 
 PACKAGES = (
     "scalegate",
@@ -92,6 +93,8 @@ class Diagnosis:
     devices: list[Device]
     versions: dict[str, str | None]
     """None for what is not installed."""
+    untested: list[Untested]
+    """Those installed in a version that Scalegate was not tested with."""
     layouts: list[LayoutState]
     engines: list[Engine]
     kv_formats: list[str]
@@ -118,6 +121,7 @@ def doctor() -> Diagnosis:
         platform=f"Python {platform.python_version()}, {platform.platform()}",
         devices=[_device(device) for device in devices],
         versions=versions,
+        untested=untested_packages(),
         layouts=[state for device in devices for state in _layouts(device)],
         engines=[Engine(name, one.available, one.detail) for name, one in engines.items()],
         kv_formats=list(KV_FORMATS),

@@ -58,6 +58,7 @@ from .quantization.write_shards import (
 )
 from .recipe import Recipe, load_recipe
 from .sensitivity_table import SENSITIVITY, plain_weights
+from .tested_stack import warn_if_untested
 
 MAX_SHARD_BYTES = 1 << 30
 """So small that the shards of a large model divide evenly among eight processes."""
@@ -102,6 +103,8 @@ def quantize(
     """
     ranks = join_ranks()
     with ranks.together():
+        if ranks.is_first:
+            warn_if_untested()
         progress = progress and ranks.is_first
         device = local_device(device, ranks)
         checkpoint = ranks.in_turn("source", lambda: open_checkpoint(model, revision))
