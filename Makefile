@@ -13,7 +13,7 @@ TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: another-lock install example tutorial docs test test-all compile-tests lint types style clean
+.PHONY: another-lock install example tutorial docs test test-all test-pythons compile-tests lint types style clean
 
 # Holds the name of the lock that is installed: another one is installed anew.
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) install_torch.sh $(if $(filter $(CONSTRAINTS),$(shell cat $(VENV)/installed 2>/dev/null)),,another-lock)
@@ -50,6 +50,10 @@ test-all: test
 # Every kernel by each Triton that is supported; each is installed into .tritons/, once.
 compile-tests: install
 	PYTHON=$(BIN)/python tests/kernels/on_each_triton.sh $(TRITONS)
+
+# Each supported Python that is to be had, in an environment of its own.
+test-pythons:
+	tests/on_each_python.sh
 
 lint: install
 	$(BIN)/ruff check .
