@@ -9,8 +9,10 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 
 WORKDIR /scalegate
 COPY . .
-RUN pip install --no-cache-dir torch -c constraints.txt \
-    && pip install --no-cache-dir . -c constraints.txt
+# An image for GPUs is mostly built where there is none. For CPUs alone: docker build --build-arg TORCH=cpu
+ARG TORCH=cuda
+ENV PIP_NO_CACHE_DIR=1
+RUN ./install_torch.sh python constraints.txt "$TORCH" && pip install . -c constraints.txt
 
 WORKDIR /data
 CMD ["pipeline", "--help"]

@@ -1,28 +1,29 @@
 # `make example` releases the bundled checkpoint into ./release; `make test` runs the whole suite; `make tutorial`
-# runs docs/tutorial.md, `make docs` builds the pages. All need only Python >= 3.11, git and make, and leave everything in .venv.
+# runs docs/tutorial.md, `make docs` builds the pages. All need only Python 3.11 to 3.14, git and make, and leave everything
+# in .venv. `make test CONSTRAINTS=constraints-newest.txt VENV=.venv-newest` takes another lock, in another environment.
 
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= default
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 # The suite starts some hundred processes, which would all compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
-# Torch for CUDA pins the Triton that it was built with. A CPU build brings none: this is what kernels were tuned on.
-TRITON := triton==3.6.0; platform_system == 'Linux'
 TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Triton decides as it is imported whether kernels are interpreted.
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: install example tutorial docs test test-all test-random compile-tests lint types style clean
+.PHONY: another-lock install example tutorial docs test test-all test-random test-pythons compile-tests lint types
+.PHONY: style clean
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Scalegate needs Python 3.11 or newer; set PYTHON=")'
+# Holds the name of the lock that is installed: another one is installed anew.
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) install_torch.sh $(if $(filter $(CONSTRAINTS),$(shell cat $(VENV)/installed 2>/dev/null)),,another-lock)
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and "Scalegate needs Python 3.11 to 3.14; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch -c constraints.txt
-	$(BIN)/pip show --quiet triton 2>/dev/null || $(BIN)/pip install --quiet "$(TRITON)"
-	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
-	touch $@
+	./install_torch.sh $(BIN)/python $(CONSTRAINTS)
+	$(BIN)/pip install --quiet -e '.[dev]' -c $(CONSTRAINTS)
+	echo $(CONSTRAINTS) > $@
 
 install: $(VENV)/installed
 
@@ -55,6 +56,10 @@ test-random: test
 # Every kernel by each Triton that is supported; each is installed into .tritons/, once.
 compile-tests: install
 	PYTHON=$(BIN)/python tests/kernels/on_each_triton.sh $(TRITONS)
+
+# Each supported Python that is to be had, in an environment of its own.
+test-pythons:
+	tests/on_each_python.sh
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,14 +1,28 @@
-"""Whether an optional kernel package is there; a layout that needs one asks here before it imports it."""
+"""Which distributions are installed, our own among them: a tree can be used without being installed."""
 
 from functools import cache
 from importlib import metadata
+
+NOT_INSTALLED = "not installed"
+"""What stands in the place of a version."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def own_version() -> str:
+    """Scalegate's."""
+    return installed_version("scalegate") or NOT_INSTALLED
 
 
 @cache
 def installed_package(distribution: str) -> str | None:
     """None where it is installed, otherwise the reason a layout gives for refusing."""
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
+    if installed_version(distribution) is None:
         return f"package not installed: pip install {distribution}"
     return None

@@ -6,12 +6,12 @@ Plain data, written into `scalegate.json`; the measuring is `choose.py`.
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .installed import installed_version
 from .layout import Problem
 
 KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite", "mslk")
@@ -189,10 +189,5 @@ def _cpu_model() -> str:
 
 def kernel_versions() -> dict[str, str]:
     """The installed versions of everything a measurement depends on."""
-    found = {}
-    for package in KERNEL_PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: installed_version(package) for package in KERNEL_PACKAGES}
+    return {package: version for package, version in found.items() if version is not None}

@@ -4,13 +4,13 @@ It is measured, not believed: each quantized module's error against the baseline
 records. Nothing of the checkpoint is changed.
 """
 
-import importlib.metadata
 import math
 from collections import Counter
 from pathlib import Path
 
 from ..layouts.errors import UserError
 from ..layouts.formats.weight_format import spec_to_json
+from ..layouts.installed import NOT_INSTALLED, installed_version
 from .artifact import MANIFEST_NAME, Artifact, published_files, record_files
 from .checkpoints.baseline import open_baseline, remember_source, weights_digest
 from .checkpoints.checkpoint import open_checkpoint
@@ -67,7 +67,7 @@ def adopt(
         source=source.public_name,
         source_revision=source.revision,
         recipe=dict(ADOPTED),
-        versions={name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES},
+        versions={name: installed_version(name) or NOT_INSTALLED for name in VERSIONED_PACKAGES},
         files=record_files(folder),
         quantization={
             "formats": [

@@ -26,6 +26,7 @@ from .device import resolve_device, resolve_dtype
 from .model_loader.load_model import load_model
 from .quantization.allocation import PLAIN_BITS
 from .sensitivity_table import plain_weights
+from .tested_stack import warn_if_untested
 from .validation.held_out import read_held_out
 from .validation.subject import describe_quantization
 from .validation.weights import ComparedWeights, compare_weights
@@ -50,6 +51,7 @@ def compare(
     text:     held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
     dtype:    of activations, for all alike
     """
+    warn_if_untested()
     checkpoints = [open_checkpoint(str(model)) for model in models]
     if not checkpoints:
         raise UserError("nothing to compare; name one quantized checkpoint or more")

@@ -3,7 +3,6 @@
 Looks only at this machine: no request goes out, so nothing can hang.
 """
 
-import importlib.metadata
 import platform
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -16,12 +15,14 @@ from huggingface_hub import constants, get_token
 
 from ..layouts.all_layouts import LAYOUTS
 from ..layouts.formats.all_formats import WEIGHT_FORMATS
+from ..layouts.installed import installed_version
 from ..layouts.kv_format import KV_FORMATS
 from ..layouts.layout import Experts, ExpertsLayout, Problem
 from ..layouts.plan import device_name
 from ..serving_check.engines.all_engines import ENGINES
 from ..serving_check.engines.engine import Availability
 from .conventions.all_conventions import CONVENTIONS
+from .tested_stack import Untested, untested_packages
 
 PACKAGES = (
     "scalegate",
@@ -92,6 +93,8 @@ class Diagnosis:
     devices: list[Device]
     versions: dict[str, str | None]
     """None for what is not installed."""
+    untested: list[Untested]
+    """Those installed in a version that Scalegate was not tested with."""
     layouts: list[LayoutState]
     engines: list[Engine]
     kv_formats: list[str]
@@ -109,7 +112,7 @@ class Diagnosis:
 
 def doctor() -> Diagnosis:
     """Look at this machine."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: installed_version(name) for name in PACKAGES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     engines = {name: engine.availability() for name, engine in ENGINES.items()}
@@ -118,6 +121,7 @@ def doctor() -> Diagnosis:
         platform=f"Python {platform.python_version()}, {platform.platform()}",
         devices=[_device(device) for device in devices],
         versions=versions,
+        untested=untested_packages(),
         layouts=[state for device in devices for state in _layouts(device)],
         engines=[Engine(name, one.available, one.detail) for name, one in engines.items()],
         kv_formats=list(KV_FORMATS),
@@ -127,13 +131,6 @@ def doctor() -> Diagnosis:
         cache_free_bytes=shutil.disk_usage(_existing(cache)).free,
         advice=_advice(versions, engines),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _device(device: torch.device) -> Device:

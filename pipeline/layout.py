@@ -24,6 +24,7 @@ from .conventions.kv_cache import kv_cache_of
 from .device import resolve_device, resolve_dtype
 from .model_loader.attention_shapes import attention_layers_of
 from .model_loader.load_model import problems
+from .tested_stack import warn_if_untested
 
 CONTEXTS, CUDA_CONTEXTS = (128, 1024, 4096), (128, 1024, 4096, 16384)
 """The gate's own, prompt and output together, and long ones."""
@@ -65,6 +66,7 @@ def layout(
     kv:       time the KV formats as well, at each of `ms`
     contexts: tokens of a request that they are timed at; None takes the device's own
     """
+    warn_if_untested()
     on = torch.device(resolve_device(device))
     checkpoint = open_checkpoint(str(artifact), revision)
     to_serve = problems(checkpoint, resolve_dtype(dtype), on)

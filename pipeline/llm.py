@@ -16,6 +16,7 @@ from ..serving_check.options import from_given, takes
 from ..serving_check.server.served_model import COMPLETION_MAX_TOKENS
 from .serve import checkpoint_folder
 from .served_checkpoint import build_engine, describe
+from .tested_stack import warn_if_untested
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -51,6 +52,7 @@ class LLM:
         progress: bars for loading and generating; None shows them on a terminal only
         options:  the fields of EngineOptions (`serving_check/engine/options.py`)
         """
+        warn_if_untested()
         folder = checkpoint_folder(model, revision)
         self.options = from_given(EngineOptions, options)
         self._progress = progress

@@ -5,7 +5,6 @@ The order of the work is here. What is decided beforehand is `quantization/job.p
 """
 
 import errno
-import importlib.metadata
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ import torch
 from ..layouts.errors import UserError
 from ..layouts.files import PARTIAL_SUFFIX
 from ..layouts.formats.weight_format import spec_to_json
+from ..layouts.installed import NOT_INSTALLED, installed_version
 from .artifact import SCALED_BY, Artifact, FileRecord, record_files
 from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
@@ -58,6 +58,7 @@ from .quantization.write_shards import (
 )
 from .recipe import Recipe, load_recipe
 from .sensitivity_table import SENSITIVITY, plain_weights
+from .tested_stack import warn_if_untested
 
 MAX_SHARD_BYTES = 1 << 30
 """So small that the shards of a large model divide evenly among eight processes."""
@@ -102,6 +103,8 @@ def quantize(
     """
     ranks = join_ranks()
     with ranks.together():
+        if ranks.is_first:
+            warn_if_untested()
         progress = progress and ranks.is_first
         device = local_device(device, ranks)
         checkpoint = ranks.in_turn("source", lambda: open_checkpoint(model, revision))
@@ -241,13 +244,6 @@ def _finish(
     record.remove()
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _source(
     checkpoint: Checkpoint, copied: Mapping[str, Path], ranks: Ranks, progress: bool
 ) -> dict[str, Any]:
@@ -277,7 +273,7 @@ def _parameters(job: QuantizeJob, source: dict[str, Any], max_shard_bytes: int) 
         "recipe": job.recipe.to_json(),
         "export": job.export,
         "shard size": max_shard_bytes,
-        "versions": {name: _version(name) for name in VERSIONED_PACKAGES},
+        "versions": {name: installed_version(name) or NOT_INSTALLED for name in VERSIONED_PACKAGES},
         **({"calibration text": job.text.parameters} if job.text else {}),
     }
 

@@ -37,6 +37,7 @@ from .quantization.launch import quantize_on
 from .quantize import quantize
 from .recipe import Recipe, is_recipe, load_recipe
 from .signature import require_key
+from .tested_stack import warn_if_untested
 from .validate import validate
 from .validation.rival import describe_rival, rival_folder
 from .validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options
@@ -171,6 +172,7 @@ def release(
     options: the fields of ReleaseOptions, EngineOptions and Placement; `layout` is recorded in the artifact,
              whatever is measured, and the KV format is always the one that the checkpoint declares
     """
+    warn_if_untested()
     asked = sorted_out(options)
     model = str(model)
     chosen = load_recipe(recipe)

@@ -13,6 +13,7 @@ from ..serving_check.options import from_given, takes
 from ..serving_check.server.limits import ServerLimits
 from ..serving_check.server.run import ServerOptions, run_server
 from .served_checkpoint import build_engine, describe, engine_of
+from .tested_stack import warn_if_untested
 
 
 @takes(EngineOptions, ServerLimits)
@@ -42,6 +43,7 @@ def serve(
     given = limits_and_engine_options
     limits = from_given(ServerLimits, {name: given[name] for name in given.keys() & bounds})
     options = from_given(EngineOptions, {name: given[name] for name in given.keys() - bounds})
+    warn_if_untested()
     folder = checkpoint_folder(artifact, revision)
     run_server(
         ServerOptions(host, port, api_key, drain_seconds, limits),

@@ -30,6 +30,7 @@ from .checkpoints.baseline import open_baseline
 from .checkpoints.checkpoint import open_checkpoint
 from .conventions.kv_cache import kv_cache_of
 from .signature import require_key
+from .tested_stack import warn_if_untested
 from .validation.cpu_dtype import baseline_dtype
 from .validation.measure import measure_and_judge
 from .validation.rival import open_rival
@@ -91,6 +92,7 @@ def validate(
                      unless given. `layout`, `kv_cache_dtype` and `batch_invariance` are for the artifact
                      alone, to try them: it then keeps its old verdict. None for the last takes the recipe's
     """
+    warn_if_untested()
     clock = StageClock(progress)
     seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
     if tasks is not None:

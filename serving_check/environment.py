@@ -2,10 +2,10 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ..layouts.installed import installed_version
 from ..layouts.plan import device_name
 from .options import OptionValue
 from .verdict import Environment
@@ -47,10 +47,6 @@ def describe_environment(
 
 def package_versions() -> dict[str, str]:
     """Python's version and those of the installed packages that a figure may depend on."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+    found = {package: installed_version(package) for package in PACKAGES}
+    installed = {package: version for package, version in found.items() if version is not None}
+    return {"python": platform.python_version()} | installed

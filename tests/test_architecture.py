@@ -60,6 +60,7 @@ ROOMS = {
         "file_digests",
         INIT,
         "device",
+        "tested_stack",
         "name_patterns",
         "artifact",
         "comparison",

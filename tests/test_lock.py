@@ -1,4 +1,4 @@
-"""The lock and pyproject.toml agree: each pin is within its bounds, and nothing installed goes unpinned."""
+"""Each lock agrees with pyproject.toml, and what is installed here is exactly what one of the locks pins."""
 
 import re
 import tomllib
@@ -9,15 +9,18 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ["constraints.txt", "constraints-newest.txt"]
 OF_TORCH = re.compile(r"nvidia-|cuda-|triton$")
-"""Torch's own packages for CUDA, which torch pins exactly; where it brings no Triton, the Makefile does."""
+"""Torch's own packages for CUDA, which torch pins; where it brings no Triton, install_torch.sh does."""
+
+Pins = dict[str, str]
 
 
-@pytest.fixture(scope="module")
-def pins() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+def pins_of(lock: str) -> Pins:
+    lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
     found = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(name): version for name, version in found}
 
@@ -29,7 +32,17 @@ def declared() -> list[Requirement]:
     return [Requirement(each) for each in project["dependencies"] + project["optional-dependencies"]["dev"]]
 
 
-def unmet(declared: list[Requirement], pins: dict[str, str]) -> list[str]:
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_requirement_is_pinned_within_its_bounds(declared, lock):
+    pins = pins_of(lock)
+    assert unmet(declared, pins) == []
+    for outside in ("2.10.0", "2.16.0"):
+        [torch] = unmet(declared, pins | {"torch": outside})
+        assert torch.startswith("torch"), "a pin outside its bounds is seen"
+    assert unmet([Requirement("not-pinned")], pins) == ["not-pinned"]
+
+
+def unmet(declared: list[Requirement], pins: Pins) -> list[str]:
     ours = [one for one in declared if not OF_TORCH.match(one.name)]
     return [
         str(one)
@@ -38,42 +51,44 @@ def unmet(declared: list[Requirement], pins: dict[str, str]) -> list[str]:
     ]
 
 
-def test_every_requirement_is_pinned_within_its_bounds(declared, pins):
-    assert unmet(declared, pins) == []
-    assert unmet(declared, pins | {"torch": "2.10.0"}) == ["torch>=2.11"], "a pin below its floor is seen"
-    assert unmet([Requirement("not-pinned")], pins) == ["not-pinned"]
+def test_what_is_installed_is_what_a_lock_pins(declared):
+    installed = installed_for(declared)
+    differences = {lock: differing(installed, pins_of(lock)) for lock in LOCKS}
+    assert [] in differences.values(), differences
+    agreeing = pins_of(next(lock for lock in LOCKS if not differences[lock]))
+    assert differing(installed, agreeing | {"numpy": "1.26.0"}) == [f"numpy {installed['numpy']}, not 1.26.0"]
+    unpinned = {name: version for name, version in agreeing.items() if name != "numpy"}
+    assert differing(installed, unpinned) == [f"numpy {installed['numpy']}, not None"]
 
 
-def test_what_they_bring_along_is_pinned_too(declared, pins):
-    assert unpinned(declared, pins) == set()
-    assert "numpy" in unpinned(declared, {name: pin for name, pin in pins.items() if name != "numpy"})
+def differing(installed: Pins, pins: Pins) -> list[str]:
+    return [
+        f"{name} {version}, not {pins.get(name)}"
+        for name, version in installed.items()
+        if version != pins.get(name)
+    ]
 
 
-def unpinned(declared: list[Requirement], pins: dict[str, str]) -> set[str]:
-    """Of all that is installed for `declared`."""
-    wanted, seen = list(declared), set()
+def installed_for(declared: list[Requirement]) -> Pins:
+    """Everything that is installed for `declared`, by version, without what names a build: `+cpu`."""
+    wanted, seen, found = list(declared), set(), {}
     while wanted:
         one = wanted.pop()
-        key = (canonicalize_name(one.name), frozenset(one.extras))
-        if key in seen or not applies(one):
+        name = canonicalize_name(one.name)
+        if (name, frozenset(one.extras)) in seen or not applies(one):
             continue
-        seen.add(key)
+        seen.add((name, frozenset(one.extras)))
         try:
-            needed = distribution(one.name).requires or []
+            package = distribution(one.name)
         except PackageNotFoundError:
             continue
-        wanted += [r for r in map(Requirement, needed) if applies(r, one.extras)]
-    return {name for name, _ in seen if is_installed(name) and not OF_TORCH.match(name)} - pins.keys()
+        wanted += [r for r in map(Requirement, package.requires or []) if applies(r, one.extras)]
+        if not OF_TORCH.match(name):
+            found[name] = Version(package.version).public
+    return found
 
 
 def applies(one: Requirement, extras: set[str] = frozenset()) -> bool:
     if one.marker is None:
         return True
     return any(one.marker.evaluate({**default_environment(), "extra": extra}) for extra in extras or {""})
-
-
-def is_installed(name: str) -> bool:
-    try:
-        return bool(distribution(name))
-    except PackageNotFoundError:
-        return False

@@ -4,7 +4,9 @@ import json
 
 import click
 
+from ...layouts.installed import NOT_INSTALLED
 from ..doctor import Diagnosis, LayoutState, doctor
+from ..tested_stack import as_sentence
 
 GB = 1e9
 
@@ -34,7 +36,9 @@ def _print(found: Diagnosis) -> None:
         click.echo(f"  {device.kind:8} {device.name}: {memory}, {device.detail}")
     click.echo("\nVersions")
     for name, version in found.versions.items():
-        click.echo(f"  {name:16} {version or 'not installed'}")
+        click.echo(f"  {name:16} {version or NOT_INSTALLED}")
+    if found.untested:
+        click.echo(f"  Scalegate was {as_sentence(found.untested)}.")
     click.echo("\nLayouts")
     for device_kind in dict.fromkeys(state.device for state in found.layouts):
         for name in dict.fromkeys(state.layout for state in found.layouts):

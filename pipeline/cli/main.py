@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ...layouts.garbage import search_rarely
+from ...layouts.installed import own_version
 from .exit_status import run
 
 COMMANDS = {
@@ -63,7 +64,7 @@ class Commands(click.Group):
 @click.command(
     cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(package_name="scalegate")
+@click.version_option(own_version())
 def main() -> None:
     """Quantize a checkpoint, prove that it scales under batched serving, and only then publish it.
 

@@ -4,9 +4,9 @@ import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from ...layouts.errors import UserError
+from ...layouts.installed import installed_version
 from ..engine.options import AUTO, UNQUANTIZED
 from .engine import Availability, ServerJob
 from .placement import only_these
@@ -37,10 +37,8 @@ class ExternalCommand:
         found = shutil.which(self.command)
         if found is None:
             return Availability(False, f"no `{self.command}` command on PATH", self.install)
-        try:
-            return Availability(True, f"{found}, {version(self.command)}")
-        except PackageNotFoundError:
-            return Availability(True, found)
+        version = installed_version(self.command)
+        return Availability(True, found if version is None else f"{found}, {version}")
 
     def kv_cache_words(self, kv_format: str) -> tuple[str, ...] | None:
         """None where it has no such format."""

@@ -8,13 +8,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ...layouts.installed import own_version
 from .admission import Admission
 from .engine_client import EngineClient
 from .errors import ApiError, engine_unavailable, install_handlers
@@ -71,7 +71,7 @@ def create_app(
         engine.listen()
         yield
 
-    app = FastAPI(title="Scalegate", version=version("scalegate"), lifespan=lifespan)
+    app = FastAPI(title="Scalegate", version=own_version(), lifespan=lifespan)
     install_handlers(app)
     describe(app, needs_key=api_key is not None)
     app.add_middleware(Admission, limits=limits, api_key=api_key)
@@ -156,7 +156,7 @@ def create_app(
 
     @app.get("/version")
     async def version_of() -> dict[str, str]:
-        return {"version": version("scalegate")}
+        return {"version": app.version}
 
     def check_model(name: str | None) -> None:
         if name is not None and name != model.name:

@@ -1,0 +1,64 @@
+"""Which installed packages are outside the versions that Scalegate was tested with.
+
+The bounds are those of `pyproject.toml`, read from the installed distribution; nothing else states them.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from ..layouts.installed import installed_version
+
+SAID = "SCALEGATE_UNTESTED_SAID"
+"""The environment variable that keeps the processes of a command from saying it again."""
+
+
+@dataclass(frozen=True)
+class Untested:
+    """A package whose installed version is outside its bounds."""
+
+    package: str
+    installed: str
+    tested: str
+    """Its bounds, as `>=2.11,<2.16`."""
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.installed} (tested: {self.tested})"
+
+
+def untested_packages() -> list[Untested]:
+    """Empty where this tree is not installed: there are no bounds to read."""
+    return list(_outside_bounds())
+
+
+def as_sentence(untested: list[Untested]) -> str:
+    return (
+        f"not tested with {', '.join(map(str, untested))}; "
+        "if something fails, install versions within these bounds"
+    )
+
+
+def warn_if_untested() -> None:
+    """Say it in a line on stderr, once for a command and all processes that it starts."""
+    untested = [] if SAID in os.environ else untested_packages()
+    if untested:
+        os.environ[SAID] = "1"
+        print(f"Warning: Scalegate was {as_sentence(untested)}", file=sys.stderr)
+
+
+def _outside_bounds() -> Iterator[Untested]:
+    try:
+        requirements = metadata.requires("scalegate") or []
+    except metadata.PackageNotFoundError:
+        return
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        installed = installed_version(requirement.name)
+        if installed is not None and not requirement.specifier.contains(installed, prereleases=True):
+            bounds = sorted(map(str, requirement.specifier), reverse=True)
+            yield Untested(requirement.name, installed, ",".join(bounds))
