@@ -55,7 +55,7 @@ class Fault:
     where: str
     inject: Any
     quick: bool
-    """In every run of the suite; the others with `--all-faults`."""
+    """In every `make test`; the others are exhaustive."""
     rare: bool
     """Not seen in a workload of seconds: it gets one of a minute."""
     long_prompts: bool

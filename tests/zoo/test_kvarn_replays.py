@@ -53,7 +53,12 @@ def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "kv_format", [pytest.param(FLUSHED_IN_PYTHON, marks=pytest.mark.alone), SIDE_POOL, COMPILED]
+    "kv_format",
+    [
+        pytest.param(FLUSHED_IN_PYTHON, marks=[pytest.mark.alone, pytest.mark.exhaustive]),
+        SIDE_POOL,
+        pytest.param(COMPILED, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_each_cause_fails_for_its_own_reason(example_checkpoint: Path, kv_format: str):
     caught = failed(example_checkpoint, kv_format)

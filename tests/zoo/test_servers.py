@@ -9,6 +9,7 @@ from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
+from scalegate.tests.exhaustive import exhaustive_but
 
 from .conftest import LONG_PROMPTS, LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
@@ -18,11 +19,12 @@ pytestmark = pytest.mark.alone
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-faults")
-        names = [name for name, one in FAULTS.items() if every or one.quick]
         runs = range(metafunc.config.getoption("--zoo-runs"))
-        cases = [(name, run) for run in runs for name in names]
-        metafunc.parametrize(("fault", "run"), cases, ids=[f"{name}-{run}" for name, run in cases])
+        cases = [(name, run) for run in runs for name in FAULTS]
+        quick = [(name, run) for name, run in cases if FAULTS[name].quick]
+        metafunc.parametrize(
+            ("fault", "run"), exhaustive_but(cases, *quick), ids=[f"{name}-{run}" for name, run in cases]
+        )
 
 
 def not_passed(judgement: Judgement) -> dict[str, str]:
