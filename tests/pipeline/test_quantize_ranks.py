@@ -15,6 +15,7 @@ from scalegate.layouts.errors import UserError
 from scalegate.pipeline.quantization import launch
 from scalegate.pipeline.quantization.ranks import OtherRankFailed, Ranks
 from scalegate.pipeline.quantize import quantize
+from scalegate.tests.exhaustive import exhaustive_but
 from torch.distributed import HashStore, TCPStore
 
 OPTIONS = {"max_shard_bytes": 300_000, "device": "cpu", "progress": False}
@@ -87,7 +88,7 @@ def in_processes(count: int, *words: Path | str, killed: int | None = None) -> l
     return [child.exitcode for child in children]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", exhaustive_but([2, 3], 3))
 def test_the_bytes_are_those_of_one_process(
     whole: Path, example_checkpoint: Path, tmp_path: Path, count: int
 ):
@@ -106,6 +107,7 @@ def test_one_of_two_is_killed_and_one_alone_finishes(whole: Path, example_checkp
     assert finished.items() <= {path.name: path.stat().st_ino for path in out.iterdir()}.items()
 
 
+@pytest.mark.exhaustive
 def test_torchrun_runs_the_command_which_says_the_outcome_once(example_checkpoint: Path, tmp_path: Path):
     words = ["quantize", str(example_checkpoint), "--device", "cpu", "--out", str(tmp_path / "out")]
     run = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

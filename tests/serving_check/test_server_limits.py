@@ -24,6 +24,7 @@ from scalegate.serving_check.engines.ready_line import find_base_url
 from scalegate.serving_check.server.connection import Connection
 from scalegate.serving_check.server.fork_server import ADDRESS
 from scalegate.serving_check.server.limits import ServerLimits
+from scalegate.tests.exhaustive import exhaustive_but
 from uvicorn.server import ServerState
 
 pytestmark = pytest.mark.long
@@ -306,8 +307,8 @@ def test_a_template_that_does_not_end_stalls_nobody_and_is_ended(client, limited
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("way", ["forked", "spawned"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("way", exhaustive_but(["forked", "spawned"], "forked"))
+@pytest.mark.parametrize("number", exhaustive_but([signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
 def test_a_running_template_does_not_outlive_the_server(
     checkpoint, serve_command, tmp_path, monkeypatch, number, way
 ):
@@ -352,7 +353,7 @@ def test_without_that_option_metrics_stay_open(server):
     assert httpx.get(server.base_url + "/metrics").status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xff", b"x" * 5000])
+@pytest.mark.parametrize("content", exhaustive_but([b"", b"\n", b"\xff", b"x" * 5000], b"\xff"))
 def test_a_file_with_no_key_is_refused(tmp_path, example_checkpoint, serve_command, content):
     (tmp_path / "key").write_bytes(content)
     command = serve_command(example_checkpoint, "--api-key-file", str(tmp_path / "key"))
