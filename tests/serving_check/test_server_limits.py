@@ -25,6 +25,7 @@ from scalegate.serving_check.server.connection import Connection
 from scalegate.serving_check.server.fork_server import ADDRESS
 from scalegate.serving_check.server.limits import ServerLimits
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.forked_command import run_pipeline
 from uvicorn.server import ServerState
 
 pytestmark = pytest.mark.long
@@ -363,8 +364,7 @@ def test_a_file_with_no_key_is_refused(tmp_path, example_checkpoint, serve_comma
 
 def test_every_limit_and_the_keys_variable_are_in_the_help():
     environment = {**os.environ, "COLUMNS": "100"}
-    command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    text = run_pipeline("serve", "--help", environment=environment).stdout
     for name in ServerLimits.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in text
     assert "SCALEGATE_API_KEY" in text and "--api-key-file" in text
