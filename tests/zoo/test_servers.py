@@ -36,6 +36,7 @@ def test_a_sound_server_passes(zoo: Zoo):
     assert judgement.status == "pass", not_passed(judgement)
 
 
+@pytest.mark.exhaustive
 def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
     """A CPU may read prompts faster in bfloat16 than in INT4, which is not what is asked here."""
     # A busy machine takes more than the 11 blocks that the faults get.
