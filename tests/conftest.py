@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-faults", action="store_true", help="every fault of tests/zoo, not the quick ones")
     parser.addoption("--zoo-runs", type=int, default=1, help="how often each fault of tests/zoo is tried")
 
 

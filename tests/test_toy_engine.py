@@ -17,6 +17,7 @@ from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.engine import ENGINES, Availability, CardCommand, Engine, ServerJob
 from scalegate.serving_check.engines.ready_line import ready_line
 from scalegate.serving_check.engines.series import Series
+from scalegate.tests.forked_command import run_pipeline
 
 pytestmark = pytest.mark.long
 
@@ -61,8 +62,7 @@ if __name__ == "scalegate_plugin_test_toy_engine":
 
 def pipeline(*words: object, plugin: bool = True) -> subprocess.CompletedProcess:
     environment = {**os.environ, "SCALEGATE_PLUGINS": __file__ if plugin else ""}
-    command = [sys.executable, "-P", "-m", "scalegate.pipeline", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return run_pipeline(*words, environment=environment)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from scalegate.tests.forked_command import run_pipeline
 
 pytestmark = pytest.mark.long
 
@@ -47,10 +48,7 @@ KEPT = "model.layers.1.self_attn.o_proj"
 
 def run(folder: Path, *arguments: object, plugin: bool = True) -> subprocess.CompletedProcess[str]:
     """`pipeline ARGUMENTS` in `folder`."""
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], env=environment(folder, plugin), cwd=folder,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    return run_pipeline(*arguments, environment=environment(folder, plugin), folder=folder)
 
 
 def environment(folder: Path, plugin: bool = True) -> dict[str, str]:

@@ -16,6 +16,7 @@ from scalegate import LLM, SamplingParams
 from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken
 from scalegate.layouts.kv_layer import KVScales
 from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.tests.forked_command import run_pipeline
 
 NAME = "toy_clipped"
 SCALE = torch.tensor([1 / 256])
@@ -38,8 +39,7 @@ TOKENS = 24
 
 def pipeline(*words: object, plugin: bool = True) -> subprocess.CompletedProcess:
     environment = {**os.environ, "SCALEGATE_PLUGINS": __file__ if plugin else ""}
-    command = [sys.executable, "-P", "-m", "scalegate.pipeline", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return run_pipeline(*words, environment=environment)
 
 
 def test_it_is_served_in_the_engines_process(example_checkpoint: Path, tmp_path: Path):

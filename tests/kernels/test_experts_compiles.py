@@ -13,11 +13,14 @@ import triton
 from hopper_compiler import TOOLS, assembler_notes
 from scalegate.kernels.experts import gated, int4, nvfp4, one_token, packed, routing, unquantized
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile
+from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_versions import bound
 
 BUCKETS = range(len(BLOCK_ROWS))
+FEW_BUCKETS = pytest.mark.parametrize("bucket", exhaustive_but(BUCKETS, 0, 3))
+"""One for each matrix instruction."""
 CONVERSION = re.compile(r"\b(I2F|I2FP|F2F|F2FP)\b")
 WGMMA_FROM = bound(16, 16, 8, 8)
 """Rows of a block; for fewer Triton takes mma.sync."""
@@ -114,7 +117,7 @@ def check_no_local_memory(kernel, instructions: list[tuple[int, str]]) -> None:
     assert kernel.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
+@FEW_BUCKETS
 def test_unquantized_tiles_use_the_matrix_unit_and_spill_nothing(bucket, tmp_path):
     kernel = unquantized_kernel(bucket)
     instructions = disassembled(kernel, tmp_path)
@@ -124,13 +127,16 @@ def test_unquantized_tiles_use_the_matrix_unit_and_spill_nothing(bucket, tmp_pat
     assert "serialized" not in assembler_notes(kernel, tmp_path)
 
 
-@pytest.mark.parametrize(("bucket", "transposed"), [(1, True), (3, False), (5, False), (5, True)])
+@pytest.mark.parametrize(
+    ("bucket", "transposed"),
+    exhaustive_but([(1, True), (3, False), (5, False), (5, True)], (3, False)),
+)
 def test_ragged_biased_and_transposed_weights_spill_nothing(bucket, transposed, tmp_path):
     kernel = unquantized_kernel(bucket, transposed, ragged=True, biased=True)
     check_no_local_memory(kernel, disassembled(kernel, tmp_path))
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
+@FEW_BUCKETS
 def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight(bucket, tmp_path):
     kernel, tile, block_rows = int4_kernel(bucket), packed.TILES[bucket], BLOCK_ROWS[bucket]
     instructions = disassembled(kernel, tmp_path)
@@ -146,7 +152,7 @@ def test_int4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight
     assert len(loop) <= MOST_INSTRUCTIONS[block_rows] * weights_a_thread
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
+@FEW_BUCKETS
 def test_nvfp4_tiles_convert_and_spill_nothing_within_their_instructions_a_weight(bucket, tmp_path):
     kernel, tile, block_rows = nvfp4_kernel(bucket), packed.TILES[bucket], BLOCK_ROWS[bucket]
     instructions = disassembled(kernel, tmp_path)
@@ -162,20 +168,26 @@ def test_nvfp4_tiles_convert_and_spill_nothing_within_their_instructions_a_weigh
 
 @pytest.mark.parametrize(
     ("bucket", "group", "fractional", "half"),
-    [
+    exhaustive_but(
+        [
+            (1, 32, True, False),
+            (2, 32, False, True),
+            (3, 64, False, True),
+            (4, 128, True, True),
+            (4, 32, True, True),
+        ],
         (1, 32, True, False),
-        (2, 32, False, True),
-        (3, 64, False, True),
-        (4, 128, True, True),
-        (4, 32, True, True),
-    ],
+    ),
 )
 def test_every_form_of_the_int4_weight_spills_nothing(bucket, group, fractional, half, tmp_path):
     kernel = int4_kernel(bucket, group, fractional, half, ragged=True, biased=True)
     check_no_local_memory(kernel, disassembled(kernel, tmp_path))
 
 
-@pytest.mark.parametrize(("bucket", "capability"), [(1, 90), (3, 90), (5, 90), (1, 80), (5, 80), (3, 100)])
+@pytest.mark.parametrize(
+    ("bucket", "capability"),
+    exhaustive_but([(1, 90), (3, 90), (5, 90), (1, 80), (5, 80), (3, 100)], (3, 90), (1, 80)),
+)
 def test_words_reach_their_registers_by_pairs_of_columns_and_nothing_is_rearranged(bucket, capability):
     """The PTX takes neighbouring columns of one row together, as the compiler must deal them out."""
     ttgir = int4_kernel(bucket, capability=capability).asm["ttgir"]
@@ -190,7 +202,10 @@ def test_words_reach_their_registers_by_pairs_of_columns_and_nothing_is_rearrang
     assert 1 <= len([line for line in last if "convert_layout" in line]) <= bound(1, 1, 4, 4)
 
 
-@pytest.mark.parametrize(("bucket", "capability"), [(1, 80), (3, 80), (5, 80), (5, 89), (1, 100), (5, 100)])
+@pytest.mark.parametrize(
+    ("bucket", "capability"),
+    exhaustive_but([(1, 80), (3, 80), (5, 80), (5, 89), (1, 100), (5, 100)], (1, 80)),
+)
 def test_products_compile_for_other_chips(bucket, capability):
     shared = 99 * 1024 if capability == 89 else 163 * 1024 if capability == 80 else 227 * 1024
     for kernel in (
@@ -201,7 +216,7 @@ def test_products_compile_for_other_chips(bucket, capability):
         assert kernel.metadata.shared <= shared
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("bucket", exhaustive_but(BUCKETS, 3))
 def test_routing_compiles_and_uses_no_global_atomics(bucket, tmp_path):
     chunk, warps = routing.chunk_of(bucket, 128)
     types = dict.fromkeys(("assignments_ptr", "block_expert_ptr"), "*i32") | {"expert_ptr": "*i64"}
@@ -272,7 +287,7 @@ def places(instructions: list[tuple[int, str]], opcode: str) -> list[int]:
     return [at for at, (_, line) in enumerate(instructions) if re.search(rf"(^|\s){opcode}", line)]
 
 
-@pytest.mark.parametrize("tuning", one_token.CANDIDATES, ids=str)
+@pytest.mark.parametrize("tuning", exhaustive_but(one_token.CANDIDATES, one_token.TUNING), ids=str)
 def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_them(tuning, tmp_path):
     for kernel, k, splits in zip(
         kernels_of(tuning),
@@ -294,7 +309,7 @@ def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_the
         assert len(places(instructions, "STS")) <= bound(16, 34, 46, 46)
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("half", exhaustive_but([False, True], False))
 def test_no_word_is_unpacked_without_the_one_beside_it(half):
     """As the compiler does with a tensor that is one number: what would have been beside it is anything."""
     for kernel in (gate_up_of_one_token(half=half), down_of_one_token(half=half)):
@@ -339,6 +354,7 @@ def test_all_of_gate_up_fits_the_device_at_once_and_down_beside_it_as_it_ends(tm
     assert (per_sm - 1) * of_gate_up + registers(down, 8 * tuning.down_splits) <= REGISTERS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("fractional", [False, True])
 def test_every_form_of_one_tokens_weights_spills_nothing(half, fractional, tmp_path):
@@ -352,7 +368,7 @@ def test_every_form_of_one_tokens_weights_spills_nothing(half, fractional, tmp_p
         check_no_local_memory(kernel, disassembled(kernel, tmp_path))
 
 
-@pytest.mark.parametrize("capability", [80, 100, 120])
+@pytest.mark.parametrize("capability", exhaustive_but([80, 100, 120], 80))
 def test_one_tokens_kernels_compile_for_other_chips(capability):
     for kernel in (gate_up_of_one_token(capability=capability), down_of_one_token(capability=capability)):
         assert kernel.asm["cubin"]

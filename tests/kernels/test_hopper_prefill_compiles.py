@@ -14,6 +14,7 @@ from scalegate.kernels.e4m3_queries import LEAST
 from scalegate.kernels.hopper.packed_operand import x_layout
 from scalegate.kernels.hopper.prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
 from scalegate.kernels.hopper.prefill_items import Form, block_of
+from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_versions import bound
@@ -23,14 +24,18 @@ E4M3 = PLAIN | {"half": True, "e4m3": True}
 OPTIONAL = {"half": True, "window": True, "softcap": True}
 EVERY = pytest.mark.parametrize(
     "dim, options",
-    [
+    exhaustive_but(
+        [
+            (128, PLAIN),
+            (64, OPTIONAL | {"e4m3": False}),
+            (256, PLAIN),
+            (128, E4M3),
+            (64, OPTIONAL | {"e4m3": True}),
+            (256, E4M3),
+        ],
         (128, PLAIN),
-        (64, OPTIONAL | {"e4m3": False}),
-        (256, PLAIN),
         (128, E4M3),
-        (64, OPTIONAL | {"e4m3": True}),
-        (256, E4M3),
-    ],
+    ),
 )
 
 
@@ -88,6 +93,7 @@ def test_two_probabilities_are_rounded_by_one_instruction(dim: int, options: dic
         assert not any("PRMT" in text for text in loop)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_e4m3_keys_are_multiplied_as_such_and_take_half_the_bytes(dim: int):
     """By half as many products, with nothing added up outside of them."""

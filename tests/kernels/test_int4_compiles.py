@@ -11,6 +11,7 @@ from hopper_compiler import assembler_notes, compiled, disassembled, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.kernels.int4 import portable
 from scalegate.kernels.int4.decoder import Int4Decoder
+from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_versions import bound
@@ -32,13 +33,25 @@ def form_of(one) -> str:
     return ("tails" if one else "stream-k") if isinstance(one, bool) else name_of(one)
 
 
+EVERY_STREAM_K = pytest.mark.parametrize(
+    ("tile", "tails"),
+    exhaustive_but(STREAM_K_AND_TAILS, (STREAM_K[1], False), (stream_k_config.TILE_128X128, False)),
+    ids=form_of,
+)
+
+
 @pytest.mark.parametrize(
     ("tile", "form"),
-    [
-        *((tile, {}) for tile in INVARIANT + STREAM_K),
-        *((tile, {"sequential": True}) for tile in SEQUENTIAL),
-        (stream_k_config.TILE_256X64, {"tails": True}),
-    ],
+    exhaustive_but(
+        [
+            *((tile, {}) for tile in INVARIANT + STREAM_K),
+            *((tile, {"sequential": True}) for tile in SEQUENTIAL),
+            (stream_k_config.TILE_256X64, {"tails": True}),
+        ],
+        (STREAM_K[1], {}),
+        (stream_k_config.TILE_128X128, {}),
+        (SEQUENTIAL[0], {"sequential": True}),
+    ),
     ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
 )
 def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, form, tmp_path):
@@ -57,7 +70,7 @@ def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(til
     assert tile.ctas_per_sm * (tile.n // 16 + 4) * 32 * tile.registers <= 65536
 
 
-@pytest.mark.parametrize(("tile", "tails"), STREAM_K_AND_TAILS, ids=form_of)
+@EVERY_STREAM_K
 def test_warps_do_not_wait_for_each_other_in_the_main_loop(tile, tails, tmp_path):
     instructions = disassembled(compiled(tile, int4(), tails=tails), tmp_path)
     products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
@@ -68,7 +81,7 @@ def test_warps_do_not_wait_for_each_other_in_the_main_loop(tile, tails, tmp_path
     assert len(met) <= (bound(0, 0, 0, 8) if tile.n == 128 else 0)
 
 
-@pytest.mark.parametrize(("tile", "tails"), STREAM_K_AND_TAILS, ids=form_of)
+@EVERY_STREAM_K
 def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
     kernel = compiled(tile, int4(), tails=tails)
     others = [int(offset) for offset in re.findall(r"global_smem\+(\d+)", kernel.asm["ptx"])]
@@ -79,14 +92,17 @@ def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
 
 @pytest.mark.parametrize(
     ("tile", "tails", "group_size", "fractional", "half"),
-    [
-        # Every form in the tile of most registers, which spills first; that of most scales in the others.
-        *((stream_k_config.TILE_256X64, True, *form) for form in FORMS),
-        *(
-            (*tile, *FORMS[0])
-            for tile in [(INVARIANT[1], False), STREAM_K_AND_TAILS[0], *STREAM_K_AND_TAILS[-4:-2]]
-        ),
-    ],
+    exhaustive_but(
+        [
+            # Every form in the tile of most registers, which spills first; that of most scales in the others.
+            *((stream_k_config.TILE_256X64, True, *form) for form in FORMS),
+            *(
+                (*tile, *FORMS[0])
+                for tile in [(INVARIANT[1], False), STREAM_K_AND_TAILS[0], *STREAM_K_AND_TAILS[-4:-2]]
+            ),
+        ],
+        (stream_k_config.TILE_256X64, True, *FORMS[0]),
+    ),
     ids=lambda one: name_of(one) if hasattr(one, "ctas_per_sm") else None,
 )
 def test_every_form_of_the_weight_compiles_without_spills(
@@ -98,7 +114,9 @@ def test_every_form_of_the_weight_compiles_without_spills(
     assert "serialized" not in notes
 
 
-@pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (89, "HMMA"), (100, None)])
+@pytest.mark.parametrize(
+    ("capability", "product"), exhaustive_but([(80, "HMMA"), (89, "HMMA"), (100, None)], (80, "HMMA"))
+)
 def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_path):
     kernel = portable.int4_swap_ab_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | {

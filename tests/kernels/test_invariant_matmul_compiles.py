@@ -12,6 +12,7 @@ from scalegate.kernels.invariant_matmul import (
     Tile,
     invariant_matmul_kernel,
 )
+from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,7 +26,11 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("tile", "form"), FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("tile", "form"),
+    exhaustive_but(FORMS, (TILES[0], "whole"), (TILES[0], "split"), (TILES[-1], "sequential")),
+    ids=str,
+)
 def test_every_tile_compiles_to_the_matrix_units_instruction(tile: Tile, form: str):
     types = dict.fromkeys(["x_ptr", "weight_ptr", "y_ptr"], "*bf16")
     types |= {"partials": "*fp32", "semaphores": "*i32"}

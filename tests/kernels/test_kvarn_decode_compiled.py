@@ -19,6 +19,7 @@ from scalegate.kernels.decode_attention import LOG2_E
 from scalegate.kernels.hadamard import log2, rotate_reference
 from scalegate.kernels.low_bit_kv import held, kvarn_decode
 from scalegate.kernels.low_bit_kv.kvarn_decode import plain_splits
+from scalegate.tests.exhaustive import exhaustive_but
 from test_low_bit_kv_compiles import AS_IT_CAME, PLAIN, compiled
 
 NOT_WRITTEN = 0x7FFF
@@ -263,7 +264,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("late_copies", [True, False], ids=["late", "early"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", exhaustive_but(CASES, CASES[0]), ids=str)
 def test_a_step_as_compiled_attends_to_pages_and_plain_tokens(case: Case, late_copies: bool):
     contexts = case.contexts(LENGTHS)
     found = decoded(contexts, case, programs_of(case), late_copies)

@@ -24,6 +24,7 @@ from scalegate.kernels.low_bit_kv import (
     token_prefill,
     token_widen,
 )
+from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -114,7 +115,9 @@ def spills_in_shortest_loop(kernel, tmp_path: Path, products: int) -> int:
     return sum("LDL" in one or "STL" in one for one in min(loops, key=len))
 
 
-@pytest.mark.parametrize("name", ["kvarn_k4v2", "kvarn_k4v4", "int4", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", exhaustive_but(["kvarn_k4v2", "kvarn_k4v4", "int4", "nvfp4"], "kvarn_k4v2", "int4")
+)
 def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
     if name == "nvfp4":
         block = token_decode.NVFP4_BLOCK
@@ -167,7 +170,7 @@ def test_the_other_kernels_compile(tmp_path: Path):
     compiled(flush._flush_decoded, writing, 8, 3, **AS_IT_CAME)
 
 
-@pytest.mark.parametrize("raw", ["*bf16", "*fp16"])
+@pytest.mark.parametrize("raw", exhaustive_but(["*bf16", "*fp16"], "*bf16"))
 @pytest.mark.parametrize("name", ["decoded_kernel", "prompts_kernel"])
 def test_programs_that_write_pages_share_a_multiprocessor(name: str, raw: str, tmp_path: Path):
     launched = flush_pages.launch(KVARN["GROUP_SIZE"], HEADS["DIM"])
@@ -187,7 +190,9 @@ def test_programs_that_write_pages_share_a_multiprocessor(name: str, raw: str, t
     assert operations.total() < 5500, operations
 
 
-@pytest.mark.parametrize("group_size, dim", [(64, 64), (64, 128), (128, 256), (32, 64)])
+@pytest.mark.parametrize(
+    "group_size, dim", exhaustive_but([(64, 64), (64, 128), (128, 256), (32, 64)], (64, 64))
+)
 def test_pages_of_other_sizes_are_rotated_by_the_warps_that_have_their_rows(group_size: int, dim: int):
     """A layout that does not fit the matrix units' is refused while compiling."""
     launched = flush_pages.launch(group_size, dim)

@@ -9,6 +9,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.layout import ExpertsLayout, Problem
 from scalegate.layouts.numerics import row_tiles
+from scalegate.tests.exhaustive import exhaustive_but
 
 CPU = torch.device("cpu")
 N, K, ROWS = 320, 3072, 129
@@ -33,7 +34,7 @@ def drifts(name: str, spec, dtype: torch.dtype) -> bool:
     return not (torch.equal(alone, together) and torch.equal(turned, together))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", exhaustive_but([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 @pytest.mark.parametrize("spec", [Unquantized(), Int4(128), Int8(128), NVFP4()], ids=lambda spec: spec.name)
 def test_every_layout_that_claims_it_keeps_a_rows_bits(spec, dtype: torch.dtype):
     def serving(numerics: str) -> list[str]:

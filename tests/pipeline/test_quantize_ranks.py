@@ -14,6 +14,7 @@ from scalegate.pipeline.quantization import launch
 from scalegate.pipeline.quantization.ranks import OtherRankFailed, Ranks
 from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.server.fork_server import start_process
+from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.pipeline import forked_quantize
 from torch.distributed import HashStore, TCPStore
 
@@ -57,7 +58,7 @@ def in_processes(count: int, *words: Path | str, killed: int | None = None) -> l
     return [child.exitcode for child in children]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", exhaustive_but([2, 3], 3))
 def test_the_bytes_are_those_of_one_process(
     whole: Path, example_checkpoint: Path, tmp_path: Path, count: int
 ):
@@ -76,6 +77,7 @@ def test_one_of_two_is_killed_and_one_alone_finishes(whole: Path, example_checkp
     assert finished.items() <= {path.name: path.stat().st_ino for path in out.iterdir()}.items()
 
 
+@pytest.mark.exhaustive
 def test_torchrun_runs_the_command_which_says_the_outcome_once(example_checkpoint: Path, tmp_path: Path):
     words = ["quantize", str(example_checkpoint), "--device", "cpu", "--out", str(tmp_path / "out")]
     run = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

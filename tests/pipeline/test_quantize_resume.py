@@ -56,6 +56,7 @@ def go_on(source: Path, out: Path, recipe: Recipe = RECIPE, **options: bool | Pa
     quantize(source, recipe, out, max_shard_bytes=SHARD_BYTES, progress=False, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_killed_three_times_the_artifact_is_the_same(example_checkpoint: Path, tmp_path: Path) -> None:
     asked = {"recipe": "int4-hqq", "max_shard_bytes": SHARD_BYTES}
     result = resume.kill_and_resume(example_checkpoint, asked, 3, 1, tmp_path)

@@ -69,6 +69,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.exhaustive
 def test_two_processes_make_the_bytes_of_one_also_after_one_was_killed(
     on_two, example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):

@@ -157,6 +157,7 @@ def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, a
     assert check_signature(artifact / "serving_check.json").state == "unsigned", "it was of the other verdict"
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp_path: Path, monkeypatch):
     module = importlib.import_module("scalegate.pipeline.validation.serving")
     as_asked = module.server_of
@@ -205,6 +206,7 @@ def test_a_checkpoint_with_no_recorded_source_needs_a_baseline(example_checkpoin
         validate(example_checkpoint, **SMALL)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoint: Path, tmp_path: Path):
     serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(example_checkpoint)]
     serve += ["--port", "0", "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]

@@ -110,6 +110,7 @@ def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "plan_memory", lambda sides, placement: plan)
 
 
+@pytest.mark.exhaustive
 def test_servers_that_do_not_fit_together_take_turns_to_a_verdict(
     artifact: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -137,6 +138,7 @@ def test_too_few_blocks_for_turns_are_refused_before_a_server_is_started(
     assert not words.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_server_killed_in_its_turn_decides_nothing(
     artifact: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -75,6 +75,7 @@ def test_an_artifact_is_shown_and_laid_out(artifact: Path, environment):
     assert {choice["layout"] for choice in plan["choices"]} <= {"cpu_int4", "cpu_int4_float32", "dequantize"}
 
 
+@pytest.mark.exhaustive
 def test_it_is_served(artifact: Path, environment, tmp_path: Path):
     serve = [*COMMAND, "serve", str(artifact), "--port", "0", "--max-num-seqs", "2", "--max-model-len", "64"]
     with SubprocessEndpoint(serve, "plain", log=tmp_path / "log", env=environment, progress=False) as plain:

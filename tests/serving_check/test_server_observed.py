@@ -57,6 +57,7 @@ def test_what_compiles_in_traffic_fails_by_kernel_and_key(limited: Endpoint):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_server_told_to_end_on_a_compilation_says_why(example_checkpoint: Path, tmp_path: Path):
     with recompiling(example_checkpoint, tmp_path, "--jit-monitor", "error") as endpoint:
         result = load(endpoint, 3)

@@ -61,6 +61,7 @@ def test_one_that_fails_is_reported_at_once_and_the_other_does_not_outlive_it(tm
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.exhaustive
 def test_they_are_started_anew_at_their_addresses(tmp_path):
     servers = [server("one", tmp_path), server("other", tmp_path)]
     with starting(servers, together=True) as endpoints:

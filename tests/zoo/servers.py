@@ -55,7 +55,7 @@ class Fault:
     where: str
     inject: Any
     quick: bool
-    """In every run of the suite; the others with `--all-faults`."""
+    """In every `make test`; the others are exhaustive."""
     rare: bool
     """Not seen in a workload of seconds: it gets one of a minute."""
     long_prompts: bool
@@ -367,7 +367,7 @@ async def garbled_in_streams(traffic: Traffic, deltas: Deltas) -> Deltas:
         yield garbled(some)
 
 
-@fault("stream", "served text", "is not what their token ids stand for", quick=True)
+@fault("stream", "served text", "is not what their token ids stand for")
 async def garbled_when_together(traffic: Traffic, deltas: Deltas) -> Deltas:
     async for some in deltas:
         yield garbled(some) if traffic.open >= M else some
@@ -396,7 +396,7 @@ async def slow_tail(traffic: Traffic, deltas: Deltas) -> Deltas:
         yield some
 
 
-@fault("stream", "no failed requests", "no end within", quick=True)
+@fault("stream", "no failed requests", "no end within")
 async def hanging_requests(traffic: Traffic, deltas: Deltas) -> Deltas:
     traffic.seen += 1
     hangs = traffic.seen % 20 == 0

@@ -5,11 +5,10 @@ The negative control, the sound format through the same gate, is `pipeline/publi
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scalegate.tests.forked_command import run_pipeline
 
 from .kvarn_replays import COMPILED, FLUSHED_IN_PYTHON, SIDE_POOL
 
@@ -39,9 +38,7 @@ def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
     words += ["--input-len", INPUT_LEN, "--output-len", OUTPUT_LEN, "--quality-tokens", 1024]
     words += ["--floor", FLOORS.get(kv_format, 0.4), "--device", "cpu", "--json"]
     words += ["--max-repeats", MOST_BLOCKS.get(kv_format, 6)]
-    command = [sys.executable, "-P", "-m", "scalegate.pipeline", *map(str, words)]
-    environment = {**os.environ, "SCALEGATE_PLUGINS": str(PLUGIN)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    result = run_pipeline(*words, environment={**os.environ, "SCALEGATE_PLUGINS": str(PLUGIN)})
     assert result.stdout, result.stderr
     verdict = json.loads(result.stdout)
     assert verdict["artifact"]["kv_cache_dtype"] == kv_format
@@ -53,7 +50,12 @@ def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "kv_format", [pytest.param(FLUSHED_IN_PYTHON, marks=pytest.mark.alone), SIDE_POOL, COMPILED]
+    "kv_format",
+    [
+        pytest.param(FLUSHED_IN_PYTHON, marks=[pytest.mark.alone, pytest.mark.exhaustive]),
+        SIDE_POOL,
+        pytest.param(COMPILED, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_each_cause_fails_for_its_own_reason(example_checkpoint: Path, kv_format: str):
     caught = failed(example_checkpoint, kv_format)

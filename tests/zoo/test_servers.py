@@ -9,6 +9,7 @@ from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
+from scalegate.tests.exhaustive import exhaustive_but
 
 from .conftest import LONG_PROMPTS, LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
 from .servers import FAULTS
@@ -18,11 +19,12 @@ pytestmark = pytest.mark.alone
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-faults")
-        names = [name for name, one in FAULTS.items() if every or one.quick]
         runs = range(metafunc.config.getoption("--zoo-runs"))
-        cases = [(name, run) for run in runs for name in names]
-        metafunc.parametrize(("fault", "run"), cases, ids=[f"{name}-{run}" for name, run in cases])
+        cases = [(name, run) for run in runs for name in FAULTS]
+        quick = [(name, run) for name, run in cases if FAULTS[name].quick]
+        metafunc.parametrize(
+            ("fault", "run"), exhaustive_but(cases, *quick), ids=[f"{name}-{run}" for name, run in cases]
+        )
 
 
 def not_passed(judgement: Judgement) -> dict[str, str]:
@@ -34,6 +36,7 @@ def test_a_sound_server_passes(zoo: Zoo):
     assert judgement.status == "pass", not_passed(judgement)
 
 
+@pytest.mark.exhaustive
 def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
     """A CPU may read prompts faster in bfloat16 than in INT4, which is not what is asked here."""
     # A busy machine takes more than the 11 blocks that the faults get.

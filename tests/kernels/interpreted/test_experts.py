@@ -15,6 +15,7 @@ from scalegate.kernels.experts.routing import (
     routing_in,
 )
 from scalegate.kernels.experts.tile import INVARIANT_ROWS, block_rows_of
+from scalegate.tests.exhaustive import exhaustive_but
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, TOKENS, TOP_K = 5, 9, 2
@@ -36,7 +37,8 @@ def check_routing(expert: torch.Tensor, experts: int, block_rows: int | None) ->
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts"), [(1, 1, 1), (1, 8, 128), (7, 3, 6), (40, 8, 60), (150, 4, 40)]
+    ("tokens", "top_k", "experts"),
+    exhaustive_but([(1, 1, 1), (1, 8, 128), (7, 3, 6), (40, 8, 60), (150, 4, 40)], (1, 1, 1), (40, 8, 60)),
 )
 @pytest.mark.parametrize("block_rows", [None, 16, 64])
 def test_blocks_are_those_of_the_reference(tokens, top_k, experts, block_rows):
@@ -90,7 +92,7 @@ def relative(answer: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", exhaustive_but([False, True], True))
 def test_the_unquantized_product_is_right_by_token_and_by_assignment(transposed: bool, biased: bool):
     torch.manual_seed(1)
     expert = chosen(TOKENS, TOP_K, EXPERTS)
@@ -189,7 +191,7 @@ def test_a_packed_nvfp4_weight_is_the_dequantized_one_exactly(k):
         assert not got[70:].any() and not got[:, k:].any()
 
 
-@pytest.mark.parametrize(("k", "biased"), [(256, True), (160, False)])
+@pytest.mark.parametrize(("k", "biased"), exhaustive_but([(256, True), (160, False)], (160, False)))
 def test_the_nvfp4_product_is_that_of_the_dequantized_weight(k, biased):
     torch.manual_seed(5)
     expert = chosen(TOKENS, TOP_K, EXPERTS)

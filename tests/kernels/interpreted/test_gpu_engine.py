@@ -22,6 +22,7 @@ from scalegate.serving_check.engine.cuda_runner import CudaRunner
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -123,7 +124,7 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", exhaustive_but(WAYS, "overlapped", "eight bits, no graphs"))
 def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
     kv_cache_dtype = WAYS[way].get("kv_cache_dtype", "unquantized")
     prompts = prompts[:2] if way.startswith("whole pages") else prompts

@@ -12,6 +12,7 @@ from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence
 from scalegate.serving_check.engine.step_input import StepBuffers
+from scalegate.tests.exhaustive import exhaustive_but
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ def tokens(count: int, generator: torch.Generator) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["unquantized", "fp8", "int8_per_token_head"])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", exhaustive_but([None, 20], 20))
 def test_a_prompt_and_tokens_after_it(name: str, window: int | None):
     generator = torch.Generator().manual_seed(0)
     options = AttentionOptions(DIM**-0.5, window)

@@ -15,6 +15,7 @@ from scalegate.kernels.low_bit_kv import kvarn_decode as decoding
 from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from scalegate.kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from scalegate.kernels.prefill_attention import tiles_of
+from scalegate.tests.exhaustive import exhaustive_but
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHORT = 64 if DEVICE.type == "cuda" else 16
@@ -61,9 +62,10 @@ CASES = [
     ((1, 1, 128), 2, torch.float32),
     ((2, 1, 256), 2, torch.bfloat16),
 ]
+EVERY = pytest.mark.parametrize("heads, bits, dtype", exhaustive_but(CASES, CASES[1]), ids=str)
 
 
-@pytest.mark.parametrize("heads, bits, dtype", CASES, ids=str)
+@EVERY
 def test_decoding_at_ragged_lengths(heads: tuple[int, int, int], bits: int, dtype: torch.dtype):
     contexts = contexts_of(RAGGED, heads, bits, dtype, SHORT)
     out = decoded(contexts, RAGGED, bits)
@@ -141,7 +143,7 @@ CHUNKS = [(0, 1), (0, SHORT), (3, SHORT + 3), (0, 3 * SHORT + 5)]
 CHUNKS += [(2 * SHORT - 3, 4 * SHORT + 1), (5 * SHORT, 5 * SHORT + 7)]
 
 
-@pytest.mark.parametrize("heads, bits, dtype", CASES, ids=str)
+@EVERY
 def test_chunks_of_prompts(heads: tuple[int, int, int], bits: int, dtype: torch.dtype):
     check_prefilled(heads, bits, dtype)
 

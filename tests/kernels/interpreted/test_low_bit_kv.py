@@ -19,6 +19,7 @@ from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence
 from scalegate.serving_check.engine.step_input import StepBuffers
+from scalegate.tests.exhaustive import exhaustive_but
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -149,8 +150,13 @@ def short_pages():
         yield
 
 
-@pytest.mark.parametrize("in_graph", [True, False])
-@pytest.mark.parametrize("name", ["kvarn_k4v2", "kvarn_k4v4", "int4_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("in_graph", exhaustive_but([True, False], True))
+@pytest.mark.parametrize(
+    "name",
+    exhaustive_but(
+        ["kvarn_k4v2", "kvarn_k4v4", "int4_per_token_head", "nvfp4"], "kvarn_k4v2", "int4_per_token_head"
+    ),
+)
 def test_prompts_in_chunks_then_decoding_over_page_ends(name: str, in_graph: bool):
     steps, options = Steps(name, in_graph=in_graph), AttentionOptions(DIM**-0.5)
     for counts in ([20, 3, 0], [13, 0, 31], [1, 12, 1], [1, 1, 1], [1, 1, 1]):

@@ -17,6 +17,7 @@ from scalegate.kernels.experts.one_token import (
     serves,
     steps_and_rounds,
 )
+from scalegate.tests.exhaustive import exhaustive_but
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS = 5
@@ -56,13 +57,16 @@ def bound(dtype: torch.dtype) -> float:
 
 
 @TYPES
-@pytest.mark.parametrize("fractional", [False, True])
+@pytest.mark.parametrize("fractional", exhaustive_but([False, True], False))
 @pytest.mark.parametrize(
     ("hidden", "inner", "group_size"),
-    [
-        (384, 128, 128),  # an odd number of tiles, which splits do not divide
-        (256, 256, 256),
-    ],
+    exhaustive_but(
+        [
+            (384, 128, 128),  # an odd number of tiles, which splits do not divide
+            (256, 256, 256),
+        ],
+        (384, 128, 128),
+    ),
 )
 def test_experts_are_those_of_the_reference(hidden, inner, group_size, fractional, dtype):
     torch.manual_seed(1)
@@ -121,7 +125,12 @@ def test_rows_and_columns_need_not_fill_tiles(hidden, inner):
 
 
 @pytest.mark.parametrize(
-    "tuning", [Tuning(1, 1, False), Tuning(2, 2, False), Tuning(4, 1, False), Tuning(8, 4, True)], ids=str
+    "tuning",
+    exhaustive_but(
+        [Tuning(1, 1, False), Tuning(2, 2, False), Tuning(4, 1, False), Tuning(8, 4, True)],
+        Tuning(8, 4, True),
+    ),
+    ids=str,
 )
 def test_every_way_of_sharing_k_among_warps_gives_the_same(tuning):
     """One warp holds no more than 8 of these 10 tiles at once."""

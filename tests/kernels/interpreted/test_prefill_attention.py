@@ -3,6 +3,7 @@
 import pytest
 import torch
 from scalegate.kernels.prefill_attention import prefill_attention, prefill_attention_reference, tiles_of
+from scalegate.tests.exhaustive import exhaustive_but
 
 from .test_decode_attention import DEVICE, make_case
 
@@ -28,8 +29,8 @@ def relative_error(case, **options):
     return float((out.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (8, 2), (16, 1), (6, 2)])
+@pytest.mark.parametrize("head_dim", exhaustive_but([64, 96, 128, 256], 64, 256))
+@pytest.mark.parametrize("heads,kv_heads", exhaustive_but([(2, 2), (8, 2), (16, 1), (6, 2)], (6, 2)))
 def test_any_head_size_and_grouping(head_dim, heads, kv_heads):
     case, _ = make_prefill(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     assert relative_error(case) < 1e-5

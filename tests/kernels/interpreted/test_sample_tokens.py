@@ -83,6 +83,7 @@ def test_of_equal_logits_the_first_is_greedy_and_all_pass_top_k():
     assert found[0] == 7 and set(found[1:].tolist()) == {7, 71, 140}
 
 
+@pytest.mark.exhaustive
 def test_draws_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
     sequences = [Sequence("", [1], 1, SamplingParams(temperature=1.0), seed, 9) for seed in range(400)]

@@ -129,6 +129,7 @@ def test_all_stages_run_once_and_are_skipped_when_run_again(run, gate, tmp_path)
     assert gate.runs == 1
 
 
+@pytest.mark.exhaustive
 def test_keys_and_values_alone_are_a_release_whose_card_says_how_to_serve_it(run, gate, tmp_path):
     result = run("kvarn-k4v2")
     assert [stage.name for stage in result.stages] == ["quantize", "layout", "validate", "push"]

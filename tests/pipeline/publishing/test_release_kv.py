@@ -23,6 +23,7 @@ least_quality_tokens: 1000
 LOAD = {"m": (1, 4), "input_len": 176, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
 
 
+@pytest.mark.exhaustive
 def test_it_is_served_so_and_judged(example_checkpoint: Path, tmp_path: Path):
     """Nothing fails; a machine that has other things to do may leave it undecided."""
     recipe = tmp_path / "kvarn-small.yaml"
