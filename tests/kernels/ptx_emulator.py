@@ -60,7 +60,11 @@ class Kernel(Arithmetic, Transfers, MatrixUnits):
                     self._lanes, np.bool_ if kind == "pred" else f"u{WIDTHS[kind]}"
                 )
         self._blocks, self._labels = [_Block()], {}
-        lines = re.split(r"[;\n]|(?<=:)", re.sub(r"\.reg \.\w+\s+%\w+<\d+>;|\{(?=\s*\.reg)", ";", body))
+        # From 3.8 on Triton says which shared memory: a program's own, as is meant without that word.
+        body = body.replace("shared::cta", "shared")
+        lines = re.split(
+            r"[;\n]|(?<=[^:]:)(?!:)", re.sub(r"\.reg \.\w+\s+%\w+<\d+>;|\{(?=\s*\.reg)", ";", body)
+        )
         for line in map(str.strip, self._joined(lines)):
             self._compile(line)
 
@@ -115,6 +119,8 @@ class Kernel(Arithmetic, Transfers, MatrixUnits):
         name, *rest = line.split()
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", "".join(rest))
         parts = name.split(".")
+        if "L2::cache_hint" in parts:
+            operands.pop()  # A policy of the cache, which changes no value.
         if parts[0] in ("bra", "ret"):
             self._branch(parts[0], operands, guard)
             return
@@ -162,6 +168,9 @@ class Kernel(Arithmetic, Transfers, MatrixUnits):
         if mode == "idx":
             return lambda: np.copyto(to, value[self._lane // WARP * WARP + (by & 31)])
         raise ValueError(mode)
+
+    def _createpolicy(self, parts: list[str], operands: list[str]) -> None:
+        """What a cache keeps changes no value."""
 
     def _griddepcontrol(self, parts: list[str], operands: list[str]) -> None:
         """Programs run one after another."""
