@@ -55,14 +55,15 @@ def _append(
     dim = tl.arange(0, DIM)
     # All loads at once: none waits for another.
     length = tl.load(lengths_ptr + token)
-    keep = (length > 0) & (dim >= 0)
+    # Compared as a vector: `&` with a number's comparison is an integer to the interpreter, and no mask from 3.9 on.
+    keep = tl.full((DIM,), 0, tl.int32) + length > 0
     row = tl.load(rows_ptr + token)
     position = tl.load(positions_ptr + token)
     key = tl.load(key_ptr + token * key_stride + head * DIM + dim)
     value = tl.load(value_ptr + token * value_stride + head * DIM + dim)
     line = tl.arange(0, GROUP)[:, None]
     of_query = ((token * KV_HEADS + head) * PER_HEAD + line) * DIM + dim[None, :]
-    is_query = (line < PER_HEAD) & (length > 2 * GROUP_SIZE) & (dim >= 0)[None, :]
+    is_query = (tl.where(length > 2 * GROUP_SIZE, line, PER_HEAD) < PER_HEAD) & (dim >= 0)[None, :]
     query = tl.load(query_ptr + of_query, mask=is_query, other=0.0)
     tl.store(held_ptr + held_at(row, position, 0, head, KV_HEADS, DIM, GROUP_SIZE) + dim, key, mask=keep)
     tl.store(held_ptr + held_at(row, position, 1, head, KV_HEADS, DIM, GROUP_SIZE) + dim, value, mask=keep)
