@@ -14,7 +14,7 @@ TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: another-lock install example tutorial docs test test-all test-random test-pythons compile-tests lint types
+.PHONY: another-lock install example tutorial docs test test-all test-random test-isas test-pythons compile-tests lint types
 .PHONY: style clean
 
 # Holds the name of the lock that is installed: another one is installed anew.
@@ -60,6 +60,10 @@ compile-tests: install
 # Each supported Python that is to be had, in an environment of its own.
 test-pythons:
 	tests/on_each_python.sh
+
+# The tests of numbers as on CPUs with fewer instructions than this one has.
+test-isas: install
+	$(BIN)/python -P tests/on_each_isa.py
 
 lint: install
 	$(BIN)/ruff check .

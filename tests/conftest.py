@@ -1,5 +1,7 @@
 """Fixtures that every room's tests share: the bundled checkpoint and its held-out text."""
 
+import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,23 @@ import torch
 from scalegate.pipeline.forked_servers import servers_forked
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPARES = re.compile(r"\b(assert_close|allclose|isclose|norm|torch\.equal)\(")
+"""What a file with tests of numbers has in it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--zoo-runs", type=int, default=1, help="how often each fault of tests/zoo is tried")
+
+
+@functools.cache
+def compares_numbers(file: Path) -> bool:
+    return COMPARES.search(file.read_text(encoding="utf-8")) is not None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of numbers are `numeric` without anybody's remembering it: `on_each_isa.py` runs them."""
+    if compares_numbers(item.path):
+        item.add_marker(pytest.mark.numeric)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

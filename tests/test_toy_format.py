@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scalegate.tests.forked_command import run_pipeline
+from scalegate.tests.rounding_bounds import rounded
 
 pytestmark = pytest.mark.long
 
@@ -152,7 +153,8 @@ def test_it_is_measured_planned_and_loaded_in_its_own_layout(artifact: Path, wor
     assert len(choice["modules"]) == 4
     (found, chosen), (dequantized, plain) = logits(work, artifact)
     assert LAYOUT in chosen and plain == {"dequantize"}
-    assert float((found - dequantized).norm() / dequantized.norm()) < 0.02
+    # Both in bfloat16, which four layers round to a dozen times each, and the head.
+    assert float((found - dequantized).norm() / dequantized.norm()) < rounded(torch.bfloat16, times=2 * 49)
 
 
 @contextmanager

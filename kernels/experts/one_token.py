@@ -92,20 +92,20 @@ def serves(gate_up: Int4Operand, down: Int4Operand) -> bool:
 def experts_reference(
     x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
 ) -> Tensor:
-    """y [1, N], weights and sums in fp32, activations rounded once, one expert at a time."""
-    y = torch.zeros(1, down.n, device=x.device)
-    for index, share in zip(expert[0].tolist(), weight[0].float(), strict=True):
+    """y [1, N] in fp64, activations too, one expert at a time."""
+    y = torch.zeros(1, down.n, dtype=torch.float64, device=x.device)
+    for index, share in zip(expert[0].tolist(), weight[0].double(), strict=True):
         if 0 <= index < len(gate_up.words):
-            gate, up = (x.float() @ _dequantized(gate_up, index, x.dtype).t()).chunk(2, dim=1)
-            activation = (functional.silu(gate) * up).to(x.dtype).float()
-            y += share * (activation @ _dequantized(down, index, x.dtype).t())
-    return y.to(x.dtype)
+            gate, up = (x.double() @ _dequantized(gate_up, index, x.dtype).t()).chunk(2, dim=1)
+            y += share * ((functional.silu(gate) * up) @ _dequantized(down, index, x.dtype).t())
+    return y
 
 
 def _dequantized(operand: Int4Operand, index: int, dtype: torch.dtype) -> Tensor:
     one = slice(index, index + 1)
     rest = operand.n, operand.group_size, operand.fractional, dtype
-    return reference_weight(operand.words[one], operand.scale_words[one], *rest, False)[0, :, : operand.k]
+    weight = reference_weight(operand.words[one], operand.scale_words[one], *rest, rounded=False)
+    return weight[0, :, : operand.k].double()
 
 
 @triton.constexpr_function

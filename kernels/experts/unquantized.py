@@ -35,16 +35,16 @@ REUSED_FROM = 64
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y [A, N] for `expert` [T, top_k], sums in fp32, one expert at a time."""
+    """y [A, N] for `expert` [T, top_k], in fp64, one expert at a time."""
     flat = expert.flatten()
-    rows = x.repeat_interleave(len(flat) // len(x), 0).float()
-    y = torch.zeros(len(flat), weight.shape[1], device=x.device)
+    rows = x.repeat_interleave(len(flat) // len(x), 0).double()
+    y = torch.zeros(len(flat), weight.shape[1], dtype=torch.float64, device=x.device)
     for index in range(len(weight)):
         mine = flat == index
-        y[mine] = rows[mine] @ weight[index].float().t()
+        y[mine] = rows[mine] @ weight[index].double().t()
         if bias is not None:
-            y[mine] += bias[index].float()
-    return y.to(x.dtype)
+            y[mine] += bias[index].double()
+    return y
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -102,6 +102,6 @@ def reference_weight(
 def reference_matmul(
     x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool
 ) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T in torch, accumulated in fp32."""
+    """y [M, N] = x [M, K] @ w.T in fp64, with the weight in x's type."""
     weight = reference_weight(words, scale_words, group_size, fractional, x.dtype)[:n, : x.shape[1]]
-    return (x.float() @ weight.float().t()).to(x.dtype)
+    return x.double() @ weight.double().t()

@@ -47,6 +47,6 @@ def decoder(group_size: int, half: bool) -> Int4Decoder:
 
 
 def reference_matmul(x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T in torch, accumulated in fp32."""
+    """y [M, N] = x [M, K] @ w.T in fp64, with the weight in x's type."""
     twice = torch.cat([x, x], 1)
     return packing.reference_matmul(twice, words, scale_words, n, group_size, fractional=False)

@@ -25,15 +25,15 @@ class Contexts:
     def expected(
         self, request: int, position: int, scale: float, softcap=0.0, sinks=None, rounded: bool = False
     ) -> torch.Tensor:
-        """[H, D], fp32, of one token; rounded: its query meets codes as `products_with_page` says."""
+        """[H, D], fp64, of one token; rounded: its query meets codes as `products_with_page` says."""
         own = position // self.group_size * self.group_size
         key, value = (
-            torch.cat([x[: self.group_size].float(), coded[self.group_size : own], x[own:].float()])
+            torch.cat([x[: self.group_size], coded[self.group_size : own], x[own:]]).double()
             if own
-            else x.float()
+            else x.double()
             for x, coded in zip((self.keys[request], self.values[request]), self.seen[request], strict=True)
         )
-        query = self.queries[request][position].float()
+        query = self.queries[request][position].double()
         groups = query.shape[0] // key.shape[1]
         key, value = (x[: position + 1].repeat_interleave(groups, 1) for x in (key, value))
         scores = torch.einsum("hd,nhd->hn", query, key)
@@ -44,7 +44,7 @@ class Contexts:
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None].float()], 1)
+            scores = torch.cat([scores, sinks[:, None].double()], 1)
         return torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : position + 1], value)
 
     def products_with_page(self, query: torch.Tensor, page: int) -> torch.Tensor:

@@ -26,7 +26,9 @@ VARIANTS = {
 
 
 def by_hand(query, keys, values, position: int, options: AttentionOptions, sinks):
-    """One query [H, D] at `position` of a request with keys [T, H_kv, D]."""
+    """One query [H, D] at `position` of a request with keys [T, H_kv, D], in float64."""
+    query, keys, values = query.double(), keys.double(), values.double()
+    sinks = sinks if sinks is None else sinks.double()
     first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
     output = []
     for head in range(KV_HEADS * GROUP):
@@ -71,7 +73,7 @@ def test_decode_over_rows_of_all_lengths(stored, variant: str):
     found = attend(query, key_pages, value_pages, groups, options, sinks)
     for row, length in enumerate(LENGTHS):
         expected = by_hand(query[row], keys[row], values[row], length - 1, options, sinks)
-        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest(stored):
@@ -100,7 +102,7 @@ def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int, block:
     for row, first, count in chunks:
         for position in range(first, first + count):
             expected = by_hand(query[token], keys[row], values[row], position, options, sinks)
-            torch.testing.assert_close(found[token], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found[token].double(), expected, atol=1e-5, rtol=1e-4)
             token += 1
 
 

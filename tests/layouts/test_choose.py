@@ -273,14 +273,15 @@ def test_a_damaged_cache_is_as_good_as_none(tmp_path):
     assert choose({"layer": problem()}, (1,), progress=False).choices[0].measurements
 
 
-def test_a_forced_layout_is_recorded_with_what_would_have_been_better():
-    """The float32 kernel on a CPU, as bad a layout as torch ships."""
-    plan = choose({"layer": problem(256, 256)}, (1, 8), force="cpu_int4_float32", progress=False)
+def test_a_forced_layout_is_recorded_with_what_would_have_been_better(with_layout):
+    with_layout(Altered("cpu_int4", "slow", repeats=20))
+    plan = choose({"layer": problem(256, 256)}, (1, 8), force="slow", progress=False)
     (choice,) = plan.choices
-    assert choice.forced and choice.layout == "cpu_int4_float32" and choice.reason == "forced by the user"
+    assert choice.forced and choice.layout == "slow" and choice.reason == "forced by the user"
     (slow,) = explain_slow_layout(plan, 0.95)
-    assert slow.kernel == "_weight_int4pack_mm_for_cpu (float32)"
-    assert slow.better_layout == "cpu_int4" and "256x256" in slow.sentence(0.95)
+    assert slow.kernel == "an altered kernel" and "256x256" in slow.sentence(0.95)
+    assert slow.better_layout in LAYOUTS and slow.better_layout != "slow"
+    assert slow.better_ratio > slow.worst_ratio
 
 
 def test_a_forced_layout_of_dense_layers_leaves_experts_to_be_chosen():

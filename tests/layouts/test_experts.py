@@ -24,6 +24,7 @@ from scalegate.layouts.layout import Experts, ExpertsLayout, Problem
 from scalegate.layouts.measure import measure
 from scalegate.layouts.routing import Routing
 from scalegate.layouts.timing import TimingBudget
+from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
@@ -34,9 +35,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH = 128, 96
-BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4, torch.float32: 1e-6}
-CASTING_BOUND = 6e-3
-"""For the layout that rounds float16 and float32 activations to bfloat16 as well."""
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def relative_error(y: Tensor, expected: Tensor) -> float:
@@ -53,7 +52,7 @@ def serving(problem: Problem) -> dict[str, ExpertsLayout]:
     return {name: layout for name, layout in LAYOUTS.items() if layout.refuses(problem) is None}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "spec", [Int4(32), Int4(64, zero_point="fractional"), Int8(32), NVFP4(), Unquantized()], ids=str
 )
@@ -82,7 +81,7 @@ def test_every_row_is_multiplied_by_its_experts_weight(
                 assert packed.shape == (count, n, k) and packed.spec == spec and packed.layout == name
                 y = layout.grouped_matmul(x, packed, routing)
                 assert y.dtype is dtype and y.shape == (tokens * top_k, n), name
-                bound = CASTING_BOUND if "cast" in name else BOUNDS[dtype]
+                bound = CASTING_BOUND if "cast" in name else product_bound(dtype, k)
                 slack = 1 if y.numel() >= 256 else 3
                 assert relative_error(y, expected) <= slack * bound, (name, tokens, rows)
 
@@ -95,7 +94,7 @@ def test_a_row_given_to_another_expert_is_seen_by_these_bounds():
     wrong = right.clone()
     wrong[3, 1] = 3
     answers = [layout.grouped_matmul(x, packed, Routing.of(one, 4)) for one in (right, wrong)]
-    assert relative_error(*answers) > 10 * BOUNDS[torch.bfloat16]
+    assert relative_error(*answers) > 10 * product_bound(torch.bfloat16, 64)
 
 
 def test_experts_are_measured_with_the_rows_that_they_really_get(monkeypatch: pytest.MonkeyPatch):

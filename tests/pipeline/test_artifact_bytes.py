@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from scalegate.pipeline.quantize import MAX_SHARD_BYTES, quantize
 
+pytestmark = pytest.mark.numeric
+
 SHIPPED = {
     "int4-hqq": "cf1ef835b498fed6c18115fdb29f8f903546dabc66a861fe704e17781565edf3",
     "int4-hqq-g64": "6dd1f8655f4a4bb8f57dbefa6db7a99e0aa3fe63b9746f2239fb0f5517a50dff",

@@ -1,5 +1,6 @@
-"""The gate's check of batch invariance, on real servers: one that keeps bits, and one that is tuned."""
+"""The gate's check of batch invariance, on real servers: one keeps bits, the other's products drift."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,13 @@ import pytest
 from scalegate.serving_check.checks.batch_invariance import check_batch_invariance
 from scalegate.serving_check.company import CompanyFigures, compare_in_company
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.tests.serving_check import drifting_products
+
+pytestmark = pytest.mark.numeric
 
 TEXT = tuple(range(5, 3000))
+OPTIONS = ["--dtype", "float32", "--max-num-seqs", "12", "--max-model-len", "128"]
+OPTIONS += ["--served-model-name", "pycode"]
 
 
 def figures_of(endpoint: Endpoint) -> CompanyFigures:
@@ -17,8 +23,7 @@ def figures_of(endpoint: Endpoint) -> CompanyFigures:
 
 @pytest.fixture(scope="module")
 def kept(chat_checkpoint: Path, serve_command, tmp_path_factory: pytest.TempPathFactory) -> CompanyFigures:
-    options = ["--dtype", "float32", "--max-num-seqs", "12", "--max-model-len", "128"]
-    options += ["--batch-invariance", "pin", "--served-model-name", "pycode"]
+    options = [*OPTIONS, "--batch-invariance", "pin"]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with SubprocessEndpoint(serve_command(chat_checkpoint, *options), "pycode", log=log) as endpoint:
         return figures_of(endpoint)
@@ -30,8 +35,13 @@ def test_a_server_that_keeps_bits_passes(kept: CompanyFigures):
     assert kept.tokens > 200 and kept.neighbours == 6
 
 
-def test_a_tuned_server_fails_and_the_request_token_and_neighbours_are_named(server: Endpoint):
-    result = check_batch_invariance(figures_of(server))
+def test_a_server_whose_bits_drift_fails_and_the_request_token_and_neighbours_are_named(
+    chat_checkpoint: Path, tmp_path: Path
+):
+    options = [*OPTIONS, "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-P", drifting_products.__file__, str(chat_checkpoint), *options]
+    with SubprocessEndpoint(command, "pycode", log=tmp_path / "log.txt") as endpoint:
+        result = check_batch_invariance(figures_of(endpoint))
     assert result.status == "fail", result
     assert "prompt tokens) beside" in result.reason and "alone and" in result.reason
 

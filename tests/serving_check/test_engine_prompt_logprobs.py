@@ -9,6 +9,8 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+pytestmark = pytest.mark.numeric
+
 CONFIG = Qwen3Config(
     vocab_size=256,
     hidden_size=64,

@@ -50,11 +50,14 @@ def test_a_plain_checkpoint_computes_what_transformers_loading_computes(
     folder = random_checkpoint(model_type, torch.bfloat16)
     reference = AutoModelForCausalLM.from_pretrained(folder)
     loaded = load_model(folder, progress=False)
-    assert torch.equal(logits(loaded.model), logits(reference))
     assert not loaded.model.training and loaded.layouts == {}
     for name, theirs in reference.named_parameters():
         ours = parameter(loaded.model, name)
         assert ours.dtype is theirs.dtype and torch.equal(ours, theirs), name
+    # Merged layers are other products than those apart, which in bfloat16 may round to other numbers.
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = load_model(folder, dtype=torch.float32, progress=False)
+    torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
