@@ -14,6 +14,8 @@ from scalegate.kernels.low_bit_kv.kvarn import KVarNTile
 from scalegate.kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from scalegate.kernels.low_bit_kv.words import unpack
 
+pytestmark = pytest.mark.long
+
 MAX_ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 CASES = [
     ((4, 2, 64), 2, torch.bfloat16, 128),
