@@ -76,11 +76,13 @@ def hopper_runs(
     """Whether the Hopper kernel attends over one token here; where it does not, it warns with the reason."""
     queries, keys, values = dtypes
     q = torch.zeros(1, 1, head_dim, dtype=queries, device=device)
-    pages = (torch.zeros(1, 1, 64, head_dim, dtype=dtype, device=device) for dtype in (keys, values))
+    key_pages, value_pages = (
+        torch.zeros(1, 1, 64, head_dim, dtype=dtype, device=device) for dtype in (keys, values)
+    )
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     tiles = torch.tensor([[0, 1, 0, 0]], dtype=torch.int32, device=device)
     try:
-        hopper_prefill(q, *pages, block_table, tiles, scale=1.0, out=torch.empty_like(q))
+        hopper_prefill(q, key_pages, value_pages, block_table, tiles, scale=1.0, out=torch.empty_like(q))
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"

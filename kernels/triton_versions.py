@@ -12,6 +12,7 @@ Imported by `triton_imports.py` alone, where Triton is installed.
 """
 
 import os
+from typing import Any
 
 # From 3.9 on Triton warns that 3.10 will not fuse products and sums by itself; our kernels were tested fused.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -21,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
-def first_of(owner: object, *names: str) -> object:
+def first_of(owner: Any, *names: str) -> Any:
     """The first attribute that `owner` has."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 

@@ -18,6 +18,8 @@ from scalegate.layouts.kv_layer import KVScales
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.tests.forked_command import run_pipeline
 
+pytestmark = pytest.mark.long
+
 NAME = "toy_clipped"
 SCALE = torch.tensor([1 / 256])
 

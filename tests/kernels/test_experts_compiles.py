@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_versions import bound
 
+pytestmark = pytest.mark.long
+
 BUCKETS = range(len(BLOCK_ROWS))
 FEW_BUCKETS = pytest.mark.parametrize("bucket", exhaustive_but(BUCKETS, 0, 3))
 """One for each matrix instruction."""

@@ -15,6 +15,8 @@ from scalegate.kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from scalegate.kernels.low_bit_kv.words import unpack
 from scalegate.tests.rounding_bounds import rounded, summed
 
+pytestmark = pytest.mark.long
+
 OF_SCORES = 16 * summed(256)
 """Scores, which reach 16, are sums of up to 256 products; what they are off by, their exponentials are."""
 MAX_ERROR = {torch.float32: OF_SCORES}

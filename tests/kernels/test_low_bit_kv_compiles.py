@@ -30,6 +30,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton_versions import bound
 
+pytestmark = pytest.mark.long
+
 HOPPER = GPUTarget("cuda", 90, 32)
 SPILLED_OUTSIDE_LOOPS = 32
 """Bytes: a few numbers that a program needs once."""

@@ -188,6 +188,7 @@ def test_a_port_in_use(checkpoint):
         assert str(port) in refusal("serve", checkpoint, "--port", port)
 
 
+@pytest.mark.exhaustive
 def test_m_beyond_capacity(checkpoint, tmp_path):
     message = refusal(
         "validate", checkpoint, "--baseline", checkpoint, "--m", "1,100000", "--quality-tokens", 1024

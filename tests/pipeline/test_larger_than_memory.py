@@ -3,7 +3,10 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.exhaustive
 def test_memory_and_records_do_not_grow_with_the_checkpoint(tmp_path: Path):
     path = Path(__file__).parents[1] / "bench" / "larger_than_memory.py"
     spec = importlib.util.spec_from_file_location("larger_than_memory", path)

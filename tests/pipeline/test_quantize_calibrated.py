@@ -35,6 +35,7 @@ from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out
+from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RECIPE = Recipe("gptq", spec=Int4(64), method=GPTQ)
@@ -107,13 +108,16 @@ def test_the_model_s_outputs_are_nearer(
 
 @pytest.mark.parametrize(
     "recipe",
-    [
+    exhaustive_but(
+        [
+            RECIPE,
+            Recipe("awq", spec=Int4(64), method=AWQ_GPTQ),
+            Recipe("w4a4", spec=NVFP4(activations=True), method=GPTQ),
+            Recipe("learned", spec=Int4(64), method=GPTQ, learned_rounding=6),
+            Recipe("iq2", spec=IQ2XXS()),
+        ],
         RECIPE,
-        Recipe("awq", spec=Int4(64), method=AWQ_GPTQ),
-        Recipe("w4a4", spec=NVFP4(activations=True), method=GPTQ),
-        Recipe("learned", spec=Int4(64), method=GPTQ, learned_rounding=6),
-        Recipe("iq2", spec=IQ2XXS()),
-    ],
+    ),
     ids=lambda recipe: recipe.name,
 )
 def test_killed_in_any_layer_the_artifact_is_the_same(

@@ -262,6 +262,7 @@ def test_what_rules_of_the_recipe_say_stays_and_its_bits_count(
     assert artifact.quantization["bits_per_weight"] == pytest.approx(said, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_weights_replaced_in_place_are_measured_again(
     example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:

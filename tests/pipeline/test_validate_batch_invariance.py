@@ -33,6 +33,7 @@ def claimed(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     return artifact, verdict
 
 
+@pytest.mark.exhaustive
 def test_the_claim_is_proved_on_the_served_artifact(claimed: tuple[Path, Verdict]):
     artifact, verdict = claimed
     checks = {check.name: check for check in verdict.checks}
@@ -59,6 +60,7 @@ def claim_it_of_a_tuned_server(value: dict) -> None:
     value["environment"]["engine_options"]["batch_invariance"] = "tuned"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("edit", [drop_the_figures, claim_more, claim_it_of_a_tuned_server])
 def test_a_claim_without_figures_of_its_own_is_refused(
     claimed: tuple[Path, Verdict], edit: Callable[[dict], None], tmp_path: Path
@@ -73,6 +75,7 @@ def test_a_claim_without_figures_of_its_own_is_refused(
         read_verdict(path)
 
 
+@pytest.mark.exhaustive
 def test_a_verdict_on_a_tuned_server_does_not_bear_out_the_recipe(claimed: tuple[Path, Verdict]):
     artifact, _ = claimed
     assert not examine(artifact).broken

@@ -51,6 +51,7 @@ def run(artifact: Path, rival: Path, report: Path):
     return result, verdict, next(check for check in verdict.checks if check.name == "rival")
 
 
+@pytest.mark.exhaustive
 def test_a_faster_artifact_passes_and_all_three_are_shown(fast_and_slow, tmp_path: Path):
     fast, slow = fast_and_slow
     result, verdict, check = run(fast, slow, tmp_path)

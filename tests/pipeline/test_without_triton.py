@@ -69,6 +69,7 @@ def test_doctor_says_what_is_missing(environment):
     assert any(one["layout"] == "cpu_int4" and one["refusal"] is None for one in layouts)
 
 
+@pytest.mark.exhaustive
 def test_an_artifact_is_shown_and_laid_out(artifact: Path, environment):
     assert json.loads(succeed(environment, "inspect", artifact, "--json"))["formats"]
     plan = json.loads(succeed(environment, "layout", artifact, "--no-kv", "--m", "1,2", "--json"))

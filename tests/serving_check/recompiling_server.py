@@ -37,5 +37,8 @@ def build_recompiling_engine(folder: Path, options: EngineOptions, tokenizer: An
 
 
 if __name__ == "__main__":
-    serving.build_engine = build_recompiling_engine  # type: ignore[assignment]
+    # Processes are forked where what is pickled is named by its module, which runs here under another name.
+    from scalegate.tests.serving_check.recompiling_server import build_recompiling_engine as build
+
+    serving.build_engine = build  # type: ignore[assignment]
     main(["serve", *sys.argv[1:]], prog_name="recompiling_server.py")

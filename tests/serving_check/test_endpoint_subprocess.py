@@ -28,6 +28,8 @@ from scalegate.serving_check.engines.vllm import VLLM
 from scalegate.serving_check.engines.vllm_log import COMPILATIONS, ending_of
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
+pytestmark = pytest.mark.long
+
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 COMMAND = [sys.executable, "-P", str(COUNTING_SERVER), "0.001"]
 

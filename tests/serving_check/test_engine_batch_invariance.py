@@ -17,6 +17,7 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.other_products import other_products
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk, Schedule
+from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.serving_check.drifting_products import drifting_products
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
@@ -145,7 +146,10 @@ def drifted_in_company(engine: Engine, everyone: list[Request]) -> dict[str, int
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("dense", torch.float32), ("dense", torch.bfloat16), ("experts", torch.float32)],
+    exhaustive_but(
+        [("dense", torch.float32), ("dense", torch.bfloat16), ("experts", torch.float32)],
+        ("dense", torch.bfloat16),
+    ),
     ids=str,
 )
 def test_no_company_changes_a_bit_unless_tuned(kind: str, dtype: torch.dtype):

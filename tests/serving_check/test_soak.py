@@ -22,6 +22,7 @@ SMALL = {
 }
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_lost_among_arrivals_departures_and_preemptions(example_checkpoint: Path, tmp_path: Path):
     options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-P", str(SOAK), str(example_checkpoint), *options]

@@ -26,6 +26,8 @@ from scalegate.serving_check.workload import run_workload
 
 from .gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run
 
+pytestmark = pytest.mark.long
+
 LOAD = WorkloadSettings((1, 8), max_blocks=LEAST_BLOCKS)
 TEXT = list(range(500))
 ENDPOINTS = {"artifact": ARTIFACT, "baseline": BASELINE, "rival": RIVAL}

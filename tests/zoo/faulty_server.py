@@ -87,7 +87,10 @@ async def chained(first: list[Delta], rest: AsyncIterator[list[Delta]]) -> Async
 
 
 if __name__ == "__main__":
+    # Processes are forked where what is pickled is named by its module, which runs here under another name.
+    from scalegate.tests.zoo.faulty_server import build_faulty_engine as build
+
     fault_file = Path(sys.argv[1])
-    serving.build_engine = functools.partial(build_faulty_engine, fault_file)  # type: ignore[assignment]
+    serving.build_engine = functools.partial(build, fault_file)  # type: ignore[assignment]
     make_streams_faulty(fault_file)
     main(["serve", *sys.argv[2:]], prog_name="faulty_server.py")

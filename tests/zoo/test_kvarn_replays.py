@@ -49,13 +49,10 @@ def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
     return {check["name"]: check["reason"] for check in verdict["checks"] if check["status"] == "fail"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kv_format",
-    [
-        pytest.param(FLUSHED_IN_PYTHON, marks=[pytest.mark.alone, pytest.mark.exhaustive]),
-        SIDE_POOL,
-        pytest.param(COMPILED, marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param(FLUSHED_IN_PYTHON, marks=pytest.mark.alone), SIDE_POOL, COMPILED],
 )
 def test_each_cause_fails_for_its_own_reason(example_checkpoint: Path, kv_format: str):
     caught = failed(example_checkpoint, kv_format)

@@ -26,6 +26,8 @@ from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+pytestmark = pytest.mark.long
+
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 SIZES = {"max_num_seqs": 2, "max_model_len": 48}
 WAYS = {

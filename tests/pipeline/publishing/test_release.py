@@ -286,6 +286,7 @@ def test_another_recipe_of_the_same_name_is_not_taken_for_the_finished_one(run, 
     assert "quantize" not in skipped(run(recipe, overwrite=True))
 
 
+@pytest.mark.exhaustive
 def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     hub, pipeline, tmp_path, example_checkpoint
 ):
