@@ -55,7 +55,7 @@ def _append(
     dim = tl.arange(0, DIM)
     # All loads at once: none waits for another.
     length = tl.load(lengths_ptr + token)
-    # As a vector: `&` with a number's comparison is an integer to the interpreter, and no mask to that of 3.9.
+    # As a vector: `&` with a number's comparison is an integer to the interpreter, and no mask from 3.9 on.
     keep = tl.full((DIM,), 0, tl.int32) + length > 0
     row = tl.load(rows_ptr + token)
     position = tl.load(positions_ptr + token)
