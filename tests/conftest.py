@@ -44,6 +44,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's random tensors are the same, whichever tests came before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory):
+    """What was measured on this machine before decides nothing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCALEGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked_servers():
     """Servers that tests start on a CPU import nothing: each would take four CPU seconds over it."""

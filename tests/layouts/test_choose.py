@@ -179,10 +179,10 @@ def test_a_layout_that_is_not_ready_in_time_is_refused_and_the_others_are_timed(
 
 
 def test_a_layout_that_is_ready_in_time_keeps_the_rest_of_it():
-    allowance = {"dequantize": 5.0}
+    allowance = {"dequantize": 60.0}
     found = measure(problem(), (1,), ["cpu_int4", "dequantize"], QUICK, allowance=allowance)
     assert {one.layout for one in found.measurements} == {"cpu_int4", "dequantize"}
-    assert 3 < allowance["dequantize"] < 5 and list(allowance) == ["dequantize"]
+    assert 30 < allowance["dequantize"] < 60 and list(allowance) == ["dequantize"]
 
 
 def test_a_layout_that_takes_too_long_for_one_shape_gets_no_time_for_the_next(with_layout):
@@ -199,12 +199,14 @@ def test_a_layout_that_takes_too_long_for_one_shape_gets_no_time_for_the_next(wi
 def test_a_limit_leaves_the_alarm_of_others_as_it_was():
     ended = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: ended.append(number))
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    signal.setitimer(signal.ITIMER_REAL, 100)
     try:
         with pytest.raises(OutOfTime), time_limit(0.05):
-            time.sleep(5)
+            time.sleep(50)
         assert not ended
-        time.sleep(0.4)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 50 < left < 99.96, "what was left of its time, less ours"
+        signal.raise_signal(signal.SIGALRM)
         assert ended == [signal.SIGALRM]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,13 +3,13 @@
 import io
 import os
 import sys
-import time
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
 from click.testing import CliRunner
 from scalegate.layouts import progress
-from scalegate.layouts.progress import progress_bar
+from scalegate.layouts.progress import LINE_SECONDS, progress_bar
 from scalegate.pipeline.cli.main import main
 
 
@@ -18,51 +18,63 @@ class Terminal(io.StringIO):
         return True
 
 
+class Clock:
+    """The bar's and tqdm's, so that a busy machine makes no job longer."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def often(monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("tqdm.std.time", clock)
+    return clock
 
 
-def run_a_job(seconds: float, stderr: TextIO, monkeypatch) -> None:
+def run_a_job(seconds: float, stderr: TextIO, clock: Clock, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
         with progress_bar(total=4, desc="loading", shown=True) as bar:
             for _ in range(4):
-                time.sleep(seconds / 4)
+                clock.now += seconds / 4
                 bar.set_postfix_str("4x4")
                 bar.update()
 
 
-def through_a_pipe(seconds: float, monkeypatch) -> str:
+def through_a_pipe(seconds: float, clock: Clock, monkeypatch) -> str:
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe:
-        run_a_job(seconds, pipe, monkeypatch)
+        run_a_job(seconds, pipe, clock, monkeypatch)
     # Kept as it came: a carriage return is what is looked for.
     with os.fdopen(read, newline="") as pipe:
         return pipe.read()
 
 
-def test_a_pipe_gets_whole_lines_and_a_terminal_a_bar(often, monkeypatch):
-    lines = through_a_pipe(0.4, monkeypatch)
+def test_a_pipe_gets_whole_lines_and_a_terminal_a_bar(clock, monkeypatch):
+    lines = through_a_pipe(4 * LINE_SECONDS, clock, monkeypatch)
     assert "\r" not in lines and lines.endswith("\n")
-    assert 2 <= len(lines.splitlines()) <= 5
+    assert 4 <= len(lines.splitlines()) <= 5
     assert lines.splitlines()[-1].startswith("loading: 100%, 4/4, ")
-    run_a_job(0.4, terminal := Terminal(), monkeypatch)
+    run_a_job(4 * LINE_SECONDS, terminal := Terminal(), clock, monkeypatch)
     assert "\r" in terminal.getvalue(), "what is looked for would be seen"
 
 
-def test_what_is_quick_says_nothing_and_lines_keep_their_distance(monkeypatch):
-    assert through_a_pipe(0.0, monkeypatch) == ""
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.15)
-    assert len(through_a_pipe(0.2, monkeypatch).splitlines()) <= 2
+def test_what_is_quick_says_nothing_and_lines_keep_their_distance(clock, monkeypatch):
+    assert through_a_pipe(0.9 * LINE_SECONDS, clock, monkeypatch) == ""
+    assert len(through_a_pipe(1.4 * LINE_SECONDS, clock, monkeypatch).splitlines()) <= 2
 
 
-def test_only_what_is_shown_is_written(often, monkeypatch):
+def test_only_what_is_shown_is_written(clock, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     for shown in (False, None):
         for _ in progress_bar(range(3), shown=shown):
-            time.sleep(0.06)
+            clock.now += 2 * LINE_SECONDS
     assert stderr.getvalue() == "", "None is for terminals"
 
 

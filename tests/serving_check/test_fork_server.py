@@ -23,7 +23,7 @@ def told(word: str = "") -> dict:
     connection, process = start_process(forked_mains.tell, word, name="tells")
     with connection:
         answer = connection.recv()
-    process.join(10)
+    process.join(60)
     assert process.exitcode == 0
     return answer
 
@@ -63,7 +63,7 @@ def test_without_a_fork_server_a_process_is_spawned(monkeypatch):
 
 def test_a_forks_exit_status_is_known():
     _, process = start_process(forked_mains.leave, 7, name="leaves")
-    process.join(10)
+    process.join(60)
     assert process.exitcode == 7 and not process.is_alive()
 
 
@@ -73,7 +73,7 @@ def test_a_fork_can_be_killed():
     process.join(0)
     assert process.is_alive()
     process.kill()
-    process.join(10)
+    process.join(60)
     assert process.exitcode == -signal.SIGKILL and is_gone(pid)
 
 
@@ -83,7 +83,7 @@ def test_a_fork_does_not_outlive_a_killed_client():
         pid = int(client.stdout.readline())
         assert psutil.Process(pid).ppid() != client.pid, "it was spawned"
         client.kill()
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while not is_gone(pid):
         assert time.monotonic() < ends, "it lives on"
         time.sleep(0.02)

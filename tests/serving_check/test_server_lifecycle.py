@@ -21,8 +21,8 @@ from scalegate.serving_check.server.run import bind
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 
 
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
+def wait_until(condition):
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"
         time.sleep(0.02)
@@ -57,6 +57,16 @@ def running(client: httpx.Client) -> tuple[float, float]:
     requests, usage = total(samples, "vllm:num_requests_running"), total(samples, "vllm:kv_cache_usage_perc")
     assert requests is not None and usage is not None
     return requests, usage
+
+
+def refuses_connections(base_url: str) -> bool:
+    try:
+        httpx.get(base_url + "/health")
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:
+        pass
+    return False
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -111,7 +121,7 @@ def test_an_idle_server_ends_with_the_status_of_its_signal(tmp_path, number, sta
         process = subprocess.Popen(counting_command(0.01), stdout=file, stderr=file)
     wait_until(lambda: find_base_url(log) is not None)
     process.send_signal(number)
-    assert process.wait(20) == status
+    assert process.wait(60) == status
 
 
 def test_sigterm_finishes_what_runs_and_ends_cleanly(tmp_path):
@@ -131,10 +141,9 @@ def test_sigterm_finishes_what_runs_and_ends_cleanly(tmp_path):
     with httpx.Client(base_url=base_url) as client:
         wait_until(lambda: running(client)[0] == 1)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(base_url + "/health")
-    assert process.wait(30) == 0
+    wait_until(lambda: refuses_connections(base_url))
+    assert not answers, "it takes no new client while it finishes"
+    assert process.wait(60) == 0
     asking.join()
     assert answers[0].json()["usage"]["completion_tokens"] == 200
     assert "Traceback" not in log.read_text()
@@ -160,7 +169,7 @@ def test_a_dead_engine_fails_every_request_and_says_so(counting, death):
         else:
             assert client.post("/v1/completions", json={"prompt": [667]}).status_code == 503
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
         for stream, status, text in outcomes:
             assert status == (200 if stream else 503)
@@ -181,7 +190,7 @@ def test_a_server_whose_engine_has_died_ends_with_a_status_that_a_supervisor_res
         else:
             body = {"prompt": [667]}
             assert httpx.post(base_url + "/v1/completions", json=body, timeout=30).status_code == 503
-        assert process.wait(10) not in (0, 1, None) or "EngineDied" in log.read_text()
+        assert process.wait(60) not in (0, 1, None) or "EngineDied" in log.read_text()
         with pytest.raises(httpx.ConnectError):
             httpx.get(base_url + "/health")
     finally:
@@ -213,7 +222,7 @@ def test_the_engine_does_not_outlive_a_killed_server(counting):
     server = listening_process(counting.base_url)
     engine = engine_process(server)
     server.kill()
-    wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, seconds=10)
+    wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(example_checkpoint):

@@ -290,7 +290,7 @@ def test_a_server_that_is_killed_says_so_and_one_that_ends_by_itself_does_not(co
     killed.start()
     for process in psutil.Process(killed._process.pid).children():
         process.kill()
-    killed._process.wait(10)
+    killed._process.wait(60)
     assert "ended by SIGKILL" in str(killed.why_gone())
     killed.stop()
     crashed = counting["baseline"]
@@ -298,6 +298,6 @@ def test_a_server_that_is_killed_says_so_and_one_that_ends_by_itself_does_not(co
     assert crashed.why_gone() is None
     for process in psutil.Process(crashed._process.pid).children():
         process.send_signal(signal.SIGINT)
-    crashed._process.wait(20)
+    crashed._process.wait(60)
     assert crashed.why_gone() is None and not is_healthy(endpoint.base_url)
     crashed.stop()
