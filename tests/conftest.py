@@ -59,7 +59,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_servers():
+def forked_servers(own_cache):
     """Servers that tests start on a CPU import nothing: each would take four CPU seconds over it."""
     with servers_forked("embedded", "auto"):
         yield
