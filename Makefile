@@ -9,7 +9,8 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 # The suite starts some hundred processes, which would all compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
-TWO_PROCESSES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three keep two cores busy: tests wait for the servers that they start.
+PROCESSES := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Triton decides as it is imported whether kernels are interpreted.
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
@@ -39,14 +40,14 @@ docs: install
 
 # What CI runs first, and what the README names.
 test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(TWO_PROCESSES) $(ORDER)
-	$(INTERPRETED) -m "not gpu and not exhaustive" $(TWO_PROCESSES) $(ORDER)
+	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(PROCESSES) $(ORDER)
+	$(INTERPRETED) -m "not gpu and not exhaustive" $(PROCESSES) $(ORDER)
 	$(BIN)/pytest -m "alone and not gpu and not exhaustive" $(ORDER)
 
 # And then all else that a machine with no GPU can run: every fault, shape and form.
 test-all: test
-	$(BIN)/pytest -m "exhaustive and not gpu and not alone" $(TWO_PROCESSES)
-	$(INTERPRETED) -m "exhaustive and not gpu" $(TWO_PROCESSES)
+	$(BIN)/pytest -m "exhaustive and not gpu and not alone" $(PROCESSES)
+	$(INTERPRETED) -m "exhaustive and not gpu" $(PROCESSES)
 	$(BIN)/pytest -m "exhaustive and alone and not gpu"
 
 # In a random order. Pytest prints the seed first: `make test-random SEED=7` repeats an order.

@@ -8,7 +8,7 @@
 | `tma_store`      | `tma.async_copy_shared_to_global` | `tma.async_store`  | `tma.async_store` |
 | `WHOLE_VIEWS`    | no                                | yes                | no                |
 
-Imported by `triton_imports.py` alone, where Triton is installed.
+For `triton_imports.py` alone; empty where Triton is not installed.
 """
 
 import os
@@ -17,20 +17,24 @@ from typing import Any
 # From 3.9 on Triton warns that 3.10 will not fuse products and sums by itself; our kernels were tested fused.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-import triton
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
-
 
 def first_of(owner: Any, *names: str) -> Any:
     """The first attribute that `owner` has."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
-thread_barrier = first_of(gl, "barrier", "thread_barrier")
-tma_load = first_of(tma, "async_load", "async_copy_global_to_shared")
-tma_store = first_of(tma, "async_store", "async_copy_shared_to_global")
-reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
-"""Called as `reinterpret(memory, dtype, shape, layout)`: a view of an allocation, or of a part of one that
-`index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
-WHOLE_VIEWS = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 8)
+try:
+    import triton
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+else:
+    thread_barrier = first_of(gl, "barrier", "thread_barrier")
+    tma_load = first_of(tma, "async_load", "async_copy_global_to_shared")
+    tma_store = first_of(tma, "async_store", "async_copy_shared_to_global")
+    reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+    """Called as `reinterpret(memory, dtype, shape, layout)`: a view of an allocation, or of a part of one that
+    `index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
+    WHOLE_VIEWS = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 8)

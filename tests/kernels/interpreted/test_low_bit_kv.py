@@ -28,6 +28,9 @@ PAGE, DIM, WIDTH = 64 if DEVICE.type == "cuda" else 16, 64, 6
 SHAPE = KVShape(1, DIM, DIM, torch.float32, 2)
 SCALES = KVScales(torch.tensor([1 / 32]), torch.tensor([1 / 64]))
 ROWS = 3
+MAX_ERROR = 1e-2 if DEVICE.type == "cuda" else 3e-3
+"""Relative. A GPU adds in another order, so a thousandth of a page's codes are the next ones
+(`test_low_bit_kv_gpu.py`)."""
 
 
 class NoEvent:
@@ -160,7 +163,7 @@ def short_pages():
 def test_prompts_in_chunks_then_decoding_over_page_ends(name: str, in_graph: bool):
     steps, options = Steps(name, in_graph=in_graph), AttentionOptions(DIM**-0.5)
     for counts in ([20, 3, 0], [13, 0, 31], [1, 12, 1], [1, 1, 1], [1, 1, 1]):
-        assert steps.step(counts, options) < 3e-3, counts
+        assert steps.step(counts, options) < MAX_ERROR, counts
     assert steps.equal_codes() > 0.999
 
 
@@ -185,7 +188,7 @@ def test_softcap_sinks_padding_and_heads_in_threes(name: str):
     steps = Steps(name, replace(SHAPE, query_heads=3), in_graph=False)
     sinks = torch.tensor([1.0, -2.0, 3.0])
     for counts, padding in (([35, 1, 18], 2), ([1, 1, 0], 1)):
-        assert steps.step(counts, options, sinks, padding) < 3e-3, counts
+        assert steps.step(counts, options, sinks, padding) < MAX_ERROR, counts
 
 
 @pytest.mark.parametrize("page", [8, 48])
