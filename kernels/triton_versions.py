@@ -35,6 +35,6 @@ else:
     tma_load = first_of(tma, "async_load", "async_copy_global_to_shared")
     tma_store = first_of(tma, "async_store", "async_copy_shared_to_global")
     reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
-    """Called as `reinterpret(memory, dtype, shape, layout)`: a view of an allocation, or of a part of one that
-    `index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
+    """Called as `reinterpret(memory, dtype, shape, layout)`: a view of an allocation, or of a part of one
+    that `index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
     WHOLE_VIEWS = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 8)
