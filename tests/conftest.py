@@ -51,7 +51,7 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory):
+def suite_cache(tmp_path_factory: pytest.TempPathFactory):
     """What was measured on this machine before decides nothing here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALEGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -59,7 +59,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_servers(own_cache):
+def forked_servers(suite_cache):
     """Servers that tests start on a CPU import nothing: each would take four CPU seconds over it."""
     with servers_forked("embedded", "auto"):
         yield

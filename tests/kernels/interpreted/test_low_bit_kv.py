@@ -28,9 +28,9 @@ PAGE, DIM, WIDTH = 64 if DEVICE.type == "cuda" else 16, 64, 6
 SHAPE = KVShape(1, DIM, DIM, torch.float32, 2)
 SCALES = KVScales(torch.tensor([1 / 32]), torch.tensor([1 / 64]))
 ROWS = 3
-MAX_ERROR = 1e-2 if DEVICE.type == "cuda" else 3e-3
-"""Relative. A GPU adds in another order, so a thousandth of a page's codes are the next ones
-(`test_low_bit_kv_gpu.py`)."""
+MAX_ERROR, EQUAL_BYTES = (1e-2, 0.99) if DEVICE.type == "cuda" else (3e-3, 0.999)
+"""A relative error, and the share of a page's bytes, of two to four codes, that are the same. A GPU rounds
+float32 rows to fp16 before it rotates them, and adds in another order: some codes are the next ones."""
 
 
 class NoEvent:
@@ -164,7 +164,7 @@ def test_prompts_in_chunks_then_decoding_over_page_ends(name: str, in_graph: boo
     steps, options = Steps(name, in_graph=in_graph), AttentionOptions(DIM**-0.5)
     for counts in ([20, 3, 0], [13, 0, 31], [1, 12, 1], [1, 1, 1], [1, 1, 1]):
         assert steps.step(counts, options) < MAX_ERROR, counts
-    assert steps.equal_codes() > 0.999
+    assert steps.equal_codes() > EQUAL_BYTES
 
 
 def test_a_page_that_a_prompt_ended_with_is_not_written_again():
