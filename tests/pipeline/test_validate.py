@@ -2,8 +2,8 @@
 
 import importlib
 import json
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
