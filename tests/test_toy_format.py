@@ -146,6 +146,7 @@ def logits(work: Path, artifact: Path) -> list[tuple[torch.Tensor, set[str]]]:
     return list(zip(found, layouts, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_it_is_measured_planned_and_loaded_in_its_own_layout(artifact: Path, work: Path) -> None:
     plan = json.loads(succeed(work, "layout", artifact, "--no-kv", "--m", "1,4", "--json"))
     (choice,) = [one for one in plan["choices"] if one["shape"].startswith("int8 row ")]

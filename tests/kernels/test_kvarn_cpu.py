@@ -13,6 +13,7 @@ from scalegate.kernels.low_bit_kv import kvarn, kvarn_cpu, kvarn_tile_cpu, lanes
 from scalegate.kernels.low_bit_kv.kvarn import KVarNTile
 from scalegate.kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from scalegate.kernels.low_bit_kv.words import unpack
+from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.rounding_bounds import rounded, summed
 
 pytestmark = pytest.mark.long
@@ -59,7 +60,7 @@ def decoded(contexts: Contexts, lengths: list[int], softcap: float = 0.0, sinks=
 
 
 @pytest.mark.parametrize("softcap, sinks", [(0.0, None), (2.0, torch.linspace(-2, 3, 16))])
-@pytest.mark.parametrize("heads, bits, dtype, group", CASES, ids=str)
+@pytest.mark.parametrize("heads, bits, dtype, group", exhaustive_but(CASES, CASES[0], CASES[1]), ids=str)
 def test_decoding_at_ragged_lengths(heads, bits, dtype, group, softcap, sinks):
     lengths, query_heads, dim = ragged(group), heads[0], heads[2]
     sinks = None if sinks is None else sinks[:query_heads].clone()

@@ -43,6 +43,7 @@ def test_one_of_each_kind_in_turn():
     assert beside(text, own).flatten().tolist() == [0, -1, 4, -1, 9, -1]
 
 
+@pytest.mark.exhaustive
 def test_random_bytes_are_named_and_do_no_harm(
     example_checkpoint: Path, heldout_text: Path, random_text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

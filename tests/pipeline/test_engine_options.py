@@ -73,7 +73,10 @@ def test_the_cases_below_are_of_every_option_and_differ_from_its_default():
     assert all(ANOTHER[one.name] != one.default for one in OPTIONS)
 
 
-@pytest.mark.parametrize("without", [[], ["--without"]], ids=["added", "not added"])
+@pytest.mark.parametrize(
+    "without",
+    [pytest.param([], id="added"), pytest.param(["--without"], id="not added", marks=pytest.mark.exhaustive)],
+)
 def test_an_option_that_is_added_to_the_dataclass_is_everywhere(example_checkpoint, without):
     command = [sys.executable, "-P", "-c", ANOTHER_OPTION, str(example_checkpoint), *without]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -196,6 +196,7 @@ def test_formats_that_share_tensors_are_measured_with_those(
     assert kinds == {"nvfp4", "unquantized"}
 
 
+@pytest.mark.exhaustive
 def test_at_fewer_bits_it_is_nearer_than_uniform_groups(
     example_checkpoint: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_killed_three_times_the_artifact_is_the_same(example_checkpoint: Path, t
     assert result["redone"] == []
 
 
+@pytest.mark.exhaustive
 def test_killed_while_it_calibrates_the_artifact_is_the_same(
     example_checkpoint: Path, heldout_text: Path, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_checkpoint_with_no_recorded_source_needs_a_baseline(example_checkpoin
         validate(example_checkpoint, **SMALL)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoint: Path, tmp_path: Path):
     serve = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(example_checkpoint)]
     serve += ["--port", "0", "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
