@@ -52,7 +52,8 @@ def test_latencies_are_those_of_the_engine(counting):
     result = run_workload(counting, WorkloadSpec(m=2, num_requests=4, input_len=8, output_len=50))
     for record in result.requests:
         assert record.tpot == pytest.approx((record.e2el - record.ttft) / 49)
-        assert record.tpot > 0.005
+        # Not `tpot`: a first token that a busy client reads late makes the others look closer.
+        assert record.e2el > 50 * 0.005
         assert record.ttft > 0.005
         assert sum(record.itls) <= record.e2el - record.ttft + 1e-6
         assert 40 <= len(record.itls) <= 49
