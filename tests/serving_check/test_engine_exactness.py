@@ -72,7 +72,8 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 def lively_model(config) -> PreTrainedModel:
     """Random weights large enough that outputs neither repeat nor settle."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # A model keeps its configuration, into which an engine writes its attention.
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_vector = parameter.ndim == 1

@@ -1,5 +1,7 @@
 """Log-probabilities of prompts: the model's own, however a prompt is cut, batched, preempted or stored."""
 
+import copy
+
 import pytest
 import torch
 from scalegate.layouts.errors import UserError
@@ -28,7 +30,7 @@ SCORED = SamplingParams(max_tokens=0, prompt_logprobs=3)
 
 def make_model():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=torch.float32).eval()
 
 
 def make_engine(**options) -> Engine:
