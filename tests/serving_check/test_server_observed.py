@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from scalegate.serving_check.curve import serving_figures
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.measurement import Repeat
 from scalegate.serving_check.settings import Bounds
-from scalegate.serving_check.workload import WorkloadSpec, run_workload
+from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
 
 from .gate_samples import sample_verdict
 
@@ -32,7 +33,7 @@ def recompiling(checkpoint: Path, folder: Path, *options: str) -> SubprocessEndp
 
 @pytest.fixture(scope="module")
 def limited(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
-    """It runs four requests at most, and compiles when three get a token together."""
+    """It runs four requests at most."""
     with recompiling(example_checkpoint, tmp_path_factory.mktemp("limited")) as endpoint:
         yield endpoint
 
@@ -43,24 +44,33 @@ def load(endpoint: Endpoint, m: int):
     )
 
 
-def test_what_compiles_in_traffic_fails_by_kernel_and_key(limited: Endpoint):
-    before = compilations(limited.metrics())
-    load(limited, 2)
-    assert check_compilations(before, compilations(limited.metrics())).status == "pass"
-    load(limited, 3)
-    result = check_compilations(before, compilations(limited.metrics()))
+def three_together(endpoint: Endpoint, seen: Callable[[WorkloadResult], bool]) -> WorkloadResult:
+    """The load at which what is looked for was `seen`: on a busy machine three may come one after another."""
+    for _ in range(20):
+        if seen(result := load(endpoint, 3)):
+            return result
+    raise AssertionError("three requests never got a token together, or nobody noticed")
+
+
+def test_what_compiles_in_traffic_fails_by_kernel_and_key(example_checkpoint: Path, tmp_path: Path):
+    # A server of its own: three requests together may have come to another one before.
+    with recompiling(example_checkpoint, tmp_path) as endpoint:
+        before = compilations(endpoint.metrics())
+        load(endpoint, 2)
+        assert check_compilations(before, compilations(endpoint.metrics())).status == "pass"
+        three_together(endpoint, lambda _: compilations(endpoint.metrics()) != before)
+        after = compilations(endpoint.metrics())
+    result = check_compilations(before, after)
     assert result.status == "fail"
     assert "dynamo compilation of specialized_on_a_size (recompiling_server.py:" in result.reason
     assert "compile id" in result.reason
-    assert (
-        check_compilations(compilations(limited.metrics()), compilations(limited.metrics())).status == "pass"
-    )
+    assert check_compilations(after, after).status == "pass"
 
 
 @pytest.mark.exhaustive
 def test_a_server_told_to_end_on_a_compilation_says_why(example_checkpoint: Path, tmp_path: Path):
     with recompiling(example_checkpoint, tmp_path, "--jit-monitor", "error") as endpoint:
-        result = load(endpoint, 3)
+        result = three_together(endpoint, lambda result: bool(result.errors))
     assert len(result.errors) == 3
     assert "compiled while serving; dynamo compilation: specialized_on_a_size" in result.errors[0]
 
@@ -73,7 +83,7 @@ def test_a_limit_below_m_fails_with_the_queue_beside_an_empty_kv_cache(limited: 
     capped = replace(sample_verdict({16: 1.0}).curve[0], artifact=figures)
     check = check_reached([capped], Bounds().min_reached, most_running(samples))
     assert check.status == "fail"
-    assert re.match(r"M=16: (4|3\.\d+) running, 12 waiting, KV \d% used", check.measured)
+    assert re.match(r"M=16: (4|3\.\d+) running, \d+ waiting, KV \d% used", check.measured)
     assert f"at most {LIMIT} requests together" in check.reason
     assert figures.waiting_mean is not None and figures.waiting_mean > LIMIT
     assert figures.kv_usage_max is not None and figures.kv_usage_max < 0.1
