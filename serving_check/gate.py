@@ -4,6 +4,7 @@ It is given servers that are up, and knows nothing of checkpoints; `interleaving
 `judge.py` says what follows.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from .checks.compilations import Compilations, compilations
 from .checks.kv_capacity import kv_cache_tokens, require_capacity
 from .checks.loads import packed_layers, packed_on
 from .checks.reached import most_running
-from .checks.stalls import check_stalls, m_in_doubt
+from .checks.stalls import check_stalls, m_in_doubt, m_to_watch
 from .company import CompanyFigures
 from .engines import Endpoint
 from .engines.one_server import refuse_one_address, refuse_shared_counter
@@ -37,6 +38,8 @@ TOGETHER_S = 90.0
 """Seconds spent at most on serving both at once, where stalls of the artifact could be the machine's."""
 PATIENCE_S = 25.0
 """Seconds of it without another stall, after which those before were chance."""
+WATCHED_S = 5.0
+"""Seconds that the artifact serves at least: in less, a server that stops every two seconds may show nothing."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +134,21 @@ def serve_and_measure(
 
 
 def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Bounds) -> MeasuredM | None:
-    """Load on both servers at once, where the artifact has stalled but that could have been the machine.
+    """Load on both servers at once, where the artifact has stalled but that could have been the machine, or
+    where it has served for so short a time that its stalls may not have shown.
 
     It ends when no stall of the artifact alone has come for a while, or enough of them.
     """
-    m = m_in_doubt(measured, bounds)
+    in_doubt = m_in_doubt(measured, bounds)
+    watched = math.fsum(repeat.duration for one in measured for repeat in one.artifact)
+    m = in_doubt or (m_to_watch(measured) if watched < WATCHED_S else None)
     if m is None or any(block.errors for one in measured for block in one.blocks):
         return None
     together = MeasuredM(m)
     began = last = time.monotonic()
+    patience = PATIENCE_S if in_doubt else WATCHED_S - watched
     stalls = 0
-    while (now := time.monotonic()) < min(last + PATIENCE_S, began + TOGETHER_S):
+    while (now := time.monotonic()) < min(last + patience, began + TOGETHER_S):
         servers.run_together(together)
         if together.blocks[-1].errors:
             # A failed request is for its own check, whichever repeat it was in.
@@ -151,7 +158,7 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Boun
         if result.status == "fail":
             break
         if (found := int(result.figures["stalled_alone"] or 0)) > stalls:
-            stalls, last = found, now
+            stalls, last, patience = found, now, max(patience, WATCHED_S)
     return together
 
 

@@ -98,6 +98,11 @@ def m_in_doubt(measured: Sequence[MeasuredM], bounds: Bounds) -> int | None:
     return max(stalls, key=lambda stall: stall.seconds).m if len(stalls) > theirs else None
 
 
+def m_to_watch(measured: Sequence[MeasuredM]) -> int | None:
+    """The largest M that both sides served; None where there is none."""
+    return max((one.m for one in _measured_on_both(measured)), default=None)
+
+
 def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
     """Measuring may have ended before the largest M."""
     return [one for one in measured if one.artifact and one.baseline]
@@ -154,7 +159,7 @@ def _seconds(repeats: Iterator[Repeat]) -> float:
 
 def _reason(stalls: Sequence[Stall], theirs: int, seconds: float, status: Status) -> str:
     if not stalls:
-        return "no stream stood still for longer than is usual beside the baseline"
+        return "no stream stood still for longer than is usual while the baseline waited"
     placed = sorted(stalls, key=lambda stall: stall.at)
     times = ", ".join(f"{stall.seconds:.2f} s at {stall.at:.1f} s (M={stall.m})" for stall in placed[:SHOWN])
     more = f" and {len(placed) - SHOWN} times more" if len(placed) > SHOWN else ""

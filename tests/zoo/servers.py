@@ -247,18 +247,18 @@ def wrong_kernel_for_one_batch_size(engine: Engine) -> Callable[[Step], list[Ste
     return step_with_attention(lambda output, _: output.roll(1, 0) if len(output) == M else output)(engine)
 
 
-@fault("engine", "stalls", "no stream moved for", quick=True)
+@fault("engine", "stalls", "stalled", quick=True)
 def pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     """Everything stops for 0.4 s every 2 s."""
     return paused(every=2.0, seconds=0.4)
 
 
-@fault("engine", "stalls", "no stream moved for", rare=True)
+@fault("engine", "stalls", "stalled", rare=True)
 def rare_pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return paused(every=10.0, seconds=0.4)
 
 
-@fault("engine", "stalls", "no stream moved for", rare=True)
+@fault("engine", "stalls", "stalled", rare=True)
 def long_pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return paused(every=4.0, seconds=1.5)
 
