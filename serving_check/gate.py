@@ -39,7 +39,7 @@ TOGETHER_S = 90.0
 PATIENCE_S = 25.0
 """Seconds of it without another stall, after which those before were chance."""
 WATCHED_S = 5.0
-"""Seconds that the artifact serves at least: in less, a server that stops every two seconds may show nothing."""
+"""Seconds that the artifact serves at least: in less, one that stops every two seconds may show nothing."""
 
 
 @dataclass(frozen=True)
