@@ -131,10 +131,11 @@ def test_no_folder_of_this_machine_stands_in_what_is_published(
 
 @pytest.fixture(scope="module")
 def failed(artifact: Path, passed: Verdict, tmp_path_factory: pytest.TempPathFactory):
-    """The command line on the same artifact, its layers forced into a layout that is really bad."""
-    layout(artifact, force=SLOW_LAYOUT, ms=(8,), progress=False)
+    """The command line on a copy of what passed, its layers forced into a layout that is really bad."""
     report = tmp_path_factory.mktemp("failed")
-    result = CliRunner().invoke(command, [str(artifact), "--m", "8", "--report", str(report), *SMALL_LOAD])
+    copy = shutil.copytree(artifact, report / "artifact")
+    layout(copy, force=SLOW_LAYOUT, ms=(8,), progress=False)
+    result = CliRunner().invoke(command, [str(copy), "--m", "8", "--report", str(report), *SMALL_LOAD])
     return result, report
 
 
@@ -152,11 +153,12 @@ def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_pas
     assert verdict.artifact.layouts == {SLOW_LAYOUT: 16}, "4 layers: merged QKV and gate/up, output and down"
 
 
-def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed, artifact: Path):
-    result, _ = failed
+def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed):
+    result, report = failed
+    verdict = report / "artifact" / "serving_check.json"
     assert "FAIL  throughput" in result.output
-    assert read_verdict(artifact / "serving_check.json").status == "fail"
-    assert check_signature(artifact / "serving_check.json").state == "unsigned", "it was of the other verdict"
+    assert read_verdict(verdict).status == "fail"
+    assert check_signature(verdict).state == "unsigned", "it was of the other verdict"
 
 
 @pytest.mark.exhaustive
