@@ -20,12 +20,12 @@ Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial su
 At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device's copy bandwidth.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .device import compute_capability
 from .hadamard import log2, rotate
 from .triton_imports import tl, triton
 
@@ -390,12 +390,6 @@ def split_size(length: int, max_context: int, tile: int, fine: bool = True) -> i
     if fine and length <= 8 * tile:
         return tile if length <= 4 * tile else 2 * tile
     return decode_split_tokens(max_context)
-
-
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """(0, 0) under the interpreter. PTX converts e4m3 from (8, 9) on, launches overlap from (9, 0) on."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 PROGRAMS_WANTED = 132 * 16

@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .decode_attention import compute_capability
+from .device import compute_capability
 from .triton_imports import tl, triton
 
 SPLIT_UNIT = 256

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decode_attention import compute_capability
+from .device import compute_capability
 from .hopper.prefill import hopper_prefill
 from .prefill_attention import LARGE, prefill_attention
 from .triton_imports import triton

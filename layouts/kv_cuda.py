@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.append_kv import append_kv
-from ..kernels.decode_attention import DecodeWorkspace, compute_capability, decode_attention
+from ..kernels.decode_attention import DecodeWorkspace, decode_attention
+from ..kernels.device import compute_capability
 from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.prompt_attention import prompt_attention

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 from . import int4, one_token
 from .one_token import Int4Operand

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 from .int4 import MAX_GROUP, reference_weight
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 from .routing import ExpertRouting
 from .tile import Tile

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 from .tile import ROWS_PER_EXPERT, block_rows_of, bucket_of
 

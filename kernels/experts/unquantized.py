@@ -14,7 +14,7 @@ Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run
 import torch
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 from .routing import ExpertRouting
 from .tile import Tile

@@ -12,7 +12,7 @@ kernels of `flush_pages.py` do it; those here are for older GPUs and for Triton'
 import torch
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
 from .flush_pages import decoded_kernel, launch, prompts_kernel

@@ -16,9 +16,10 @@ the page where the chunk ends are kept once it has: until then that page may hol
 
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
+from .steps import is_decoding
 
 
 @triton.jit
@@ -30,12 +31,6 @@ def held_at(
     which = tl.where(position >= GROUP_SIZE, 1, 0)
     at = ((row * 2 + which) * 2 + side) * KV_HEADS + head
     return (at * GROUP_SIZE + position % GROUP_SIZE) * DIM
-
-
-@triton.jit
-def is_decoding(token, lengths_ptr, num_requests):
-    """Whether the step's `token` is a decoding request's, not a prompt's."""
-    return tl.load(lengths_ptr + token, mask=token < num_requests, other=0) > 0
 
 
 # Strides are a model's own: known to be divided by 16, they let a load take eight channels.

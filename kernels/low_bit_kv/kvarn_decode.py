@@ -23,7 +23,8 @@ each of the tokens that are held.
 
 from torch import Tensor
 
-from ..decode_attention import LOG2_E, DecodeWorkspace, add_splits, compute_capability
+from ..decode_attention import LOG2_E, DecodeWorkspace, add_splits
+from ..device import compute_capability
 from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
 from .held import held_at

@@ -18,7 +18,8 @@ rotated for them, and results back at the end.
 import torch
 from torch import Tensor
 
-from ..decode_attention import LOG2_E, compute_capability
+from ..decode_attention import LOG2_E
+from ..device import compute_capability
 from ..hadamard import _matrix, rotate_slices
 from ..prefill_attention import TILE
 from ..triton_imports import tl, triton

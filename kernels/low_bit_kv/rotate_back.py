@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..hadamard import log2, rotate, rotate_rows, rotates_by_products
 from ..triton_imports import tl, triton
-from .held import is_decoding
+from .steps import is_decoding
 
 
 @triton.jit(do_not_specialize=["num_requests"])

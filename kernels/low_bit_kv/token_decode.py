@@ -17,9 +17,9 @@ from ..decode_attention import (
     _pages_of,
     _slots,
     _split_tokens,
-    compute_capability,
     merge_splits,
 )
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 from .softmax import load_columns, programs_of_splits, store_columns
 from .token_block import attend_block, finished, first_channels, prepared

@@ -10,7 +10,8 @@ for some tokens; codes are multiplied as they are packed, as in decoding.
 
 from torch import Tensor
 
-from ..decode_attention import LOG2_E, compute_capability
+from ..decode_attention import LOG2_E
+from ..device import compute_capability
 from ..prefill_attention import TILE
 from ..triton_imports import tl, triton
 from .softmax import load_columns, store_columns

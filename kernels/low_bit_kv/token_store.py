@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..decode_attention import compute_capability
+from ..device import compute_capability
 from ..hadamard import log2, rotate
 from ..triton_imports import constexpr_function, tl, triton
 from . import nvfp4

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.files import atomic_path
 from ...layouts.formats.weight_format import spec_from_json, spec_to_json, weight_of
+from .equalization import Equalized
 from .quantizer import Quantized
 from .second_order import Curvature
 
@@ -66,14 +67,6 @@ def _energy(rows: Tensor, curvature: Curvature) -> float:
     """The sum over rows r [N, K] of r H rᵀ."""
     ordered = rows[:, curvature.order]
     return float(((ordered @ curvature.matrix) * ordered).sum(dtype=torch.float64))
-
-
-@dataclass(frozen=True)
-class Equalized:
-    """A norm's weight [K], divided by the scales that `modules` have in their columns."""
-
-    weight: Tensor
-    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 from ...layouts.errors import UserError
 from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
-from .calibrated_layer import CalibratedLayer, Equalized, Solved, layer_path, read_layer, write_layer
+from .calibrated_layer import CalibratedLayer, Solved, layer_path, read_layer, write_layer
+from .equalization import Equalized
 from .hidden_states import HiddenStates
 from .layer_inputs import LAST, LayerInputs
 from .layer_solver import LayerSolver, Problem

@@ -8,6 +8,7 @@ elsewhere than a norm, nor for those that an unquantized module, such as a route
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ TOLERANCE = 0.02
 
 Round = Callable[[Tensor], Tensor]
 """fp32 [N, K] to the nearest that a format offers."""
+
+
+@dataclass(frozen=True)
+class Equalized:
+    """A norm's weight [K], divided by the scales that `modules` have in their columns."""
+
+    weight: Tensor
+    modules: tuple[str, ...]
 
 
 class NormOutputs:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...layouts.formats.weight_format import Weight
 from .all_quantizers import QUANTIZERS
-from .calibrated_layer import Equalized, Solved
-from .equalization import TOLERANCE, column_scales, energy, scaled_norm
+from .calibrated_layer import Solved
+from .equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
 from .layer_inputs import Inputs, LayerInputs
 from .layer_stream import LayerStream, Slot
 from .levels import Levels

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layouts.formats.weight_format import Weight
-from .calibrated_layer import Equalized
+from .equalization import Equalized
 from .hidden_states import HiddenStates
 from .layer_stream import LayerStream
 from .levels import Levels

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .calibrated_layer import CalibratedLayer, Equalized, Solved, read_solved
+from .calibrated_layer import CalibratedLayer, Solved, read_solved
+from .equalization import Equalized
 from .tasks import WeightTask
 
 ReadSolved = Callable[[], Solved]

@@ -21,7 +21,7 @@ from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from ..file_digests import sha256_of
-from .calibrated_layer import Equalized
+from .equalization import Equalized
 from .job import QuantizeJob
 from .progress import byte_bar
 from .ranks import Ranks
