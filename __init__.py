@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .layouts.errors import UserError
+    from .base.errors import UserError
     from .pipeline.adopt import adopt
     from .pipeline.layout import layout
     from .pipeline.llm import LLM, Generation

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..base.errors import UserError
+from ..base.progress import progress_bar
 from .all_layouts import LAYOUTS
-from .errors import UserError
 from .explain import lowest_ratio, mean_ratio
 from .layout import ExpertsLayout, Problem
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
 from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
-from .progress import progress_bar
 
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, library, nn
 
+from ..base.batch_invariance import Numerics
+from ..base.errors import UserError
 from .all_layouts import LAYOUTS
-from .errors import UserError
 from .fixed_rows import FixedRows
 from .formats.input_format import InputFormat
 from .formats.unquantized import Unquantized, UnquantizedWeight
@@ -19,7 +20,6 @@ from .gated_experts import gated_experts, is_served_whole
 from .grouped_experts import GroupedUnquantized
 from .layout import ExpertsLayout, PackedWeight
 from .linear import spec_of_text, spec_text
-from .numerics import Numerics
 from .per_expert import PerExpert
 from .routing import Routing
 from .torch_linear import TorchLinear

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..base.batch_invariance import NUMERICS
 from ..kernels.experts import gated, int4, nvfp4, one_token, unquantized
 from ..kernels.experts import packed as packed_experts
 from ..kernels.nvfp4.packing import FACTOR
@@ -18,7 +19,6 @@ from .formats.unquantized import Unquantized
 from .formats.weight_format import Weight, weight_of
 from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
-from .numerics import NUMERICS
 from .routing import Routing
 from .swap_ab import refuses_groups
 from .trial import trial_refusal

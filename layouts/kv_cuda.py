@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..base.errors import UserError
 from ..kernels.append_kv import append_kv
 from ..kernels.decode_attention import DecodeWorkspace, decode_attention
 from ..kernels.device import compute_capability
@@ -19,7 +20,6 @@ from ..kernels.paged_attention import AttentionOptions
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata, HostMetadata
-from .errors import UserError
 from .kv_layer import KVShape, PoolSize, StoredPages, Workspaces, widened
 
 SMALLEST_PAGE = 16

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..base.batch_invariance import NUMERICS, Numerics
+from ..base.errors import UserError
 from ..kernels.paged_attention import AttentionOptions
 from .attention_metadata import AttentionMetadata
-from .errors import UserError
-from .numerics import NUMERICS, Numerics
 
 T = TypeVar("T")
 LEAST_GPU_DIM = 16

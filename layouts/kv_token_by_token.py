@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.batch_invariance import NUMERICS, Numerics
 from .kv_cpu import CpuLayerKV
 from .kv_layer import KeptTokenByToken, KVScales, KVShape, LayerKV, PoolSize, StoredPages, Workspaces, zeros
-from .numerics import NUMERICS, Numerics
 
 
 @dataclass(frozen=True)

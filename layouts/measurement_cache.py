@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from .files import write_json
+from ..base.atomic_files import write_json
 from .layout import Problem
 from .measure import ShapeMeasurements
 from .plan import Measurement, device_name, kernel_versions

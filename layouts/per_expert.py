@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..base.batch_invariance import NUMERICS
 from .formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
-from .numerics import NUMERICS
 from .routing import Routing
 
 SUFFIX = "_per_expert"

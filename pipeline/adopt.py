@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from ..layouts.formats.weight_format import spec_to_json
 from ..layouts.installed import NOT_INSTALLED, installed_version
 from .artifact import MANIFEST_NAME, Artifact, published_files, record_files

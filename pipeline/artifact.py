@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..layouts.errors import UserError
-from ..layouts.files import PARTIAL_SUFFIX, write_json
-from ..layouts.numerics import NUMERICS, TUNED
-from ..layouts.outside_files import read_json_object
-from ..layouts.outside_names import file_refusal, require_file, require_inside
+from ..base.atomic_files import PARTIAL_SUFFIX, write_json
+from ..base.batch_invariance import NUMERICS, TUNED
+from ..base.errors import UserError
+from ..base.untrusted_files import read_json_object
+from ..base.untrusted_names import file_refusal, require_file, require_inside
 from ..layouts.plan import LayoutPlan
 from ..serving_check.artifact_figures import PARTS
 from ..serving_check.engine.options import UNQUANTIZED

@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 
 import torch
 
-from ..layouts.errors import UserError
-from ..layouts.progress import progress_bar
+from ..base.errors import UserError
+from ..base.progress import progress_bar
 from ..serving_check.checks.weights import check_weights
 from ..serving_check.engine.options import UNQUANTIZED
 from ..serving_check.quality import compare as compare_predictions

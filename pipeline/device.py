@@ -2,7 +2,7 @@
 
 import torch
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from ..serving_check.engine.options import AUTO, DTYPES
 
 DTYPE_OF = {name: None if name == AUTO else getattr(torch, name) for name in DTYPES}

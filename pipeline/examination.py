@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..layouts.errors import UserError
-from ..layouts.files import PARTIAL_SUFFIX
-from ..layouts.outside_names import file_refusal, require_file
+from ..base.atomic_files import PARTIAL_SUFFIX
+from ..base.errors import UserError
+from ..base.untrusted_names import file_refusal, require_file
 from ..serving_check.policy import declared_by
 from ..serving_check.record import claimed_by, contradictions, judged_again, parse_verdict
 from ..serving_check.verdict import Verdict

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint

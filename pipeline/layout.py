@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from ..base.errors import UserError
 from ..layouts.all_layouts import LAYOUTS
 from ..layouts.choose import choose, forced_for, ms_to_measure
-from ..layouts.errors import UserError
 from ..layouts.kv_format import KV_FORMATS
 from ..layouts.layout import Problem
 from ..layouts.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions

@@ -7,7 +7,7 @@ What a release consists of is `bundle.py`, its card `card.py`; how it gets there
 from dataclasses import replace
 from pathlib import Path
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from ..serving_check.verdict import Verdict
 from .artifact import Artifact
 from .examination import examine

@@ -15,8 +15,8 @@ from typing import Any
 import click
 import torch
 
-from ..layouts.errors import UserError
-from ..layouts.files import PARTIAL_SUFFIX
+from ..base.atomic_files import PARTIAL_SUFFIX
+from ..base.errors import UserError
 from ..layouts.formats.weight_format import spec_to_json
 from ..layouts.installed import NOT_INSTALLED, installed_version
 from .artifact import SCALED_BY, Artifact, FileRecord, record_files

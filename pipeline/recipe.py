@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
-from ..layouts.errors import UserError
+from ..base.batch_invariance import NUMERICS, TUNED
+from ..base.errors import UserError
+from ..base.untrusted_files import parse_yaml, read_outside
+from ..base.untrusted_names import name_refusal
 from ..layouts.formats.all_formats import WEIGHT_FORMATS
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.unquantized import Unquantized
 from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
 from ..layouts.kv_format import KV_FORMATS
-from ..layouts.numerics import NUMERICS, TUNED
-from ..layouts.outside_files import parse_yaml, read_outside
-from ..layouts.outside_names import name_refusal
 from ..serving_check.artifact_figures import PARTS
 from ..serving_check.engine.options import UNQUANTIZED
 from ..serving_check.policy import declarable, declared_by
@@ -88,7 +88,7 @@ class Recipe:
     """How keys and values are stored while it is served, a name in `KV_FORMATS`. With `format: unquantized`
     the weights stay as they are."""
     batch_invariance: str = TUNED
-    """What a request's bits may depend on while it is served (`layouts/numerics.py`); the gate proves it."""
+    """What a request's bits may depend on when served (`base/batch_invariance.py`); the gate proves it."""
     rival: str = ""
     """Another recipe, by name or file: what is made by this one must be faster than what is made by that."""
     files: tuple[str, ...] = ()

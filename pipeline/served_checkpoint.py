@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from ..serving_check.engine.options import EngineOptions
 from ..serving_check.server.model_description import ModelDescription, SamplingDefaults
 
@@ -91,7 +91,7 @@ def eos_token_ids(
 
 def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
     """What the checkpoint's maker recommends, from `generation_config.json`."""
-    from ..layouts.outside_files import read_json_object
+    from ..base.untrusted_files import read_json_object
 
     path = checkpoint.folder / "generation_config.json"
     return SamplingDefaults.from_generation_config(read_json_object(path) if path.is_file() else {})

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from .artifact import VERDICT_NAME
 from .examination import examine
 from .signature import Signature, check_signature, sign_file

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..layouts.errors import UserError
-from ..layouts.numerics import TUNED
+from ..base.batch_invariance import TUNED
+from ..base.errors import UserError
+from ..base.options import from_given, takes
+from ..base.stage_clock import StageClock
 from ..serving_check.coded_load import default_input_len
 from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ..serving_check.engines.placement import PLACEMENT, Placement
-from ..serving_check.options import from_given, takes
 from ..serving_check.settings import (
     QUALITY_TOKENS,
     Bounds,
@@ -23,7 +24,6 @@ from ..serving_check.settings import (
     decoding_is_apart,
     default_ms,
 )
-from ..serving_check.stage_clock import StageClock
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
 from .checkpoints.baseline import open_baseline

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 from ..serving_check.verdict import Verdict
 from .artifact import MANIFEST_NAME, Artifact
 from .checkpoints.download import download_checkpoint

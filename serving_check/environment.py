@@ -5,9 +5,9 @@ import platform
 
 import torch
 
+from ..base.options import OptionValue
 from ..layouts.installed import installed_version
 from ..layouts.plan import device_name
-from .options import OptionValue
 from .verdict import Environment
 
 PACKAGES = (

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..base.stage_clock import StageClock
 from .answer_figures import ServedText, TokenText
 from .checks.canary import Continuation, continuations
 from .checks.compilations import Compilations, compilations
@@ -25,7 +26,6 @@ from .interleaving import Rival, Servers, measure, workload_spec
 from .measurement import MeasuredM
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .settings import Bounds, WorkloadSettings
-from .stage_clock import StageClock
 from .statistics import LOOKS
 from .turns import ARTIFACT, BASELINE, Turns
 from .workload import run_workload

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ..layouts.progress import progress_bar
+from ..base.progress import progress_bar
+from ..base.stage_clock import StageClock, in_words
 from .checks.stalls import surely_stalls
 from .curve import binding_decisions_of, rival_decisions_of, sequential_test
 from .engines import Endpoint
 from .measurement import Block, MeasuredM
 from .repeats import Repeats
 from .settings import Bounds, WorkloadSettings
-from .stage_clock import StageClock, in_words
 from .statistics import (
     GROUP,
     LOOKS,

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..layouts.errors import UserError
-from ..layouts.numerics import TUNED
-from ..layouts.outside_files import read_json_object
+from ..base.batch_invariance import TUNED
+from ..base.errors import UserError
+from ..base.untrusted_files import read_json_object
 from .environment import package_versions
 from .judge import Judgement, judge
 from .measurement import MeasuredM, Repeat

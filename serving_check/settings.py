@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from ..layouts.errors import UserError
+from ..base.errors import UserError
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..layouts.errors import UserError
-from ..layouts.progress import progress_bar
+from ..base.errors import UserError
+from ..base.progress import progress_bar
 from .checks.compilations import Compilations, compilations
 from .curve import binding_decisions_of, rival_decisions_of, sequential_test
 from .engines import Endpoint

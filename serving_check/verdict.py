@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from ..layouts.files import write_json
+from ..base.atomic_files import write_json
+from ..base.options import OptionValue
 from .evidence import Evidence
-from .options import OptionValue
 from .settings import DOCUMENTED, Bounds, WorkloadSettings
 from .task_scores import TaskScore
 

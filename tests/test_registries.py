@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from scalegate.base.errors import UserError
+from scalegate.base.registry import Registry
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.errors import UserError
 from scalegate.layouts.kv_format import KV_FORMATS
-from scalegate.layouts.registry import Registry
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import CONVENTIONS, EXPORTS
 from scalegate.pipeline.publishing.card_engines import engines

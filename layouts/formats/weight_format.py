@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ..registry import Registry
+from ...base.registry import Registry
 
 
 class WeightFormat(Hashable, Protocol):

@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...layouts.errors import UserError
-from ...layouts.files import atomic_path
-from ...layouts.outside_files import read_outside
+from ...base.atomic_files import atomic_path
+from ...base.errors import UserError
+from ...base.untrusted_files import read_outside
 from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord
 from ..file_digests import digest_of, sha256_of_all
 from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint

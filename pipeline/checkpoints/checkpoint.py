@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...layouts.errors import UserError
-from ...layouts.outside_files import read_json_object
-from ...layouts.outside_names import require_file, require_inside
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
+from ...base.untrusted_names import require_file, require_inside
 from .config_sections import refuse_malformed, refuse_sizes
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 from .travelling_files import WEIGHT_SUFFIXES, Travelling, travelling_files

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .safetensors_file import TensorInfo
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 
 IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
 """Other formats of the same weights; only safetensors are read."""

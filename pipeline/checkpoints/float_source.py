@@ -6,7 +6,7 @@ Not for INT4 or NVFP4 sources: what is already quantized is not quantized again.
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .checkpoint import Checkpoint
 from .safetensors_file import TensorInfo
 

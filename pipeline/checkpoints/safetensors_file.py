@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
-from ...layouts.outside_files import parse_json
+from ...base.errors import UserError
+from ...base.untrusted_files import parse_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -5,7 +5,7 @@ A file of its own because the model's side of transformers takes seconds to impo
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .checkpoint import Checkpoint
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...layouts.errors import UserError
-from ...layouts.outside_names import file_refusal, name_refusal
+from ...base.errors import UserError
+from ...base.untrusted_names import file_refusal, name_refusal
 from ..artifact import MANIFEST_NAME, OWN_RECORDS, VERDICT_NAME
 
 KNOWN = (

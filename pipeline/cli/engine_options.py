@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
+from ...base.options import flag, kind_of, parse
 from ...serving_check.engine.options import EngineOptions
-from ...serving_check.options import flag, kind_of, parse
 
 F = TypeVar("F", bound=Callable[..., Any])
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.engine.options import DTYPES
 from .validate import WholeNumbers
 

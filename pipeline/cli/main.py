@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ...layouts.garbage import search_rarely
+from ...base.gc_threshold import search_rarely
 from ...layouts.installed import own_version
 from .exit_status import run
 

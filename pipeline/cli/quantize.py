@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
+from ...base.stage_clock import in_words
 from ...serving_check.engine.options import UNQUANTIZED
-from ...serving_check.stage_clock import in_words
 from ..artifact import Artifact
 from .engine_options import RecipeWord, Registered, exports
 

@@ -6,7 +6,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.server.limits import ServerLimits
 from .engine_options import engine_options
 

@@ -1,6 +1,6 @@
 """Imports every convention for its registration, and finds the one a checkpoint follows."""
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from . import fp8_blocks, modelopt, plain, scalegate, torchao  # noqa: F401 - registers them
 from .compressed_tensors import convention as compressed_tensors  # noqa: F401 - registers it

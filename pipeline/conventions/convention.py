@@ -11,11 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...base.registry import Registry
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.layout import Problem
-from ...layouts.registry import Registry
 from ..checkpoints.checkpoint import Checkpoint
 
 

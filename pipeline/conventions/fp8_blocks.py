@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.unquantized import Unquantized
 from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, StoredWeight

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
 from ...layouts.kv_format import KV_FORMATS, KVScales, largest_of
-from ...layouts.outside_files import read_json_object
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint

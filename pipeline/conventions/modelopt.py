@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
-from ...layouts.outside_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
 from .convention import CONVENTIONS, EXPORTS, StoredWeight

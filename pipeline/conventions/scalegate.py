@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.iq2_xxs import IQ2XXS
 from ...layouts.formats.weight_format import Weight, WeightFormat, weight_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.int4 import Int4
 from ...layouts.formats.weight_format import WeightFormat
 from ..checkpoints.checkpoint import Checkpoint, TensorInfo

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
+from ...base.untrusted_files import parse_json
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, WeightFormat
-from ...layouts.outside_files import parse_json
 from ..checkpoints.checkpoint import Checkpoint
 from . import torchao_int4, torchao_nvfp4  # noqa: F401 - registers them
 from .convention import CONVENTIONS, EXPORTS, StoredWeight

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...base.registry import Registry
 from ...layouts.formats.weight_format import Weight, WeightFormat
-from ...layouts.registry import Registry
 from ..checkpoints.checkpoint import Checkpoint
 from .convention import StoredWeight
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.int4 import SCALE_BITS, Int4, Int4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ...layouts.int4_affine import scale_and_zero

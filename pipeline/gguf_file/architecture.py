@@ -12,7 +12,7 @@ import torch
 from gguf import GGUFWriter
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,

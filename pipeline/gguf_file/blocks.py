@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
 
 BLOCK_BYTES, SCALE_BYTES = 66, 2

@@ -5,7 +5,7 @@ from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
-from ...layouts.outside_files import read_json_object
+from ...base.untrusted_files import read_json_object
 
 TOKENIZER_NAME = "tokenizer.json"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

@@ -14,10 +14,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
 
-from ...layouts.errors import UserError
-from ...layouts.files import atomic_path
+from ...base.atomic_files import atomic_path
+from ...base.errors import UserError
+from ...base.progress import progress_bar
 from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
-from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...layouts.errors import UserError
+from ...base.batch_invariance import Numerics
+from ...base.errors import UserError
 from ...layouts.layout import Problem
-from ...layouts.numerics import Numerics
 from ...layouts.plan import LayoutPlan
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint

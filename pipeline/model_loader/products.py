@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...layouts.errors import UserError
+from ...base.batch_invariance import Numerics
+from ...base.errors import UserError
 from ...layouts.layout import Experts, Problem
 from ...layouts.merged_linear import merged_name
-from ...layouts.numerics import Numerics
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .merge_groups import merged_alike

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 
 MESSAGE_CHARACTERS = 300

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from .skeleton import model_config
 

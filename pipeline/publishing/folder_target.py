@@ -11,10 +11,10 @@ import os
 import shutil
 from pathlib import Path
 
-from ...layouts.errors import UserError
-from ...layouts.files import fsync_directory
-from ...layouts.outside_names import file_refusal
-from ...layouts.progress import progress_bar
+from ...base.atomic_files import fsync_directory
+from ...base.errors import UserError
+from ...base.progress import progress_bar
+from ...base.untrusted_names import file_refusal
 from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..file_digests import sha256_of
 from .bundle import CARD_NAME, CHUNK, BundleFile, bundle_digest

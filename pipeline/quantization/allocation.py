@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import WeightFormat
 from .sensitivity import Group

@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from ...layouts.errors import UserError
-from ...layouts.outside_files import parse_yaml, read_outside
-from ...layouts.outside_names import require_file
+from ...base.errors import UserError
+from ...base.untrusted_files import parse_yaml, read_outside
+from ...base.untrusted_names import require_file
 
 CARD_NAME = "README.md"
 MAX_CARD_BYTES = 16 << 20

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
-from ...layouts.progress import progress_bar
+from ...base.errors import UserError
+from ...base.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from .calibrated_layer import CalibratedLayer, Solved, layer_path, read_layer, write_layer
 from .equalization import Equalized

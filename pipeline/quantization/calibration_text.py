@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv_format import KV_FORMATS, largest_of
 from ..checkpoints.checkpoint import Checkpoint

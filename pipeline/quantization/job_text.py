@@ -13,8 +13,8 @@ from typing import Any
 import click
 from torch import Tensor
 
-from ...layouts.files import write_json
-from ...layouts.outside_files import read_json_object
+from ...base.atomic_files import write_json
+from ...base.untrusted_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.skeleton import model_config
 from .calibration import calibrate

@@ -13,10 +13,10 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from ...base.errors import UserError
+from ...base.progress import progress_bar
 from ...kernels.paged_attention import AttentionOptions, softmax_by_hand
-from ...layouts.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVScales, largest_of
-from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.weight_map import Assignment
 from .layer_stream import LayerStream

@@ -16,8 +16,8 @@ import click
 import torch
 from torch.distributed import TCPStore
 
-from ...layouts.errors import UserError
-from ...serving_check.options import words_of
+from ...base.errors import UserError
+from ...base.options import words_of
 from ..cores import available_cores
 from .ranks import FAULT, GO_ON, OtherRankFailed
 

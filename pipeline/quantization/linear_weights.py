@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Interleave, MergeModulelist, Transpose
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale
 from ..model_loader.skeleton import build_skeleton

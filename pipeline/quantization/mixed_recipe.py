@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...layouts.errors import UserError
-from ...layouts.files import write_json
+from ...base.atomic_files import write_json
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
 from ...layouts.formats.weight_format import spec_to_json
-from ...layouts.outside_files import read_json_object
 from ..artifact import MANIFEST_NAME
 from ..checkpoints.checkpoint import Checkpoint
 from ..recipe import Recipe, Rule

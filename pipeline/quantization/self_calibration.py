@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ...layouts.errors import UserError
-from ...layouts.files import atomic_path
-from ...layouts.progress import progress_bar
+from ...base.atomic_files import atomic_path
+from ...base.errors import UserError
+from ...base.progress import progress_bar
 from ...serving_check.engine.kv_pool import free_memory
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.attention_shapes import attention_layers_of

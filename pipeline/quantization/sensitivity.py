@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.progress import progress_bar
 from ...layouts.formats.int4 import Int4
 from ...layouts.formats.int8 import Int8
 from ...layouts.formats.weight_format import Weight, WeightFormat, spec_from_json, spec_to_json
-from ...layouts.progress import progress_bar
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import ExportConvention
 from .hidden_states import StatesPart

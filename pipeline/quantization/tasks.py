@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import WeightFormat, parameters
 from ...serving_check.engine.options import UNQUANTIZED as KV_UNQUANTIZED

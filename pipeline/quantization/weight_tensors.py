@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.weight_format import WeightFormat, merge_rows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of

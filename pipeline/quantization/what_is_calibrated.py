@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv_format import KV_FORMATS, largest_of

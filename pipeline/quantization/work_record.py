@@ -18,10 +18,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import FiniteFloat, TypeAdapter
 
-from ...layouts.errors import UserError
-from ...layouts.files import PARTIAL_SUFFIX, write_json
-from ...layouts.outside_files import read_json_object
-from ...layouts.outside_names import parent_leads_out
+from ...base.atomic_files import PARTIAL_SUFFIX, write_json
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
+from ...base.untrusted_names import parent_leads_out
 from ..artifact import (
     MANIFEST_NAME,
     REPORT_FOLDER,

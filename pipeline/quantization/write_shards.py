@@ -10,12 +10,12 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
-from ...layouts.errors import UserError
-from ...layouts.files import atomic_path, write_json
+from ...base.atomic_files import atomic_path, write_json
+from ...base.errors import UserError
+from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv_format import KVScales
-from ...layouts.outside_names import parent_leads_out
 from ..artifact import SCALED_BY, FileRecord
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from ...layouts.files import atomic_path
+from ...base.atomic_files import atomic_path
 from ...serving_check.policy import first_lines
 from ...serving_check.verdict import Verdict
 from .badge import draw_badge

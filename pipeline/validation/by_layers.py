@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ...layouts.progress import progress_bar
+from ...base.progress import progress_bar
 from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.evidence import Loaded
 from ...serving_check.gate import Served

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engines.all_engines import engine_named
 from ...serving_check.engines.engine import MemoryGrant

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.answer_figures import TokenText
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.quality import read_texts, token_windows

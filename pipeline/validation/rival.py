@@ -5,7 +5,7 @@ Opens it and says whether a comparison makes sense; measuring is `serving_check/
 
 from pathlib import Path
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.verdict import Subject
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
 from ...serving_check.company import CompanyFigures, compare_in_company
 from ...serving_check.engines import Endpoint

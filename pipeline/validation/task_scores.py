@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...serving_check.engines import Endpoint
 from ...serving_check.task_scores import TaskScore
 from ..checkpoints.checkpoint import Checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...layouts.outside_files import read_json_object
-from ...layouts.outside_names import require_file
+from ...base.untrusted_files import read_json_object
+from ...base.untrusted_names import require_file
 from ...serving_check.artifact_figures import TextDifference
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer

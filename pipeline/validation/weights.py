@@ -13,8 +13,8 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
+from ...base.progress import progress_bar
 from ...layouts.formats.weight_format import Weight
-from ...layouts.progress import progress_bar
 from ...serving_check.artifact_figures import ChangedTensor, KindErrors, ModuleError, WeightFigures
 from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint

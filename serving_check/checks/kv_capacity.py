@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..engines.prometheus_text import labelled
 from ..engines.series import SCALEGATE_SERIES, Series
 from ..settings import WorkloadSettings

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from ...base.errors import UserError
 from ...kernels.paged_attention import AttentionOptions
 from ...layouts.attention_metadata import AttentionMetadata
-from ...layouts.errors import UserError
 from ...layouts.kv_layer import KVShape, LayerKV
 
 IMPLEMENTATION = "scalegate_paged"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...layouts.numerics import CPU_ROWS, Numerics
+from ...base.batch_invariance import CPU_ROWS, Numerics
 from .attention import AttentionLayer
 from .forward import Forward
 from .kv_pool import KVPool

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...layouts.numerics import Numerics
+from ...base.batch_invariance import Numerics
 from . import triton_settings
 from .attention import AttentionLayer
 from .buckets import mixed_buckets, mixed_warm_up_buckets

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .device_copies import to_device
 
 BITS = 32

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import torch
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.kv_format import KV_FORMATS, KVFormat
 from ...layouts.kv_layer import KVScales, LayerKV, PoolSize, Workspaces
 from .attention import AttentionLayer

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.progress import progress_bar
 from ...layouts.kv_format import KV_FORMATS, KVFormat
 from ...layouts.plan import KVMeasurement
-from ...layouts.progress import progress_bar
 from ...layouts.timing import TimingBudget, interleaved_microseconds
 from .attention import AttentionLayer
 from .kv_pool import KVPool, free_memory, pages_for

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, cast, get_args
 
-from ..options import OptionValue, check, option
+from ...base.options import OptionValue, check, option
 from .jit_monitor import Mode
 
 if TYPE_CHECKING:
-    from ...layouts.numerics import Numerics
+    from ...base.batch_invariance import Numerics
 
 AUTO, UNQUANTIZED = "auto", "unquantized"
 SIZED = ("max_num_seqs", "max_model_len", "kv_cache_tokens")
@@ -41,7 +41,7 @@ def _kv_formats() -> Iterable[str]:
 
 
 def _numerics() -> Iterable[str]:
-    from ...layouts.numerics import NUMERICS
+    from ...base.batch_invariance import NUMERICS
 
     return NUMERICS
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .jit_monitor import JitEvent
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...layouts.numerics import row_tiles
+from ...base.batch_invariance import row_tiles
 from .kv_pool import KVPool
 from .sequence import Sequence
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...base.batch_invariance import Numerics
 from ...kernels.prefill_attention import TILE, tiles_of
 from ...layouts.attention_metadata import AttentionMetadata, HostMetadata
-from ...layouts.numerics import Numerics
 from .scheduler import MOST_SCORED, PrefillChunk
 from .sequence import Sequence
 

@@ -3,8 +3,8 @@
 import sys
 from dataclasses import fields, replace
 
+from ...base.options import words_of
 from ..engine.options import EngineOptions
-from ..options import words_of
 from .engine import Availability, CardCommand, Engine, ServerJob
 from .placement import only_these
 from .series import SCALEGATE_SERIES

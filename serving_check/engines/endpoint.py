@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .prometheus_text import parse_metrics
 from .series import SCALEGATE_SERIES, Series
 

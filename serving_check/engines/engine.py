@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ...layouts.registry import Registry
+from ...base.registry import Registry
 from ..engine.options import EngineOptions
 from .endpoint import Endpoint
 from .placement import ANYWHERE, Placement

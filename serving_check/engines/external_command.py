@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ...layouts.installed import installed_version
 from ..engine.options import AUTO, UNQUANTIZED
 from .engine import Availability, ServerJob

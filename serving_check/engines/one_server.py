@@ -6,7 +6,7 @@ By address, and by its counters: requests sent to one side must not be counted b
 import socket
 from urllib.parse import urlsplit
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .endpoint import Endpoint
 from .prometheus_text import total
 

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from ...layouts.errors import UserError
-from ..options import OptionValue, check, option
+from ...base.errors import UserError
+from ...base.options import OptionValue, check, option
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_OPTIONS = {

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ...layouts.errors import UserError
-from ...layouts.progress import progress_bar
+from ...base.errors import UserError
+from ...base.progress import progress_bar
 from .endpoint import Endpoint, first_model, is_healthy
 from .ready_line import find_base_url
 from .series import SCALEGATE_SERIES, Series

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
+from ...base.options import flag
 from ..engine.options import AUTO
-from ..options import flag
 from .engine import CardCommand, Engine, ServerJob
 from .external_command import ExternalCommand
 from .placement import PLACEMENT

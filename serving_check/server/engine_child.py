@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from ...layouts.errors import UserError
-from ...layouts.garbage import search_rarely
+from ...base.errors import UserError
+from ...base.gc_threshold import search_rarely
 from ..engine.jit_monitor import JitError, JitMonitor, Mode
 from ..engine.request import (
     EngineCapacity,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
 from .engine_child import (
     Abort,

@@ -13,7 +13,7 @@ from types import FrameType
 
 import uvicorn
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from ..engines.ready_line import ready_line
 from .app import create_app
 from .connection import Connection, allow_open_files

@@ -15,7 +15,7 @@ from dataclasses import replace
 import aiohttp
 from tqdm import tqdm
 
-from ...layouts.progress import progress_bar
+from ...base.progress import progress_bar
 from ..engines.endpoint import Endpoint
 from ..engines.prometheus_text import by_label, parse_metrics, total
 from ..engines.series import Series

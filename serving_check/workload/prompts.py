@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from ...layouts.errors import UserError
+from ...base.errors import UserError
 from .spec import WorkloadSpec
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.quantization.allocation import Budget, allocate

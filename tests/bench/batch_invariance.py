@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scalegate.base.batch_invariance import NUMERICS
 from scalegate.kernels import invariant_matmul as ours
-from scalegate.layouts.numerics import NUMERICS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.scheduler import Schedule
@@ -40,12 +40,12 @@ from torch import Tensor
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
-import random_qwen3
-from before_after import Worker
-from int4_engine import merged, quantized
-from nvfp4_engine import ask
-from serving import greedy, wave
-from startup import random_checkpoint
+from scalegate.tests.bench import random_qwen3
+from scalegate.tests.bench.before_after import Worker
+from scalegate.tests.bench.int4_engine import merged, quantized
+from scalegate.tests.bench.nvfp4_engine import ask
+from scalegate.tests.bench.serving import greedy, wave
+from scalegate.tests.bench.startup import random_checkpoint
 
 MODEL = "qwen3-8b"
 INT4_LAYOUTS = {"tuned": "swap_ab", "pin": "swap_ab_invariant", "per-token": "swap_ab_invariant"}

@@ -158,9 +158,8 @@ def work(tree: Path, model: str, weights: str, output_len: int) -> None:
 
 def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int], float]:
     """An engine that is warm; what it takes for n requests."""
-    import int4_engine
-    import serving
-    from random_qwen3 import random_model
+    from scalegate.tests.bench import int4_engine, serving
+    from scalegate.tests.bench.random_qwen3 import random_model
 
     built = random_model(MODELS[model])
     built = int4_engine.merged(built) if hasattr(int4_engine, "merged") else built
@@ -173,9 +172,9 @@ def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int]
 
 def seconds_on_cpu(model: str, weights: str, output_len: int) -> Callable[[int], float]:
     """The same of a checkpoint, in seconds of this process, which has one thread for products."""
-    import int4_engine
     import torch
     from scalegate.serving_check.engine.request import SamplingParams
+    from scalegate.tests.bench import int4_engine
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -40,7 +40,7 @@ from torch import Tensor
 
 TOOLS = Path(__file__).parent / "interchange_tools"
 sys.path.insert(0, str(TOOLS))
-from environments import CALIBRATED, REQUIREMENTS, make_environments  # noqa: E402
+from scalegate.tests.bench.interchange_tools.environments import CALIBRATED, REQUIREMENTS, make_environments  # noqa: E402
 
 SLICE_WINDOWS = 8
 AWQ_SEQUENCES = 128

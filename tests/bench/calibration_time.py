@@ -33,7 +33,7 @@ from typing import Any
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization import (
     calibration,
@@ -53,7 +53,7 @@ from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
-from startup import random_checkpoint
+from scalegate.tests.bench.startup import random_checkpoint
 
 MODEL = "qwen3-8b"
 RECIPES = ("int4-gptq", "int4-best")

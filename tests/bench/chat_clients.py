@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import SubprocessEndpoint
 
 RESULTS = Path(__file__).parent / "results" / "chat_clients.json"

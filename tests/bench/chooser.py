@@ -17,9 +17,9 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts import choose as choose_module
 from scalegate.layouts.choose import choose
-from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.measurement_cache import CACHE_VARIABLE

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import total
 from transformers import AutoTokenizer

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import jsonschema
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import SubprocessEndpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import INDEX_NAME
 from scalegate.pipeline.cores import available_cores
@@ -42,8 +42,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import SHAPES
-from sharded_weights import SHARD_BYTES, WRITERS, bytes_of, weights_of, write_weights
+from scalegate.tests.bench.random_qwen3 import SHAPES
+from scalegate.tests.bench.sharded_weights import SHARD_BYTES, WRITERS, bytes_of, weights_of, write_weights
 
 SHAPE = "qwen3-32b"
 BARS = {2: 1.8, 4: 3.4}

@@ -27,14 +27,14 @@ from typing import Any
 import aiohttp
 import psutil
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import by_label, total
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from soak import settled
+from scalegate.tests.bench.soak import settled
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
 VOCABULARY = 8192

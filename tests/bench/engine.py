@@ -43,7 +43,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
     import transformers
-    from scalegate.layouts.files import write_json
+    from scalegate.base.atomic_files import write_json
 
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()

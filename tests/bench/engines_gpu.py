@@ -40,14 +40,14 @@ from typing import Any
 
 import psutil
 import torch
-from scalegate.layouts.files import write_json
-from scalegate.layouts.outside_files import read_json_object
+from scalegate.base.atomic_files import write_json
+from scalegate.base.untrusted_files import read_json_object
 from scalegate.pipeline.artifact import MANIFEST_NAME
 from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
 from scalegate.serving_check.environment import describe_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
-from verdict_gpu import EXAMPLE, make_checkpoint
+from scalegate.tests.bench.verdict_gpu import EXAMPLE, make_checkpoint
 
 MARK, RUN = "ENGINES_GPU_ROW", uuid.uuid4().hex
 RUNNING = "vllm:num_requests_running"

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 import triton
+from scalegate.base.atomic_files import write_json
 from scalegate.kernels.experts import int4, packed, unquantized
 from scalegate.kernels.experts.routing import ExpertRouting, route
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile, bucket_of
-from scalegate.layouts.files import write_json
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 

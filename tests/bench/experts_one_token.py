@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 import triton
+from scalegate.base.atomic_files import write_json
 from scalegate.kernels.experts import gated, one_token, unquantized
 from scalegate.kernels.experts.one_token import CANDIDATES, Int4Operand, Tuning
 from scalegate.kernels.experts.routing import route
-from scalegate.layouts.files import write_json
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from experts import (
+from scalegate.tests.bench.experts import (
     DEVICE,
     EXPERTS,
     GROUP_SIZE,

@@ -15,11 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import SubprocessEndpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clients import with_chat_template
+from scalegate.tests.bench.clients import with_chat_template
 
 RESULTS = Path(__file__).parent / "results" / "fuzz_api.json"
 CONFIG = """

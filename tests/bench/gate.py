@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.engines import SubprocessEndpoint

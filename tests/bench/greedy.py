@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from scalegate.layouts.files import write_json
-from scalegate.layouts.numerics import NUMERICS
+from scalegate.base.atomic_files import write_json
+from scalegate.base.batch_invariance import NUMERICS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

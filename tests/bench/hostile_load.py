@@ -27,7 +27,7 @@ from pathlib import Path
 
 import aiohttp
 import psutil
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"

@@ -28,8 +28,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import random_model
-from serving import PROFILED_STEPS, covered, greedy, profiled_steps, wave
+from scalegate.tests.bench.random_qwen3 import random_model
+from scalegate.tests.bench.serving import PROFILED_STEPS, covered, greedy, profiled_steps, wave
 
 SPEC = Int4(128)
 INPUT_LEN, OUTPUT_LEN = 32, 512

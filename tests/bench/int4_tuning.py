@@ -17,17 +17,24 @@ from typing import Any
 
 import torch
 import triton
+from scalegate.base.atomic_files import write_json
 from scalegate.kernels.hopper import stream_k, stream_k_config
 from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.hopper.tile import NUM_SMS
-from scalegate.layouts.files import write_json
 from scalegate.layouts.layout import PackedWeight
 from scalegate.layouts.swap_ab import PACKING, SWAP_AB
 from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from linear import MODELS, ROTATED_BYTES, copies_of, exact_weight, multiply_dense, random_int4
+from scalegate.tests.bench.linear import (
+    MODELS,
+    ROTATED_BYTES,
+    copies_of,
+    exact_weight,
+    multiply_dense,
+    random_int4,
+)
 
 BASELINE, CHOSEN = "unquantized", "chosen"
 MAX_ERROR = 4e-3

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
@@ -50,8 +50,8 @@ NVFP4_READERS = {
 W4A4_READERS = {reader: export for reader, export in NVFP4_READERS.items() if reader != "torchao"}
 MUST_PASS = ("loads", "canary text", "no failed requests", "M reached")
 sys.path.insert(0, str(TOOLS))
-from environments import make_environments  # noqa: E402
-from score import nats_per_token  # noqa: E402 - the same arithmetic that the other environments run
+from scalegate.tests.bench.interchange_tools.environments import make_environments  # noqa: E402
+from scalegate.tests.bench.interchange_tools.score import nats_per_token  # noqa: E402 - the same arithmetic that the other environments run
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scalegate.base.atomic_files import write_json
 from scalegate.kernels.iq2_xxs import one_row
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
@@ -30,7 +30,7 @@ from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from linear import MODELS
+from scalegate.tests.bench.linear import MODELS
 
 MAX_ERROR = 4e-3
 ROTATED_BYTES = 300e6

@@ -21,7 +21,7 @@ import torch
 import transformers
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
@@ -33,7 +33,7 @@ from scalegate.serving_check.quality import read_texts, score, token_windows
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quality import relative_l2
+from scalegate.tests.bench.quality import relative_l2
 
 LEVELS = 3
 

@@ -19,13 +19,13 @@ from pathlib import Path
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import SHAPES, random_model, random_prompts
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_model, random_prompts
 
 STEPS = 128
 LARGEST_PAGE = 128

@@ -21,8 +21,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kv_decode import engine_of
-from random_qwen3 import random_prompts
+from scalegate.tests.bench.kv_decode import engine_of
+from scalegate.tests.bench.random_qwen3 import random_prompts
 
 MODEL = "qwen3-4b"
 SHOWN, SHOWN_PAUSES = 16, 8

@@ -19,8 +19,8 @@ from pathlib import Path
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
+from scalegate.base.atomic_files import atomic_path, write_json
 from scalegate.kernels.e4m3_queries import rounded_queries
-from scalegate.layouts.files import atomic_path, write_json
 from scalegate.layouts.kv_format import KV_FORMATS, KVScales, largest_of
 from scalegate.layouts.kv_token_by_token import TokenByToken
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint

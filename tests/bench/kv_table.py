@@ -20,14 +20,14 @@ from pathlib import Path
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kv_decode import decode_ms
-from random_qwen3 import SHAPES, random_model, random_prompts
+from scalegate.tests.bench.kv_decode import decode_ms
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_model, random_prompts
 
 MODEL = "qwen3-4b"
 LOADS = ["512x128", "32x512"]

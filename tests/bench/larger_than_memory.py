@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 
 RESULT = Path(__file__).parent / "results" / "larger_than_memory.json"
 HIDDEN, EXPERT, EXPERTS, VOCABULARY = 7168, 2048, 384, 151936

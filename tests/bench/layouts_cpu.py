@@ -14,10 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choose import DEFAULT_MS, pick
 from scalegate.layouts.explain import lowest_ratio, mean_ratio
-from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.layout import Problem
 from scalegate.layouts.linear import QuantizedLinear

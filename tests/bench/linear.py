@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.files import write_json
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compile_ahead import Job, compile_ahead, tune_for
+from scalegate.tests.bench.compile_ahead import Job, compile_ahead, tune_for
 
 MODELS = {
     "qwen3-8b": {

@@ -16,7 +16,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.validation.task_scores import evaluate, paired_scores
 from scalegate.serving_check.engines import SubprocessEndpoint
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 
 HEAD_DIM, GROUP = 128, 128
 WEIGHTS = {

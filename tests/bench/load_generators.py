@@ -19,15 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.workload import WorkloadSpec
 from scalegate.serving_check.workload.generator import run_workload
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import SHAPES
-from verdict_gpu import make_checkpoint
+from scalegate.tests.bench.random_qwen3 import SHAPES
+from scalegate.tests.bench.verdict_gpu import make_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "load_generators.json"
 PROMPT, OUTPUT = 128, 128

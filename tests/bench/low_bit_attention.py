@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 import triton
+from scalegate.base.atomic_files import write_json
 from scalegate.kernels.decode_attention import DecodeWorkspace
 from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded
 from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from scalegate.kernels.low_bit_kv.token_decode import token_decode
-from scalegate.layouts.files import write_json
 from scalegate.layouts.kv_format import KV_FORMATS, KVFormat
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention import HEAD_DIM, HEADS, KV_HEADS, copy_bandwidth, graph_microseconds
+from scalegate.tests.bench.attention import HEAD_DIM, HEADS, KV_HEADS, copy_bandwidth, graph_microseconds
 
 SHAPE = KVShape(KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16, HEADS)
 FORMATS = ("kvarn_k4v2_g128", "kvarn_k4v4_g128", "kvarn_k4v2_g64", "int4_per_token_head", "nvfp4")

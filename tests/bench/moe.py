@@ -26,9 +26,9 @@ from scalegate.serving_check.engine.options import EngineOptions
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from int4_engine import decode_split, merged, quantized, show_split
-from random_qwen3 import random_model
-from serving import greedy, prompts, wave
+from scalegate.tests.bench.int4_engine import decode_split, merged, quantized, show_split
+from scalegate.tests.bench.random_qwen3 import random_model
+from scalegate.tests.bench.serving import greedy, prompts, wave
 
 MODEL = "qwen3-30b-a3b-8-layers"
 SPEC = Int4(128)

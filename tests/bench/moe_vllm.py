@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import SHAPES, random_prompts
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_prompts
 
 MODEL = "qwen3-30b-a3b-8-layers"
 INPUT_LEN, OUTPUT_LEN = 32, 512

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from before_after import Worker
-from random_qwen3 import SHAPES, random_prompts
+from scalegate.tests.bench.before_after import Worker
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_prompts
 
 INPUT_LEN, OUTPUT_LEN, RIVAL_LEN = 32, 512, 128
 RIVAL = "iq2-xxs"
@@ -95,7 +95,7 @@ def checkpoints(folder: Path, model: str, recipe: str = "nvfp4") -> tuple[Path, 
     import torch
     from scalegate.pipeline.artifact import MANIFEST_NAME
     from scalegate.pipeline.quantize import quantize
-    from startup import random_checkpoint
+    from scalegate.tests.bench.startup import random_checkpoint
 
     plain, quantized = folder / model, folder / f"{model}-{recipe}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,11 +154,11 @@ def serve_worker(side: str, checkpoint: str, model: str, device: str, ns: list[i
 
 def our_engine(checkpoint: Path, model: str, device: str, ns: list[int]) -> tuple[Any, dict[str, Callable]]:
     import torch
-    from int4_engine import decode_split
     from scalegate.layouts.linear import QuantizedLinear
     from scalegate.pipeline.served_checkpoint import build_engine
     from scalegate.serving_check.engine.options import EngineOptions
-    from serving import greedy
+    from scalegate.tests.bench.int4_engine import decode_split
+    from scalegate.tests.bench.serving import greedy
 
     began = time.perf_counter()
     sizes = {"max_num_seqs": max(ns), "max_model_len": CONTEXT, "kv_cache_tokens": KV_TOKENS}
@@ -227,7 +227,7 @@ def wave(
 
 
 def show(rows: list[dict[str, Any]], rival_rows: list[dict[str, Any]], splits: list[dict[str, Any]]) -> None:
-    from int4_engine import show_split
+    from scalegate.tests.bench.int4_engine import show_split
 
     for one in splits:
         show_split(one)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
@@ -31,7 +31,7 @@ from torch import Tensor
 
 TOOLS = Path(__file__).parent / "interchange_tools"
 sys.path.insert(0, str(TOOLS))
-from environments import REQUIREMENTS, SOLVERS, make_environments  # noqa: E402
+from scalegate.tests.bench.interchange_tools.environments import REQUIREMENTS, SOLVERS, make_environments  # noqa: E402
 
 ENVIRONMENTS = dict(REQUIREMENTS) | SOLVERS
 OURS, PLAIN = "scalegate", "unquantized"

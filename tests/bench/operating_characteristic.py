@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check import interleaving
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.repeats import Repeats

@@ -23,17 +23,17 @@ from pathlib import Path
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
+from scalegate.base.atomic_files import write_json
 from scalegate.kernels.e4m3_queries import rounded_queries
 from scalegate.kernels.hopper import prefill
 from scalegate.kernels.hopper.prefill import hopper_prefill
 from scalegate.kernels.prefill_attention import prefill_attention, prefill_attention_reference, tiles_of
 from scalegate.kernels.widen_pages import widen_pages
-from scalegate.layouts.files import write_json
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention import graph_microseconds
-from kv_decode import engine_of
-from kv_profile import milliseconds
+from scalegate.tests.bench.attention import graph_microseconds
+from scalegate.tests.bench.kv_decode import engine_of
+from scalegate.tests.bench.kv_profile import milliseconds
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 MODEL = "qwen3-4b"

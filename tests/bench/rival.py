@@ -19,8 +19,8 @@ from scalegate.pipeline.validate import validate
 from scalegate.serving_check.verdict import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent))
-from nvfp4_engine import checkpoints
-from random_qwen3 import SHAPES
+from scalegate.tests.bench.nvfp4_engine import checkpoints
+from scalegate.tests.bench.random_qwen3 import SHAPES
 
 ARTIFACT, RIVAL = "nvfp4", "iq2-xxs"
 SWAPPED_MS = (4, 16, 32)

@@ -25,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import random_model, random_prompts
+from scalegate.tests.bench.random_qwen3 import random_model, random_prompts
 
 MODELS = ["qwen3-4b", "qwen3-8b"]
 VOCABULARY_OF = "qwen3-8b"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.checkpoints.checkpoint import INDEX_NAME
 from scalegate.pipeline.quantization.shard_writer import ShardWriter, header_room
 from torch import Tensor

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from scalegate.layouts.files import write_json
-from scalegate.layouts.numerics import NUMERICS
+from scalegate.base.atomic_files import write_json
+from scalegate.base.batch_invariance import NUMERICS
 from scalegate.serving_check.checks.compilations import compilations
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import total

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from before_after import environment_of
+from scalegate.tests.bench.before_after import environment_of
 
 STARTED = time.perf_counter()
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -97,7 +97,7 @@ def timed_starts(
 def first_token(checkpoint: Path, device: str, kv_cache_tokens: int | None) -> dict[str, float]:
     """Seconds since this process began to run, at the end of each stage."""
     with contextlib.suppress(ImportError):  # as the engine's process does, where the tree has it
-        from scalegate.layouts.garbage import search_rarely
+        from scalegate.base.gc_threshold import search_rarely
 
         search_rarely()
     import scalegate.pipeline.model_loader.load_model  # noqa: F401 - its share of the time is shown
@@ -125,7 +125,7 @@ def first_token(checkpoint: Path, device: str, kv_cache_tokens: int | None) -> d
 
 def random_checkpoint(folder: Path, model: str = "qwen3-8b", device: str = "cuda") -> Path:
     """Random weights of a shape; the tokenizer is the bundled checkpoint's, and says nothing."""
-    from random_qwen3 import random_model
+    from scalegate.tests.bench.random_qwen3 import random_model
     from transformers import AutoTokenizer
 
     random_model(model, device).save_pretrained(folder)

@@ -21,7 +21,7 @@ from typing import Any
 
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
@@ -30,7 +30,7 @@ from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import SHAPES, random_model, random_prompts
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_model, random_prompts
 
 WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
 

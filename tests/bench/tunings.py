@@ -75,11 +75,11 @@ def in_a_process(model: str, way: str) -> dict[str, float]:
 
 def step_milliseconds(model_name: str, way: dict) -> dict[str, float]:
     """Decode steps at contexts of some 300 tokens, by the number of requests."""
-    import serving
-    from random_qwen3 import random_model
     from scalegate.serving_check.engine import compiled_layers, forward
     from scalegate.serving_check.engine.engine import Engine
     from scalegate.serving_check.engine.options import EngineOptions
+    from scalegate.tests.bench import serving
+    from scalegate.tests.bench.random_qwen3 import random_model
 
     tunings = (replace(compiled_layers.TUNINGS[0], **way), *compiled_layers.TUNINGS[1:])
     compiled_layers.TUNINGS = forward.TUNINGS = tunings

@@ -33,7 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.statistics import GROUP, SequentialTest, decide_all
 
 RESULT = Path(__file__).parent / "results" / "turns_characteristic.json"

@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 
 import torch
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.environment import describe_environment
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_qwen3 import SHAPES, random_model
-from sharded_weights import save_model
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_model
+from scalegate.tests.bench.sharded_weights import save_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
 RESULT = Path(__file__).parent / "results" / "verdict_gpu.json"

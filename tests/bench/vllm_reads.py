@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interchange import BOUND, TOOLS, nats_per_token, write_windows
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.engines.external_command import LOOPBACK, free_port
 from scalegate.serving_check.engines.series import VLLM_SERIES
 from scalegate.serving_check.engines.subprocess_endpoint import SubprocessEndpoint
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
+from scalegate.tests.bench.interchange import BOUND, TOOLS, nats_per_token, write_windows
 
 SERVE = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
 SIZES = (

@@ -6,7 +6,7 @@ ex2, lg2 and div are exact but for rounding; fma.f32 is at times rounded twice.
 from collections.abc import Callable
 
 import numpy as np
-from ptx_registers import Array, Registers, Step, dtype_of
+from scalegate.tests.kernels.ptx_registers import Array, Registers, Step, dtype_of
 
 COMPARISONS: dict[str, Callable[..., Array]] = {
     "eq": np.equal,

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from ptx_arithmetic import Arithmetic
-from ptx_memory import Memory, Transfers
-from ptx_mma import MatrixUnits
-from ptx_registers import WARP, Array, Step, UnknownInstructionError, dtype_of
+from scalegate.tests.kernels.ptx_arithmetic import Arithmetic
+from scalegate.tests.kernels.ptx_memory import Memory, Transfers
+from scalegate.tests.kernels.ptx_mma import MatrixUnits
+from scalegate.tests.kernels.ptx_registers import WARP, Array, Step, UnknownInstructionError, dtype_of
 
 WIDTHS = {"pred": 1, "b16": 2, "b32": 4, "b64": 8}
 SPECIAL = ("tid", "ntid", "ctaid", "nctaid")

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ptx_registers import SHARED_START, WARP, Array, Registers, Step, UnknownInstructionError, dtype_of
+from scalegate.tests.kernels.ptx_registers import (
+    SHARED_START,
+    WARP,
+    Array,
+    Registers,
+    Step,
+    UnknownInstructionError,
+    dtype_of,
+)
 
 BASE = 1 << 33
 """Of global memory: no address fits in 32 bits."""

@@ -4,7 +4,7 @@ Fragments are those of the PTX ISA's tables for `mma.m16n8k16` and `mma.m16n8k32
 """
 
 import numpy as np
-from ptx_registers import WARP, Array, Registers, Step
+from scalegate.tests.kernels.ptx_registers import WARP, Array, Registers, Step
 
 ROW, PLACE = np.arange(WARP) // 4, np.arange(WARP) % 4
 """Of a lane in fragments: groupID and threadID_in_group."""

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import TOOLS, assembler_notes
 from scalegate.kernels.experts import gated, int4, nvfp4, one_token, packed, routing, unquantized
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.hopper_compiler import TOOLS, assembler_notes
+from scalegate.tests.kernels.triton_versions import bound
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_versions import bound
 
 pytestmark = pytest.mark.long
 

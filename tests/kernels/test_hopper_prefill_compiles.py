@@ -9,15 +9,15 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.kernels.e4m3_queries import LEAST
 from scalegate.kernels.hopper.packed_operand import x_layout
 from scalegate.kernels.hopper.prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
 from scalegate.kernels.hopper.prefill_items import Form, block_of
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.hopper_compiler import assembler_notes, disassembled, spilled
+from scalegate.tests.kernels.triton_versions import bound
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_versions import bound
 
 PLAIN = {"half": False, "window": False, "softcap": False, "e4m3": False}
 E4M3 = PLAIN | {"half": True, "e4m3": True}

@@ -7,14 +7,14 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import assembler_notes, compiled, disassembled, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.kernels.int4 import portable
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.hopper_compiler import assembler_notes, compiled, disassembled, name_of
+from scalegate.tests.kernels.triton_versions import bound
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_versions import bound
 
 INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in tiles]
 STREAM_K = list(stream_k_config.TILES)

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hopper_compiler import assembler_notes, compiled, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.kernels.int4 import planes
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.hopper_compiler import assembler_notes, compiled, name_of
 
 INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in tiles]
 TILES = [*stream_k_config.TILES, *INVARIANT]

@@ -8,15 +8,22 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import assembler_notes, compiled, disassembled, loop_instructions, name_of, spilled
 from scalegate.kernels.iq2_xxs import one_row
 from scalegate.kernels.iq2_xxs.decoder import IQ2XXSDecoder
 from scalegate.kernels.iq2_xxs.lookup import TABLE_BYTES
 from scalegate.kernels.iq2_xxs.matmul import ONE_ROW_TILES, TILES
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.hopper_compiler import (
+    assembler_notes,
+    compiled,
+    disassembled,
+    loop_instructions,
+    name_of,
+    spilled,
+)
+from scalegate.tests.kernels.triton_versions import bound
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_versions import bound
 
 DECODER = IQ2XXSDecoder(half=False)
 EVERY = pytest.mark.parametrize("tile", exhaustive_but(TILES, TILES[1], TILES[-1]), ids=name_of)

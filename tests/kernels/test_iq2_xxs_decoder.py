@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ptx_interpreter import execute
 from scalegate.kernels.hopper import reorder_x
 from scalegate.kernels.iq2_xxs import decoder, lookup, one_row, packing
 from scalegate.kernels.iq2_xxs.grid import grid
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
 from scalegate.layouts.iq2_xxs import IQ2_XXS
+from scalegate.tests.kernels.ptx_interpreter import execute
 
 CPU = torch.device("cpu")
 

@@ -11,15 +11,15 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from kvarn_contexts import Contexts, contexts_of
-from ptx_emulator import Kernel
-from ptx_memory import Memory, RaceError
-from ptx_registers import Array, UnknownInstructionError
 from scalegate.kernels.decode_attention import LOG2_E
 from scalegate.kernels.hadamard import log2, rotate_reference
 from scalegate.kernels.low_bit_kv import held, kvarn_decode
 from scalegate.kernels.low_bit_kv.kvarn_decode import plain_splits
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.kvarn_contexts import Contexts, contexts_of
+from scalegate.tests.kernels.ptx_emulator import Kernel
+from scalegate.tests.kernels.ptx_memory import Memory, RaceError
+from scalegate.tests.kernels.ptx_registers import Array, UnknownInstructionError
 from test_low_bit_kv_compiles import AS_IT_CAME, PLAIN, compiled
 
 NOT_WRITTEN = 0x7FFF

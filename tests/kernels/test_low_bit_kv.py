@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ptx_interpreter import execute
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import int4, kvarn, kvarn_int8_page, nvfp4
 from scalegate.kernels.low_bit_kv.softmax import programs_of_splits
 from scalegate.kernels.low_bit_kv.words import pack, unpack
+from scalegate.tests.kernels.ptx_interpreter import execute
 
 
 def uneven(*shape: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.kernels.low_bit_kv import (
     flush,
     flush_pages,
@@ -25,10 +24,11 @@ from scalegate.kernels.low_bit_kv import (
     token_widen,
 )
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.hopper_compiler import assembler_notes, disassembled, spilled
+from scalegate.tests.kernels.triton_versions import bound
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton_versions import bound
 
 pytestmark = pytest.mark.long
 

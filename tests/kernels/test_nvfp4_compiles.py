@@ -6,11 +6,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hopper_compiler import assembler_notes, compiled, disassembled, loop_instructions, name_of
 from scalegate.kernels.hopper import invariant_config, stream_k_config
 from scalegate.kernels.nvfp4.decoder import NVFP4Decoder
 from scalegate.tests.exhaustive import exhaustive_but
-from triton_versions import bound
+from scalegate.tests.kernels.hopper_compiler import (
+    assembler_notes,
+    compiled,
+    disassembled,
+    loop_instructions,
+    name_of,
+)
+from scalegate.tests.kernels.triton_versions import bound
 
 DECODER = NVFP4Decoder(half=False)
 INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in tiles]

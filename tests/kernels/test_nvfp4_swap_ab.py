@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ptx_interpreter import execute
 from scalegate.kernels.experts import nvfp4 as experts
 from scalegate.kernels.nvfp4 import decoder, packing
 from scalegate.layouts.formats.int4 import pack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
 from scalegate.layouts.nvfp4_swap_ab import NVFP4_SWAP_AB, PACKING
+from scalegate.tests.kernels.ptx_interpreter import execute
 
 # Whole tiles; ragged N; ragged K, down to one group.
 SHAPES = [(64, 64), (128, 192), (65, 80), (200, 416), (7, 16)]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from scalegate.base.errors import UserError
 from scalegate.layouts import choose as choose_module
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choose import choose, default_layout, default_ms, pick
-from scalegate.layouts.errors import UserError
 from scalegate.layouts.explain import explain_slow_layout
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4

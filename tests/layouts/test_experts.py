@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scalegate.base.errors import UserError
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.errors import UserError
 from scalegate.layouts.experts import (
     ExpertsPart,
     PackedExperts,

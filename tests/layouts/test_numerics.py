@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scalegate.base.batch_invariance import row_tiles
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
@@ -9,7 +10,6 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.layout import ExpertsLayout, Problem
-from scalegate.layouts.numerics import row_tiles
 from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor
 

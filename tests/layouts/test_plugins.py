@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.registry import Registry
+from scalegate.base.registry import Registry
 
 REGISTERS = """
 from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken

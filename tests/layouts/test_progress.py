@@ -8,8 +8,8 @@ from typing import TextIO
 
 import pytest
 from click.testing import CliRunner
-from scalegate.layouts import progress
-from scalegate.layouts.progress import LINE_SECONDS, progress_bar
+from scalegate.base import progress
+from scalegate.base.progress import LINE_SECONDS, progress_bar
 from scalegate.pipeline.cli.main import main
 
 

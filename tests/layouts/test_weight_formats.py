@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.formats.int4 import Int4, pack_nibbles, unpack_nibbles
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8

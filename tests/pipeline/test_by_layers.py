@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.formats.nvfp4 import NVFP4Input
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model

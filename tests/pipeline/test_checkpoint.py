@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints import download
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 

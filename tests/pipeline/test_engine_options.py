@@ -10,9 +10,9 @@ import pytest
 import scalegate
 from click.testing import CliRunner
 from scalegate import EngineOptions, UserError
+from scalegate.base.options import flag, from_given, words_of
 from scalegate.pipeline.cli import release, serve, validate
 from scalegate.pipeline.validation.servers import effective_options
-from scalegate.serving_check.options import flag, from_given, words_of
 
 COMMANDS = {"serve": serve.command, "validate": validate.command, "release": release.command}
 OPTIONS = fields(EngineOptions)

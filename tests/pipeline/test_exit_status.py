@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.file_digests import sha256_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.cli.inspect import command
 from scalegate.pipeline.inspect import inspect

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
+from scalegate.base.errors import UserError
 from scalegate.kernels.iq2_xxs.grid import grid
-from scalegate.layouts.errors import UserError
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint

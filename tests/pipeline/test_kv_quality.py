@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.in_process import take_figures

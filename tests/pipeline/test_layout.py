@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from scalegate.base.errors import UserError
 from scalegate.layouts import choose as choose_module
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.errors import UserError
 from scalegate.layouts.layout import Layout, PackedWeight
 from scalegate.layouts.measure import measure
 from scalegate.layouts.plan import LayoutPlan

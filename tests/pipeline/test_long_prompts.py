@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation.held_out import read_held_out, window_for

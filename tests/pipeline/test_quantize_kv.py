@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.artifact import Artifact

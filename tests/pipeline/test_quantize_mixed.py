@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from scalegate.layouts.errors import UserError
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
+from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.quantization import write_shards as module
 from scalegate.pipeline.quantization.calibrated_layer import layer_path

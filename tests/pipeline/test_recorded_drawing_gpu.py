@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.layouts.progress import progress_bar
+from scalegate.base.progress import progress_bar
 from scalegate.pipeline.quantization.self_calibration import _draw, _recorded
 from transformers import PreTrainedModel
 

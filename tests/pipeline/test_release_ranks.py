@@ -6,7 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
+from scalegate.base.options import parse
 from scalegate.pipeline import release as stages
 from scalegate.pipeline import release_preview
 from scalegate.pipeline.quantization import launch
@@ -15,7 +16,6 @@ from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines.placement import Placement, gpus_here
-from scalegate.serving_check.options import parse
 
 from ..serving_check.gate_samples import sample_verdict
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from scalegate.layouts.progress import progress_bar
+from scalegate.base.progress import progress_bar
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.skeleton import model_config

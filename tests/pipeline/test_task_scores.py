@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.pipeline.report.write import render_report
 from scalegate.pipeline.validate import validate

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import SOURCE_NAME, Artifact
 from scalegate.pipeline.checkpoints.baseline import weights_digest
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.examination import examine
 from scalegate.pipeline.publishing.card import write_card

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.layout import layout

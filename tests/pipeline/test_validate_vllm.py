@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 from click.testing import CliRunner
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validate import validate

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Sequence
 
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.engine.jit_monitor import JitMonitor
 from scalegate.serving_check.engine.request import (
     EngineCapacity,

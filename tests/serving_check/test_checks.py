@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.plan import LayoutPlan, Measurement, ShapeChoice
 from scalegate.serving_check.checks.canary import Continuation, check_canary, scored
 from scalegate.serving_check.checks.compilations import check_compilations, compilations

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint
 from scalegate.serving_check.engines.engine import MemoryGrant, ServerJob

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.kv_format import refuse_numerics
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions

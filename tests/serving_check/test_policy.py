@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.policy import (
     POLICY,
     ReleasePolicy,

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.answer_figures import AnswerFigures, TokenText, answer_figures, spread_evenly
 from scalegate.serving_check.checks.latency import check_latency
 from scalegate.serving_check.checks.loads import check_loads

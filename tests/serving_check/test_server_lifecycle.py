@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.serve import serve
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import parse_metrics, total

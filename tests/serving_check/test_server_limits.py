@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.ready_line import find_base_url
 from scalegate.serving_check.server.connection import Connection

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.server.errors import ApiError
 from scalegate.serving_check.server.model_description import SamplingDefaults
 from scalegate.serving_check.server.neutral_fields import NEUTRAL as NEUTRAL_FIELDS

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.engine.grammar import Grammars
 from scalegate.serving_check.engine.request import SamplingParams
 

@@ -1,7 +1,7 @@
 """The parts of a job: timed, and said in lines that need no terminal."""
 
 import pytest
-from scalegate.serving_check.stage_clock import StageClock, in_words
+from scalegate.base.stage_clock import StageClock, in_words
 
 
 def test_each_part_is_timed_and_said(capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.starting import restart, starting
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.answer_figures import TokenText
 from scalegate.serving_check.curve import curve_of, took_turns
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint

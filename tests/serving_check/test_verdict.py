@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.verdict import SCHEMA_PATH, CheckResult, json_schema, overall_status

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.workload import (
     RequestRecord,

@@ -21,7 +21,7 @@ from scalegate.serving_check.server import app
 from scalegate.serving_check.server.generation import Delta, Generation
 
 sys.path.insert(0, str(Path(__file__).parent))
-from servers import Traffic, of
+from scalegate.tests.zoo.servers import Traffic, of
 
 
 class Switch:

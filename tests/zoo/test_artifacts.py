@@ -6,7 +6,7 @@ Without servers: files and in-process predictions. `whole_gate.py` takes the sam
 from pathlib import Path
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import MANIFEST_NAME
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.serving_check.checks import text_files, weights

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.serving_check.checks.decode_throughput import NAME as DECODE_THROUGHPUT
 from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement

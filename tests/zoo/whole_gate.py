@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.validate import validate
 
 from .artifacts import FAULTS, ArtifactFault, break_artifact

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....layouts.errors import UserError
+from ....base.errors import UserError
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint

@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ....base.registry import Registry
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
-from ....layouts.registry import Registry
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from huggingface_hub import constants, errors
 
-from ....layouts.errors import UserError
+from ....base.errors import UserError
 
 
 class HubNotAskedError(UserError):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from ....layouts.errors import UserError
-from ....layouts.files import write_json
-from ....layouts.outside_files import read_json_object
+from ....base.atomic_files import write_json
+from ....base.errors import UserError
+from ....base.untrusted_files import read_json_object
 
 RECORD_NAME = ".scalegate-push.json"
 

@@ -19,8 +19,8 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
-from ....layouts.errors import UserError
-from ....layouts.progress import progress_bar
+from ....base.errors import UserError
+from ....base.progress import progress_bar
 from ..bundle import BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
 from .failures import HubNotAskedError, explained

@@ -5,8 +5,8 @@ The digests are what the Hub's index says, the bytes what its storage gives back
 
 from huggingface_hub import HfApi
 
-from ....layouts.errors import UserError
-from ....layouts.progress import progress_bar
+from ....base.errors import UserError
+from ....base.progress import progress_bar
 from ..bundle import BundleFile
 from .repository import list_files, read_bytes
 

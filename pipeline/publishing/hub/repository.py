@@ -10,9 +10,9 @@ from huggingface_hub import HfApi, errors, hf_hub_url
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from ....layouts.errors import UserError
-from ....layouts.outside_files import MAX_BYTES, parse_json
-from ....layouts.outside_names import name_refusal
+from ....base.errors import UserError
+from ....base.untrusted_files import MAX_BYTES, parse_json
+from ....base.untrusted_names import name_refusal
 from ...artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME
 from ..bundle import CARD_NAME, BundleFile
 

@@ -14,7 +14,7 @@ import torch
 from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors.torch import load_file
-from score import report
+from scalegate.tests.bench.interchange_tools.score import report
 from transformers import AutoConfig, AutoModelForCausalLM
 
 GLOBAL_SCALE, GROUP_SIZE = ".weight_scale_2", 16

@@ -10,7 +10,7 @@ import json
 import sys
 
 import torch
-from score import report, versions
+from scalegate.tests.bench.interchange_tools.score import report, versions
 from torchao.quantization import Int4TilePackedTo4dTensor
 from transformers import AutoModelForCausalLM
 

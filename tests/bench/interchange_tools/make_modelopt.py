@@ -14,8 +14,8 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
-from modelopt_runtime import as_it_runs
-from score import report
+from scalegate.tests.bench.interchange_tools.modelopt_runtime import as_it_runs
+from scalegate.tests.bench.interchange_tools.score import report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CONFIGS = {"W4A16_NVFP4": mtq.W4A16_NVFP4_CFG, "NVFP4": mtq.NVFP4_DEFAULT_CFG}

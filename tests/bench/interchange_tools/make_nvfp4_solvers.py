@@ -14,7 +14,7 @@ import fouroversix
 import qwantize
 import torch
 from safetensors.torch import save_file
-from score import PACKAGES, versions
+from scalegate.tests.bench.interchange_tools.score import PACKAGES, versions
 from transformers import AutoModelForCausalLM
 
 GROUP_SIZE, LARGEST = 16, 6 * 448

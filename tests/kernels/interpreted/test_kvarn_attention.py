@@ -5,10 +5,8 @@ See conftest.py.
 
 import functools
 
-import kvarn_contexts
 import pytest
 import torch
-from kvarn_contexts import Contexts, hold
 from scalegate.kernels.decode_attention import DecodeWorkspace
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import kvarn_decode as decoding
@@ -16,6 +14,8 @@ from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from scalegate.kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from scalegate.kernels.prefill_attention import tiles_of
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels import kvarn_contexts
+from scalegate.tests.kernels.kvarn_contexts import Contexts, hold
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHORT = 64 if DEVICE.type == "cuda" else 16

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scalegate.base.errors import UserError
 from scalegate.kernels.low_bit_kv.token_store import TokenPages
 from scalegate.kernels.paged_attention import AttentionOptions
-from scalegate.layouts.errors import UserError
 from scalegate.layouts.kv_coded_cpu import CodedCpuLayerKV
 from scalegate.layouts.kv_coded_cuda import CodedCudaLayerKV
 from scalegate.layouts.kv_format import KV_FORMATS

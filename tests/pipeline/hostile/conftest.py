@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "publishing"))
 
-from hostile_input import VICTIM
-from passed_artifact import make_artifact
+from scalegate.tests.pipeline.hostile.hostile_input import VICTIM
+from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact
 
 
 @pytest.fixture

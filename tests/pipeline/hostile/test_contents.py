@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hostile_input import DEEP, SHA, edit, refusal
 from safetensors.torch import load_file, save_file
 from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.tests.pipeline.hostile.hostile_input import DEEP, SHA, edit, refusal
 
 A_BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(30))
 
@@ -250,9 +250,9 @@ MARKUP = "<img src=x onerror=alert(1)> [click](http://evil) `x` *b* | ``` \n---\
 
 
 def test_a_card_shows_what_a_checkpoint_says_as_plain_text(artifact):
-    from passed_artifact import give_verdict, passing_verdict
     from scalegate.pipeline.artifact import Artifact
     from scalegate.pipeline.publishing.card import write_card
+    from scalegate.tests.pipeline.publishing.passed_artifact import give_verdict, passing_verdict
 
     manifest = Artifact.read(artifact)
     clean = write_card(artifact, manifest, passing_verdict(manifest), "org/x", "org/x")

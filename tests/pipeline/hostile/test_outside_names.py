@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hostile_input import DEEP, VICTIM, add_file, edit, refusal, run
 from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.tests.pipeline.hostile.hostile_input import DEEP, VICTIM, add_file, edit, refusal, run
 
 
 def names_outside(victim: Path) -> list[str]:

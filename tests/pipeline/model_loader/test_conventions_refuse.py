@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.model_loader.load_model import load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import save_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.safetensors_file import read_header
 from scalegate.pipeline.model_loader import device_reader
 from scalegate.pipeline.model_loader.device_reader import DeviceReader

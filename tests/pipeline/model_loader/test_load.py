@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.linear import packed_layers
 from scalegate.layouts.plan import LayoutPlan, ShapeChoice

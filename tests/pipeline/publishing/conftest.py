@@ -9,9 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_hub import FakeHub
-from forked_pipeline import Finished, ForkedCommand
-from passed_artifact import make_artifact
+from scalegate.tests.pipeline.publishing.fake_hub import FakeHub
+from scalegate.tests.pipeline.publishing.forked_pipeline import Finished, ForkedCommand
+from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact
 
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH")
 

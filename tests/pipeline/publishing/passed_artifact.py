@@ -12,12 +12,12 @@ from scalegate.pipeline.file_digests import sha256_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "serving_check"))
 
-from gate_samples import sample_verdict
-from scalegate.layouts.files import write_json
+from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact, record_files
 from scalegate.serving_check.policy import declared_by
 from scalegate.serving_check.settings import Bounds
 from scalegate.serving_check.verdict import CurvePoint, ServingFigures, Verdict
+from scalegate.tests.serving_check.gate_samples import sample_verdict
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 INT4 = {"label": "INT4 g128, zero points", "modules": 28, "spec": {"format": "int4", "group_size": 128}}

@@ -4,8 +4,11 @@ import json
 import shutil
 from dataclasses import replace
 
-from gate_samples import SOUND_WEIGHTS, sample_evidence
-from passed_artifact import (
+from scalegate.base.atomic_files import write_json
+from scalegate.pipeline.artifact import MANIFEST_NAME, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from scalegate.pipeline.file_digests import sha256_of
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.tests.pipeline.publishing.passed_artifact import (
     INT4,
     PLOT,
     RATIOS,
@@ -15,10 +18,7 @@ from passed_artifact import (
     make_artifact,
     passing_verdict,
 )
-from scalegate.layouts.files import write_json
-from scalegate.pipeline.artifact import MANIFEST_NAME, SIGNATURE_NAME, VERDICT_NAME, Artifact
-from scalegate.pipeline.file_digests import sha256_of
-from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.tests.serving_check.gate_samples import SOUND_WEIGHTS, sample_evidence
 
 
 def remove_verdict(artifact):

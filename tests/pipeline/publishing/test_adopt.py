@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from passed_artifact import PLOTS, give_verdict, passing_verdict
 from safetensors.torch import load_file, save_file
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.adopt import adopt
 from scalegate.pipeline.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -20,6 +19,7 @@ from scalegate.pipeline.push import push
 from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.record import judged_again
+from scalegate.tests.pipeline.publishing.passed_artifact import PLOTS, give_verdict, passing_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 MADE = {"compressed-tensors": "int4-hqq", "modelopt": "nvfp4"}

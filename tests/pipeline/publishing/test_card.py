@@ -7,8 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from passed_artifact import INT4, curve_point, make_artifact, passing_verdict
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import SIGNATURE_NAME, Artifact, record_files
 from scalegate.pipeline.cli.release import command as release_command
 from scalegate.pipeline.comparison import ComparedModel, Comparison
@@ -21,6 +20,12 @@ from scalegate.pipeline.validation.servers import effective_options, sized_optio
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.task_scores import TaskScore
 from scalegate.serving_check.verdict import CheckResult
+from scalegate.tests.pipeline.publishing.passed_artifact import (
+    INT4,
+    curve_point,
+    make_artifact,
+    passing_verdict,
+)
 
 NAME = "org/base-INT4"
 

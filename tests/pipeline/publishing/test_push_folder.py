@@ -4,10 +4,10 @@ import os
 import signal
 
 import pytest
-from passed_artifact import SHARDS, make_artifact
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.publishing import folder_target
 from scalegate.pipeline.push import push
+from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, make_artifact
 
 
 def content(folder):

@@ -6,9 +6,9 @@ import time
 from itertools import pairwise
 
 import pytest
-from fake_hub import INITIAL_FILES, Refuse, Request
-from passed_artifact import SHARDS, make_artifact
 from scalegate.pipeline.publishing.hub.rate_limit import seconds_to_wait
+from scalegate.tests.pipeline.publishing.fake_hub import INITIAL_FILES, Refuse, Request
+from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, make_artifact
 
 REPO = "org/model"
 

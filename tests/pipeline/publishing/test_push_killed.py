@@ -1,8 +1,8 @@
 """A push that is killed or cut off, and run again: nothing partial is ever seen, nothing is sent twice."""
 
 import pytest
-from fake_hub import INITIAL_FILES, Drop, Request
-from passed_artifact import make_artifact
+from scalegate.tests.pipeline.publishing.fake_hub import INITIAL_FILES, Drop, Request
+from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact
 
 REPO = "org/model"
 ONE_RELEASE = 2

@@ -1,18 +1,13 @@
 """What is never published: anything but exactly the bytes that a passing verdict names."""
 
 import pytest
-from gate_samples import sample_evidence
-from passed_artifact import (
-    SHARDS,
-    give_verdict,
-    passing_verdict,
-)
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.push import push
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.serving_check.settings import WorkloadSettings
-from spoilt_artifact import (
+from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, give_verdict, passing_verdict
+from scalegate.tests.pipeline.publishing.spoilt_artifact import (
     add_a_file,
     add_a_page,
     add_a_page_in_a_folder,
@@ -52,6 +47,7 @@ from spoilt_artifact import (
     truncate_a_shard,
     workload,
 )
+from scalegate.tests.serving_check.gate_samples import sample_evidence
 
 
 @pytest.mark.parametrize(

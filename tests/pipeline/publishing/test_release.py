@@ -6,10 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_hub import Drop, Request
-from gate_samples import sample_evidence
-from passed_artifact import edit_json, give_verdict, passing_verdict
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline import release as release_module
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -21,6 +18,9 @@ from scalegate.pipeline.validation.servers import effective_options, sized_optio
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.record import judged_again, read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
+from scalegate.tests.pipeline.publishing.passed_artifact import edit_json, give_verdict, passing_verdict
+from scalegate.tests.serving_check.gate_samples import sample_evidence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.long

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from passed_artifact import passing_verdict
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import spec_to_json
@@ -12,6 +11,7 @@ from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.sensitivity_table import plain_weights
 from scalegate.pipeline.validation.write_down import Place, write_down
+from scalegate.tests.pipeline.publishing.passed_artifact import passing_verdict
 
 TABLE: dict[str, Any] = {
     "key": "0",

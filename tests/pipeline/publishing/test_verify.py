@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from passed_artifact import SHARDS, edit_json, make_artifact
-from scalegate.layouts.errors import UserError
+from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import SIGNATURE_NAME, VERDICT_NAME
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.push import push
 from scalegate.pipeline.sign import sign
 from scalegate.pipeline.verify import verify
-from spoilt_artifact import fail_and_edit_it_to_a_pass_with_its_digest, lower_the_floor, rewritten
+from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, edit_json, make_artifact
+from scalegate.tests.pipeline.publishing.spoilt_artifact import (
+    fail_and_edit_it_to_a_pass_with_its_digest,
+    lower_the_floor,
+    rewritten,
+)
 
 
 def run(*words: object):

@@ -1,6 +1,6 @@
 """The one progress bar of every long job: tqdm's on a terminal, a whole line every few seconds without one.
 
-Not for what a job has to say (`serving_check/stage_clock.py`), which is said whether anybody watches or not.
+Not for what a job has to say (`base/stage_clock.py`), which is said whether anybody watches or not.
 """
 
 import sys

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, TypeVar, cast
 
-from ..layouts.errors import UserError
+from .errors import UserError
 
 OptionValue = bool | int | str | tuple[int, ...] | None
 F = TypeVar("F", bound=Callable[..., Any])

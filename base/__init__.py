@@ -1,0 +1,1 @@
+"""What every room uses and none owns: errors, registries, files and names from outside, options, progress."""
