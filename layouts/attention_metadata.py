@@ -84,7 +84,7 @@ class AttentionMetadata:
     request_rows: Tensor
     """int64 [R]: the row of per-request storage that each request has while it runs."""
     prefill_tiles: Tensor | None
-    """int32 [N, 4], the prefill chunks and the padding as `kernels/prefill_attention.py` takes them; None in
+    """int32 [N, 4], the prefill chunks and the padding as `kernels/attention/prefill.py` takes them; None in
     a decode-only batch, and on the CPU."""
     page_size: int
     host: HostMetadata | None

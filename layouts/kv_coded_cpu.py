@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import paged_attention
+from ..kernels.attention import reference as paged_attention
+from ..kernels.attention.reference import AttentionOptions, TokenGroup
 from ..kernels.hadamard import rotate_reference
-from ..kernels.paged_attention import AttentionOptions, TokenGroup
 from .attention_metadata import AttentionMetadata
 from .kv_cpu import TokenGroups, on_host, with_padding
 from .kv_layer import Workspaces, widened

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import DecodeWorkspace
+from ..kernels.attention.choose_prefill import prompt_attention
+from ..kernels.attention.decode import DecodeWorkspace
+from ..kernels.attention.reference import AttentionOptions
 from ..kernels.low_bit_kv.rotate_back import rotate_back
 from ..kernels.low_bit_kv.token_decode import token_decode
 from ..kernels.low_bit_kv.token_prefill import token_prefill
 from ..kernels.low_bit_kv.token_store import TokenPages, rotate_heads, store_tokens
 from ..kernels.low_bit_kv.token_widen import widen_tokens
-from ..kernels.paged_attention import AttentionOptions
-from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata
 from .kv_cuda import PrefillPages, refuse_page_size
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened

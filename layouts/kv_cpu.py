@@ -1,10 +1,10 @@
-"""KV pages on the CPU, stored and read by the torch reference in `kernels/paged_attention.py`."""
+"""KV pages on the CPU, stored and read by the torch reference in `kernels/attention/reference.py`."""
 
 import torch
 from torch import Tensor
 
-from ..kernels import paged_attention
-from ..kernels.paged_attention import AttentionOptions, GatheredPages, TokenGroup
+from ..kernels.attention import reference as paged_attention
+from ..kernels.attention.reference import AttentionOptions, GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_layer import StoredPages, Workspaces
 

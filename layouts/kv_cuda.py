@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..base.errors import UserError
-from ..kernels.append_kv import append_kv
-from ..kernels.decode_attention import DecodeWorkspace, decode_attention
+from ..kernels.attention.append_kv import append_kv
+from ..kernels.attention.choose_prefill import prompt_attention
+from ..kernels.attention.decode import DecodeWorkspace, decode_attention
+from ..kernels.attention.prefill import prefill_attention
+from ..kernels.attention.reference import AttentionOptions
 from ..kernels.device import compute_capability
-from ..kernels.paged_attention import AttentionOptions
-from ..kernels.prefill_attention import prefill_attention
-from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_layer import KVShape, PoolSize, StoredPages, Workspaces, widened
 

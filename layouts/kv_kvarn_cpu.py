@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import paged_attention
+from ..kernels.attention import reference as paged_attention
+from ..kernels.attention.reference import AttentionOptions, TokenGroup
 from ..kernels.low_bit_kv.kvarn_cpu import kernels, numbers
-from ..kernels.paged_attention import AttentionOptions, TokenGroup
 from .attention_metadata import AttentionMetadata, RequestTokens
 from .kv_cpu import on_host, with_padding
 from .kv_kvarn_steps import Run, Steps

@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import DecodeWorkspace
+from ..kernels.attention.choose_prefill import prompt_attention
+from ..kernels.attention.decode import DecodeWorkspace
+from ..kernels.attention.prefill import tiles_of
+from ..kernels.attention.reference import AttentionOptions
 from ..kernels.low_bit_kv.flush import addresses, flush_decoded, flush_prompts
 from ..kernels.low_bit_kv.held import append_held, hold
 from ..kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from ..kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from ..kernels.low_bit_kv.kvarn_widen import widen_kvarn
-from ..kernels.paged_attention import AttentionOptions
-from ..kernels.prefill_attention import tiles_of
-from ..kernels.prompt_attention import prompt_attention
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_cuda import to_device
 from .kv_kvarn_storage import KVarNStorage

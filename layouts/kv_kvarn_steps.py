@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import paged_attention
-from ..kernels.paged_attention import TokenGroup
+from ..kernels.attention import reference as paged_attention
+from ..kernels.attention.reference import TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
 from .kv_cpu import on_host
 

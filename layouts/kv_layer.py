@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..base.batch_invariance import NUMERICS, Numerics
 from ..base.errors import UserError
-from ..kernels.paged_attention import AttentionOptions
+from ..kernels.attention.reference import AttentionOptions
 from .attention_metadata import AttentionMetadata
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ each of the tokens that are held.
 
 from torch import Tensor
 
-from ..decode_attention import LOG2_E, DecodeWorkspace, add_splits
+from ..attention.decode import LOG2_E, DecodeWorkspace, add_splits
 from ..device import compute_capability
 from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton

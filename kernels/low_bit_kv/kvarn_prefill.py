@@ -18,10 +18,10 @@ rotated for them, and results back at the end.
 import torch
 from torch import Tensor
 
-from ..decode_attention import LOG2_E
+from ..attention.decode import LOG2_E
+from ..attention.prefill import TILE
 from ..device import compute_capability
 from ..hadamard import _matrix, rotate_slices
-from ..prefill_attention import TILE
 from ..triton_imports import tl, triton
 from .held import held_at
 from .kvarn import KVarNTile

@@ -10,7 +10,7 @@ Block table, lengths, splits, workspace and merge are those of `decode_attention
 import torch
 from torch import Tensor
 
-from ..decode_attention import (
+from ..attention.decode import (
     LOG2_E,
     DecodeWorkspace,
     _is_only_split,

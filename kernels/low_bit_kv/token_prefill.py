@@ -10,9 +10,9 @@ for some tokens; codes are multiplied as they are packed, as in decoding.
 
 from torch import Tensor
 
-from ..decode_attention import LOG2_E
+from ..attention.decode import LOG2_E
+from ..attention.prefill import TILE
 from ..device import compute_capability
-from ..prefill_attention import TILE
 from ..triton_imports import tl, triton
 from .softmax import load_columns, store_columns
 from .token_block import attend_block, finished, first_channels, prepared

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...base.errors import UserError
-from ...kernels.paged_attention import AttentionOptions
+from ...kernels.attention.reference import AttentionOptions
 from ...layouts.attention_metadata import AttentionMetadata
 from ...layouts.kv_layer import KVShape, LayerKV
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...base.batch_invariance import Numerics
-from ...kernels.prefill_attention import TILE, tiles_of
+from ...kernels.attention.prefill import TILE, tiles_of
 from ...layouts.attention_metadata import AttentionMetadata, HostMetadata
 from .scheduler import MOST_SCORED, PrefillChunk
 from .sequence import Sequence

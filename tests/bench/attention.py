@@ -12,11 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
-from scalegate.kernels.decode_attention import (
-    DecodeWorkspace,
-    decode_attention,
-    decode_attention_reference,
-)
+from scalegate.kernels.attention.decode import DecodeWorkspace, decode_attention, decode_attention_reference
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 CACHE_BYTES = 256 << 20

@@ -20,7 +20,7 @@ from pathlib import Path
 import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import atomic_path, write_json
-from scalegate.kernels.e4m3_queries import rounded_queries
+from scalegate.kernels.attention.e4m3_queries import rounded_queries
 from scalegate.layouts.kv_format import KV_FORMATS, KVScales, largest_of
 from scalegate.layouts.kv_token_by_token import TokenByToken
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint

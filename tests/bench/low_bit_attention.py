@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import triton
 from scalegate.base.atomic_files import write_json
-from scalegate.kernels.decode_attention import DecodeWorkspace
+from scalegate.kernels.attention.decode import DecodeWorkspace
 from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded
 from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
 from scalegate.kernels.low_bit_kv.token_decode import token_decode

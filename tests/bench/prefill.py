@@ -24,11 +24,11 @@ from pathlib import Path
 import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.kernels.e4m3_queries import rounded_queries
-from scalegate.kernels.hopper import prefill
-from scalegate.kernels.hopper.prefill import hopper_prefill
-from scalegate.kernels.prefill_attention import prefill_attention, prefill_attention_reference, tiles_of
-from scalegate.kernels.widen_pages import widen_pages
+from scalegate.kernels.attention import hopper_prefill as prefill
+from scalegate.kernels.attention.e4m3_queries import rounded_queries
+from scalegate.kernels.attention.hopper_prefill import hopper_prefill
+from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
+from scalegate.kernels.attention.widen_pages import widen_pages
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.bench.attention import graph_microseconds

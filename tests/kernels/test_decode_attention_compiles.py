@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels import decode_attention
+from scalegate.kernels.attention import decode as decode_attention
 from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

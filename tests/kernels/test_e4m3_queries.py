@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.e4m3_queries import e4m3_queries, rounded_queries
+from scalegate.kernels.attention.e4m3_queries import e4m3_queries, rounded_queries
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.e4m3_queries import LEAST
+from scalegate.kernels.attention.e4m3_queries import LEAST
+from scalegate.kernels.attention.hopper_prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
+from scalegate.kernels.attention.hopper_prefill_items import Form, block_of
 from scalegate.kernels.hopper.packed_operand import x_layout
-from scalegate.kernels.hopper.prefill import E4M3_SLOTS, OPTIONS, hopper_prefill_kernel
-from scalegate.kernels.hopper.prefill_items import Form, block_of
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.tests.kernels.triton_versions import bound

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scalegate.kernels.e4m3_queries import rounded_queries
-from scalegate.kernels.hopper.prefill import hopper_prefill
-from scalegate.kernels.prefill_attention import prefill_attention, prefill_attention_reference, tiles_of
-from scalegate.kernels.prompt_attention import prompt_attention
+from scalegate.kernels.attention.choose_prefill import prompt_attention
+from scalegate.kernels.attention.e4m3_queries import rounded_queries
+from scalegate.kernels.attention.hopper_prefill import hopper_prefill
+from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.decode_attention import LOG2_E
+from scalegate.kernels.attention.decode import LOG2_E
 from scalegate.kernels.hadamard import log2, rotate_reference
 from scalegate.kernels.low_bit_kv import held, kvarn_decode
 from scalegate.kernels.low_bit_kv.kvarn_decode import plain_splits

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels import paged_attention
-from scalegate.kernels.paged_attention import (
+from scalegate.kernels.attention import reference as paged_attention
+from scalegate.kernels.attention.reference import (
     AttentionOptions,
     GatheredPages,
     append,

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.prefill_attention import MANY_ROWS, _attend_tiles, program_sizes
+from scalegate.kernels.attention.prefill import MANY_ROWS, _attend_tiles, program_sizes
 from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

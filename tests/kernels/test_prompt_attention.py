@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scalegate.kernels import prompt_attention
-from scalegate.kernels.prompt_attention import Step, hopper_takes
+from scalegate.kernels.attention import choose_prefill as prompt_attention
+from scalegate.kernels.attention.choose_prefill import Step, hopper_takes
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LARGE = Step(4096, 4, 128, 64, (BF16, BF16, BF16), 0, False)

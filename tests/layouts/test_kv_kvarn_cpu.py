@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from scalegate.kernels.paged_attention import AttentionOptions
+from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.layouts import kv_kvarn_steps
 from scalegate.layouts.kv_format import KV_FORMATS
 from scalegate.layouts.kv_layer import KVShape

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from scalegate.base.batch_invariance import NUMERICS
-from scalegate.kernels.prefill_attention import prefill_attention, tiles_of
+from scalegate.kernels.attention.prefill import prefill_attention, tiles_of
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4

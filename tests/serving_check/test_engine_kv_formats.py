@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.kernels.append_kv import quantize_reference
+from scalegate.kernels.attention.append_kv import quantize_reference
 from scalegate.layouts.kv_format import KV_FORMATS
 from scalegate.layouts.kv_layer import KVScales, KVShape
 from scalegate.serving_check.engine import kv_pool

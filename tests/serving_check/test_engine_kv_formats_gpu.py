@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scalegate.kernels.append_kv import quantize_reference
+from scalegate.kernels.attention.append_kv import quantize_reference
 from scalegate.layouts.kv_layer import KVScales
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions

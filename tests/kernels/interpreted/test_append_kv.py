@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from scalegate.kernels import append_kv as append_kv_module
-from scalegate.kernels.append_kv import append_kv, append_kv_reference
+from scalegate.kernels.attention import append_kv as append_kv_module
+from scalegate.kernels.attention.append_kv import append_kv, append_kv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES, KV_HEADS, PAGE, HEAD_DIM = 5, 2, 16, 96

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.decode_attention import (
+from scalegate.kernels.attention.decode import (
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,

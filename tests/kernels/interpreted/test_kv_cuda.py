@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.kernels.paged_attention import AttentionOptions
+from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.layouts.kv_cuda import CudaLayerKV
 from scalegate.layouts.kv_format import KV_FORMATS
 from scalegate.layouts.kv_layer import KVScales, KVShape, PoolSize, StoredPages, Workspaces

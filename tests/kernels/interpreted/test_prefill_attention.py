@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.prefill_attention import prefill_attention, prefill_attention_reference, tiles_of
+from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
 from scalegate.tests.exhaustive import exhaustive_but
 
 from .test_decode_attention import DEVICE, make_case

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from scalegate.kernels.decode_attention import _split_tokens, decode_split_tokens, split_size
+from scalegate.kernels.attention.decode import _split_tokens, decode_split_tokens, split_size
 
 from .test_decode_attention import DEVICE
 

@@ -14,8 +14,8 @@ Bytes a token and head: 2 * D * 2 read, 2 * D * itemsize written; one launch a l
 import torch
 from torch import Tensor
 
-from .device import compute_capability
-from .triton_imports import tl, triton
+from ..device import compute_capability
+from ..triton_imports import tl, triton
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0

@@ -32,8 +32,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..e4m3_queries import LEAST
-from ..prefill_attention import LOG2_E
+from ..hopper.packed_operand import x_layout
 from ..triton_imports import (
     TensorDescriptor,
     fence_async_shared,
@@ -45,9 +44,10 @@ from ..triton_imports import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .packed_operand import x_layout
-from .prefill_items import ROWS, Form, Items
-from .prefill_loads import Ring, phase_of, producer_partition, slot_of
+from .e4m3_queries import LEAST
+from .hopper_prefill_items import ROWS, Form, Items
+from .hopper_prefill_loads import Ring, phase_of, producer_partition, slot_of
+from .prefill import LOG2_E
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A thread's registers before the producer gives most of its own to the two warpgroups."""

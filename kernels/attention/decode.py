@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .device import compute_capability
-from .hadamard import log2, rotate
-from .triton_imports import tl, triton
+from ..device import compute_capability
+from ..hadamard import log2, rotate
+from ..triton_imports import tl, triton
 
 LOG2_E = 1.4426950408889634
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .triton_imports import tl, triton
+from ..triton_imports import tl, triton
 
 LOG2_E = 1.4426950408889634
 TILE = 128

@@ -13,7 +13,7 @@ Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys where `prompt_attention.py`
 import torch
 from torch import Tensor
 
-from .triton_imports import tl, triton
+from ..triton_imports import tl, triton
 
 BLOCK = 8192
 """Values a program takes."""

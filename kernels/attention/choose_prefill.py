@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device import compute_capability
-from .hopper.prefill import hopper_prefill
-from .prefill_attention import LARGE, prefill_attention
-from .triton_imports import triton
+from ..device import compute_capability
+from ..triton_imports import triton
+from .hopper_prefill import hopper_prefill
+from .prefill import LARGE, prefill_attention
 from .widen_pages import widen_pages
 
 HEAD_DIMS = (128, 256)

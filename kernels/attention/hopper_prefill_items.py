@@ -5,8 +5,8 @@ An item is a kv head and as much of a tile as two warpgroups take. Not for how o
 
 from dataclasses import dataclass
 
-from ..prefill_attention import TILE
 from ..triton_imports import aggregate, gl, gluon, triton
+from .prefill import TILE
 
 ROWS = gl.constexpr(64)
 """Of queries, a group's heads counted, that a warpgroup takes."""
