@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.choose_prefill import prompt_attention
+from ..kernels.attention.coded.rotate_back import rotate_back
 from ..kernels.attention.decode import DecodeWorkspace
 from ..kernels.attention.reference import AttentionOptions
-from ..kernels.low_bit_kv.rotate_back import rotate_back
 from ..kernels.low_bit_kv.token_decode import token_decode
 from ..kernels.low_bit_kv.token_prefill import token_prefill
 from ..kernels.low_bit_kv.token_store import TokenPages, rotate_heads, store_tokens

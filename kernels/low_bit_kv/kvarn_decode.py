@@ -23,6 +23,14 @@ each of the tokens that are held.
 
 from torch import Tensor
 
+from ..attention.coded.softmax import (
+    attend_plain,
+    load_columns,
+    load_slices,
+    precision_of,
+    programs_of_splits,
+    store_columns,
+)
 from ..attention.decode import LOG2_E, DecodeWorkspace, add_splits
 from ..device import compute_capability
 from ..hadamard import log2, rotate
@@ -30,7 +38,6 @@ from ..triton_imports import tl, triton
 from .held import held_at
 from .kvarn import KVarNTile
 from .kvarn_int8_page import attend_page_int8
-from .softmax import attend_plain, load_columns, load_slices, precision_of, programs_of_splits, store_columns
 
 PIECE = tl.constexpr(64)
 """Tokens of a plain split."""

@@ -18,6 +18,7 @@ rotated for them, and results back at the end.
 import torch
 from torch import Tensor
 
+from ..attention.coded.softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
 from ..attention.decode import LOG2_E
 from ..attention.prefill import TILE
 from ..device import compute_capability
@@ -26,7 +27,6 @@ from ..triton_imports import tl, triton
 from .held import held_at
 from .kvarn import KVarNTile
 from .kvarn_page import attend_page
-from .softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
 
 QUERIES = 64
 PLAIN_BLOCK = 32

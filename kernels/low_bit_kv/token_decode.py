@@ -10,6 +10,7 @@ Block table, lengths, splits, workspace and merge are those of `decode_attention
 import torch
 from torch import Tensor
 
+from ..attention.coded.softmax import load_columns, programs_of_splits, store_columns
 from ..attention.decode import (
     LOG2_E,
     DecodeWorkspace,
@@ -21,7 +22,6 @@ from ..attention.decode import (
 )
 from ..device import compute_capability
 from ..triton_imports import tl, triton
-from .softmax import load_columns, programs_of_splits, store_columns
 from .token_block import attend_block, finished, first_channels, prepared
 from .token_store import TokenPages
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from numba import njit
+from scalegate.kernels.attention.coded.words import unpack
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import kvarn, kvarn_cpu, kvarn_tile_cpu, lanes
 from scalegate.kernels.low_bit_kv.kvarn import KVarNTile
 from scalegate.kernels.low_bit_kv.kvarn_cpu import kernels, numbers
-from scalegate.kernels.low_bit_kv.words import unpack
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.kvarn_contexts import Contexts, contexts_of, hold
 from scalegate.tests.rounding_bounds import rounded, summed

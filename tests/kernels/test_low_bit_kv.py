@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from scalegate.kernels.attention.coded.softmax import programs_of_splits
+from scalegate.kernels.attention.coded.words import pack, unpack
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import int4, kvarn, kvarn_int8_page, nvfp4
-from scalegate.kernels.low_bit_kv.softmax import programs_of_splits
-from scalegate.kernels.low_bit_kv.words import pack, unpack
 from scalegate.tests.kernels.ptx_interpreter import execute
 
 

@@ -8,11 +8,11 @@ one of a hundred thousand, moves a short context's result by more than kernels m
 import numpy as np
 import pytest
 import torch
+from scalegate.kernels.attention.coded.words import unpack
 from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import int4, kvarn, nvfp4
 from scalegate.kernels.low_bit_kv.token_store import TokenPages
-from scalegate.kernels.low_bit_kv.words import unpack
 from scalegate.layouts.kv_format import KV_FORMATS
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces

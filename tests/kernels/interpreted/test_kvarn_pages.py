@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from scalegate.kernels.attention.coded.words import unpack
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.kernels.low_bit_kv import kvarn
 from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded, flush_prompts
 from scalegate.kernels.low_bit_kv.held import append_held, hold
 from scalegate.kernels.low_bit_kv.kvarn import KVarNTile
 from scalegate.kernels.low_bit_kv.kvarn_widen import widen_kvarn
-from scalegate.kernels.low_bit_kv.words import unpack
 from scalegate.tests.exhaustive import exhaustive_but
 
 ON_GPU = torch.cuda.is_available()

@@ -1,6 +1,6 @@
 """What a step's tokens are, for the kernels of coded keys and values; Triton."""
 
-from ..triton_imports import tl, triton
+from ...triton_imports import tl, triton
 
 
 @triton.jit

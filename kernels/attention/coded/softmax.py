@@ -9,9 +9,9 @@ columns at least and sixteen rows, and a group of query heads is small. Scores a
 import torch
 from torch import Tensor
 
-from ..attention.decode import PROGRAMS_WANTED
-from ..device import compute_capability
-from ..triton_imports import tl, triton
+from ...device import compute_capability
+from ...triton_imports import tl, triton
+from ..decode import PROGRAMS_WANTED
 
 
 @triton.jit

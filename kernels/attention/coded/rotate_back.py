@@ -5,8 +5,8 @@ Not for decoding requests' results, which the merge of their splits rotates back
 
 from torch import Tensor
 
-from ..hadamard import log2, rotate, rotate_rows, rotates_by_products
-from ..triton_imports import tl, triton
+from ...hadamard import log2, rotate, rotate_rows, rotates_by_products
+from ...triton_imports import tl, triton
 from .steps import is_decoding
 
 

@@ -11,7 +11,7 @@ they are. So no instruction converts a code; the power of two goes into a scale.
 import torch
 from torch import Tensor
 
-from ..triton_imports import constexpr_function, tl, triton
+from ...triton_imports import constexpr_function, tl, triton
 
 WORD_BITS = 16
 
