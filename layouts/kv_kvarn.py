@@ -2,7 +2,7 @@
 
 A request's first page and the page it is writing stay as they are, in its own row. A query sees the pages
 before its own as codes, its own page and the first one as they are: so it does not matter how a prompt was
-cut into chunks. The arithmetic is in `kernels/low_bit_kv/kvarn.py`.
+cut into chunks. The arithmetic is in `kernels/attention/kvarn/reference.py`.
 """
 
 from dataclasses import dataclass

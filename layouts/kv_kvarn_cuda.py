@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ..kernels.attention.choose_prefill import prompt_attention
 from ..kernels.attention.decode import DecodeWorkspace
+from ..kernels.attention.kvarn.decode import kvarn_decode, plain_splits
+from ..kernels.attention.kvarn.flush import addresses, flush_decoded, flush_prompts
+from ..kernels.attention.kvarn.held import append_held, hold
+from ..kernels.attention.kvarn.prefill import kvarn_prefill
+from ..kernels.attention.kvarn.widen import widen_kvarn
 from ..kernels.attention.prefill import tiles_of
 from ..kernels.attention.reference import AttentionOptions
-from ..kernels.low_bit_kv.flush import addresses, flush_decoded, flush_prompts
-from ..kernels.low_bit_kv.held import append_held, hold
-from ..kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
-from ..kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
-from ..kernels.low_bit_kv.kvarn_widen import widen_kvarn
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .kv_cuda import to_device
 from .kv_kvarn_storage import KVarNStorage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.low_bit_kv.kvarn import KVarNTile
+from ..kernels.attention.kvarn.reference import KVarNTile
 from .kv_layer import KVShape, PoolSize, zeros
 
 

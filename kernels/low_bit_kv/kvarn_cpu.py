@@ -17,7 +17,8 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from . import kvarn, kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes
+from ..attention.kvarn import reference as kvarn
+from . import kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes
 
 MODULES = (kvarn, kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes)
 NUMBERS = {torch.float32: types.float32, torch.bfloat16: types.int16, torch.float16: types.uint16}

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .kvarn import ITERATIONS, LARGEST_LOG, LARGEST_STD, LEAST_DIVISOR, LEAST_LOG, LEAST_STD, LEAST_STEP
+from ..attention.kvarn.reference import (
+    ITERATIONS,
+    LARGEST_LOG,
+    LARGEST_STD,
+    LEAST_DIVISOR,
+    LEAST_LOG,
+    LEAST_STD,
+    LEAST_STEP,
+)
 from .lanes import (
     FROM_HALF,
     WIDTH,

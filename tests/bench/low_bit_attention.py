@@ -15,8 +15,8 @@ import torch
 import triton
 from scalegate.base.atomic_files import write_json
 from scalegate.kernels.attention.decode import DecodeWorkspace
-from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded
-from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
+from scalegate.kernels.attention.kvarn.decode import kvarn_decode, plain_splits
+from scalegate.kernels.attention.kvarn.flush import addresses, flush_decoded
 from scalegate.kernels.low_bit_kv.token_decode import token_decode
 from scalegate.layouts.kv_format import KV_FORMATS, KVFormat
 from scalegate.layouts.kv_kvarn import KVarN

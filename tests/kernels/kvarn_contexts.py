@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 import torch
+from scalegate.kernels.attention.kvarn.reference import KVarNTile, dequantize_reference, quantize_reference
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv.kvarn import KVarNTile, dequantize_reference, quantize_reference
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from scalegate.kernels.attention.kvarn import flush_rotate
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import flush_rotate
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 import triton
 from scalegate.kernels.attention.decode import LOG2_E
+from scalegate.kernels.attention.kvarn import decode as kvarn_decode
+from scalegate.kernels.attention.kvarn import held
+from scalegate.kernels.attention.kvarn.decode import plain_splits
 from scalegate.kernels.hadamard import log2, rotate_reference
-from scalegate.kernels.low_bit_kv import held, kvarn_decode
-from scalegate.kernels.low_bit_kv.kvarn_decode import plain_splits
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.kvarn_contexts import Contexts, contexts_of
 from scalegate.tests.kernels.ptx_emulator import Kernel

@@ -12,17 +12,21 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.low_bit_kv import (
+from scalegate.kernels.attention.kvarn import (
+    decode as kvarn_decode,
+)
+from scalegate.kernels.attention.kvarn import (
     flush,
     flush_pages,
     held,
-    kvarn_decode,
-    kvarn_prefill,
-    kvarn_widen,
-    token_decode,
-    token_prefill,
-    token_widen,
 )
+from scalegate.kernels.attention.kvarn import (
+    prefill as kvarn_prefill,
+)
+from scalegate.kernels.attention.kvarn import (
+    widen as kvarn_widen,
+)
+from scalegate.kernels.low_bit_kv import token_decode, token_prefill, token_widen
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.tests.kernels.triton_versions import bound

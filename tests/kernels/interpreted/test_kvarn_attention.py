@@ -8,11 +8,11 @@ import functools
 import pytest
 import torch
 from scalegate.kernels.attention.decode import DecodeWorkspace
+from scalegate.kernels.attention.kvarn import decode as decoding
+from scalegate.kernels.attention.kvarn.decode import kvarn_decode, plain_splits
+from scalegate.kernels.attention.kvarn.prefill import kvarn_prefill
 from scalegate.kernels.attention.prefill import tiles_of
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import kvarn_decode as decoding
-from scalegate.kernels.low_bit_kv.kvarn_decode import kvarn_decode, plain_splits
-from scalegate.kernels.low_bit_kv.kvarn_prefill import kvarn_prefill
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels import kvarn_contexts
 from scalegate.tests.kernels.kvarn_contexts import Contexts, hold

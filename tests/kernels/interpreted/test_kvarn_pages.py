@@ -3,12 +3,12 @@
 import pytest
 import torch
 from scalegate.kernels.attention.coded.words import unpack
+from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.kvarn.flush import addresses, flush_decoded, flush_prompts
+from scalegate.kernels.attention.kvarn.held import append_held, hold
+from scalegate.kernels.attention.kvarn.reference import KVarNTile
+from scalegate.kernels.attention.kvarn.widen import widen_kvarn
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import kvarn
-from scalegate.kernels.low_bit_kv.flush import addresses, flush_decoded, flush_prompts
-from scalegate.kernels.low_bit_kv.held import append_held, hold
-from scalegate.kernels.low_bit_kv.kvarn import KVarNTile
-from scalegate.kernels.low_bit_kv.kvarn_widen import widen_kvarn
 from scalegate.tests.exhaustive import exhaustive_but
 
 ON_GPU = torch.cuda.is_available()

@@ -9,8 +9,8 @@ one works while another waits.
     columns   the others, which have a scale alone and go first in each turn
 """
 
-from ..triton_imports import gl, gluon, mma_v2
-from .kvarn import ITERATIONS as _ITERATIONS
+from ...triton_imports import gl, gluon, mma_v2
+from .reference import ITERATIONS as _ITERATIONS
 
 ITERATIONS = gl.constexpr(_ITERATIONS)
 LOW = gl.constexpr(2048.0)

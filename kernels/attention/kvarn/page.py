@@ -10,9 +10,9 @@ is left for each code is one mask for two of them (`words.py`). Codes count 2^-2
 Decoding, which has few queries, attends by `kvarn_int8_page.py`.
 """
 
-from ..attention.coded.softmax import capped
-from ..attention.coded.words import field_of, field_weight
-from ..triton_imports import tl, triton
+from ...triton_imports import tl, triton
+from ..coded.softmax import capped
+from ..coded.words import field_of, field_weight
 
 CODE = tl.constexpr(2.0**24)
 LIFT = tl.constexpr(64.0)

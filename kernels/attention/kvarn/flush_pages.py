@@ -3,7 +3,7 @@
 Which pages are due, and when, `flush.py` says.
 """
 
-from ..triton_imports import gl, gluon
+from ...triton_imports import gl, gluon
 from .flush_rotate import rotate_rows, rows_layout
 from .flush_tile import accumulator, write_tile
 

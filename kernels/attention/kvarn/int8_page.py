@@ -13,8 +13,8 @@ What that leaves out, half of the range times sums of queries or of probabilitie
 Codes of keys that are lowest are centered alike, by a product of -8, so that k_zero and they do not cancel.
 """
 
-from ..attention.coded.softmax import capped
-from ..triton_imports import constexpr_function, tl, triton
+from ...triton_imports import constexpr_function, tl, triton
+from ..coded.softmax import capped
 
 UNITS = tl.constexpr(16192.0)
 """Of these, a power of two has so many: twice as many and rounding still fit in the 16 bits."""

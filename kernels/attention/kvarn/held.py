@@ -16,10 +16,10 @@ the page where the chunk ends are kept once it has: until then that page may hol
 
 from torch import Tensor
 
-from ..attention.coded.steps import is_decoding
-from ..device import compute_capability
-from ..hadamard import log2, rotate
-from ..triton_imports import tl, triton
+from ...device import compute_capability
+from ...hadamard import log2, rotate
+from ...triton_imports import tl, triton
+from ..coded.steps import is_decoding
 
 
 @triton.jit

@@ -18,15 +18,15 @@ rotated for them, and results back at the end.
 import torch
 from torch import Tensor
 
-from ..attention.coded.softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
-from ..attention.decode import LOG2_E
-from ..attention.prefill import TILE
-from ..device import compute_capability
-from ..hadamard import _matrix, rotate_slices
-from ..triton_imports import tl, triton
+from ...device import compute_capability
+from ...hadamard import _matrix, rotate_slices
+from ...triton_imports import tl, triton
+from ..coded.softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
+from ..decode import LOG2_E
+from ..prefill import TILE
 from .held import held_at
-from .kvarn import KVarNTile
-from .kvarn_page import attend_page
+from .page import attend_page
+from .reference import KVarNTile
 
 QUERIES = 64
 PLAIN_BLOCK = 32

@@ -18,10 +18,10 @@ page: 4 * H_kv * G * D written.
 import torch
 from torch import Tensor
 
-from ..hadamard import _matrix
-from ..triton_imports import tl, triton
+from ...hadamard import _matrix
+from ...triton_imports import tl, triton
 from .held import held_at
-from .kvarn import KVarNTile
+from .reference import KVarNTile
 
 CHANNELS = 8192
 """That a program decodes, of some tokens: 64 for each thread."""

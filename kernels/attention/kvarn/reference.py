@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention.coded.words import fields, pack, unpack
+from ..coded.words import fields, pack, unpack
 
 ITERATIONS = 8
 LEAST_STD, LARGEST_STD = 1e-3, 1e3

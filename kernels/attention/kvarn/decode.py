@@ -23,7 +23,10 @@ each of the tokens that are held.
 
 from torch import Tensor
 
-from ..attention.coded.softmax import (
+from ...device import compute_capability
+from ...hadamard import log2, rotate
+from ...triton_imports import tl, triton
+from ..coded.softmax import (
     attend_plain,
     load_columns,
     load_slices,
@@ -31,13 +34,10 @@ from ..attention.coded.softmax import (
     programs_of_splits,
     store_columns,
 )
-from ..attention.decode import LOG2_E, DecodeWorkspace, add_splits
-from ..device import compute_capability
-from ..hadamard import log2, rotate
-from ..triton_imports import tl, triton
+from ..decode import LOG2_E, DecodeWorkspace, add_splits
 from .held import held_at
-from .kvarn import KVarNTile
-from .kvarn_int8_page import attend_page_int8
+from .int8_page import attend_page_int8
+from .reference import KVarNTile
 
 PIECE = tl.constexpr(64)
 """Tokens of a plain split."""

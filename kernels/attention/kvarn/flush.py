@@ -12,12 +12,12 @@ kernels of `flush_pages.py` do it; those here are for older GPUs and for Triton'
 import torch
 from torch import Tensor
 
-from ..device import compute_capability
-from ..hadamard import log2, rotate
-from ..triton_imports import tl, triton
+from ...device import compute_capability
+from ...hadamard import log2, rotate
+from ...triton_imports import tl, triton
 from .flush_pages import decoded_kernel, launch, prompts_kernel
 from .held import held_at
-from .kvarn import ITERATIONS, KVarNTile
+from .reference import ITERATIONS, KVarNTile
 
 REQUESTS = 32
 """That one program looks at: without a page due, a launch takes as long as its programs take to start."""

@@ -12,7 +12,7 @@ are a butterfly each, which adds and subtracts registers of one thread:
     in     butterfly    product    product      butterfly    product
 """
 
-from ..triton_imports import gl, gluon, mma_v2
+from ...triton_imports import gl, gluon, mma_v2
 
 
 @gluon.constexpr_function
