@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import reference as paged_attention
+from ..kernels.attention.kvarn.cpu.compiled import kernels, numbers
 from ..kernels.attention.reference import AttentionOptions, TokenGroup
-from ..kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from .attention_metadata import AttentionMetadata, RequestTokens
 from .kv_cpu import on_host, with_padding
 from .kv_kvarn_steps import Run, Steps

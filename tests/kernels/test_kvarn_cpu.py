@@ -9,10 +9,12 @@ import torch
 from numba import njit
 from scalegate.kernels.attention.coded.words import unpack
 from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.kvarn.cpu import compiled as kvarn_cpu
+from scalegate.kernels.attention.kvarn.cpu import lanes
+from scalegate.kernels.attention.kvarn.cpu import tile as kvarn_tile_cpu
+from scalegate.kernels.attention.kvarn.cpu.compiled import kernels, numbers
 from scalegate.kernels.attention.kvarn.reference import KVarNTile
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import kvarn_cpu, kvarn_tile_cpu, lanes
-from scalegate.kernels.low_bit_kv.kvarn_cpu import kernels, numbers
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.kvarn_contexts import Contexts, contexts_of, hold
 from scalegate.tests.rounding_bounds import rounded, summed

@@ -17,8 +17,11 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from ..attention.kvarn import reference as kvarn
-from . import kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes
+from .. import reference as kvarn
+from . import decode as kvarn_decode_cpu
+from . import lanes
+from . import pages as kvarn_pages_cpu
+from . import tile as kvarn_tile_cpu
 
 MODULES = (kvarn, kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes)
 NUMBERS = {torch.float32: types.float32, torch.bfloat16: types.int16, torch.float16: types.uint16}

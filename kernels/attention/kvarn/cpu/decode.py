@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .kvarn_tile_cpu import ONE, ZERO, of_half, pages_of, rotate, widen
 from .lanes import WIDTH, exponential, fma, largest, load, splat, store, total
+from .tile import ONE, ZERO, of_half, pages_of, rotate, widen
 
 BLOCK = 16
 """Tokens that are unpacked at once: 4 to 16 KB."""

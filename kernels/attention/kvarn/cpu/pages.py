@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .kvarn_tile_cpu import code_tile, of_half, pages_of, rotate, to_half, widen
 from .lanes import WIDTH, fma, load, splat, store
+from .tile import code_tile, of_half, pages_of, rotate, to_half, widen
 
 
 def code_page(sources: str) -> Callable[..., None]:

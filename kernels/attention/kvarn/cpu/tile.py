@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from ..attention.kvarn.reference import (
-    ITERATIONS,
-    LARGEST_LOG,
-    LARGEST_STD,
-    LEAST_DIVISOR,
-    LEAST_LOG,
-    LEAST_STD,
-    LEAST_STEP,
-)
+from ..reference import ITERATIONS, LARGEST_LOG, LARGEST_STD, LEAST_DIVISOR, LEAST_LOG, LEAST_STD, LEAST_STEP
 from .lanes import (
     FROM_HALF,
     WIDTH,

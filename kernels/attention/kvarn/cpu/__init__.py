@@ -1,0 +1,1 @@
+"""KVarN's pages on a CPU, compiled by numba."""
