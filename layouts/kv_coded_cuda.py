@@ -8,11 +8,11 @@ from torch import Tensor
 from ..kernels.attention.choose_prefill import prompt_attention
 from ..kernels.attention.coded.rotate_back import rotate_back
 from ..kernels.attention.decode import DecodeWorkspace
+from ..kernels.attention.per_token.decode import token_decode
+from ..kernels.attention.per_token.prefill import token_prefill
+from ..kernels.attention.per_token.store import TokenPages, rotate_heads, store_tokens
+from ..kernels.attention.per_token.widen import widen_tokens
 from ..kernels.attention.reference import AttentionOptions
-from ..kernels.low_bit_kv.token_decode import token_decode
-from ..kernels.low_bit_kv.token_prefill import token_prefill
-from ..kernels.low_bit_kv.token_store import TokenPages, rotate_heads, store_tokens
-from ..kernels.low_bit_kv.token_widen import widen_tokens
 from .attention_metadata import AttentionMetadata
 from .kv_cuda import PrefillPages, refuse_page_size
 from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened

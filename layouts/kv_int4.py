@@ -1,6 +1,6 @@
 """The KV format int4_per_token_head: four bits, a scale and a zero for each token and head, channels rotated.
 
-The arithmetic is in `kernels/low_bit_kv/int4.py`.
+The arithmetic is in `kernels/attention/per_token/int4.py`.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.low_bit_kv import int4
+from ..kernels.attention.per_token import int4
 from .kv_coded_cpu import CodedCpuLayerKV
 from .kv_layer import (
     KeptTokenByToken,
@@ -69,7 +69,7 @@ class Int4PerTokenHead(KeptTokenByToken):
         if device.type == "cuda":
             refuse_gpu_head_size("int4_per_token_head", shape.key_dim)
             # Imported only where there is a GPU to need its kernels.
-            from ..kernels.low_bit_kv.token_store import TokenPages
+            from ..kernels.attention.per_token.store import TokenPages
             from .kv_coded_cuda import CodedCudaLayerKV
 
             on_gpu = (size.num_pages, shape.heads, size.page_size)

@@ -1,6 +1,6 @@
 """The KV format nvfp4: E2M1 codes, an E4M3 scale for 16 channels of a token, the checkpoint's scale a head.
 
-The arithmetic is in `kernels/low_bit_kv/nvfp4.py`.
+The arithmetic is in `kernels/attention/per_token/nvfp4.py`.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.low_bit_kv import nvfp4
+from ..kernels.attention.per_token import nvfp4
 from .kv_coded_cpu import CodedCpuLayerKV
 from .kv_layer import (
     KeptTokenByToken,
@@ -69,7 +69,7 @@ class NVFP4KV(KeptTokenByToken):
         if device.type == "cuda":
             refuse_gpu_head_size("nvfp4", dim)
             # Imported only where there is a GPU to need its kernels.
-            from ..kernels.low_bit_kv.token_store import TokenPages
+            from ..kernels.attention.per_token.store import TokenPages
             from .kv_coded_cuda import CodedCudaLayerKV
             from .kv_cuda import refuse_without_e4m3
 

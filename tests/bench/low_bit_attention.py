@@ -17,7 +17,7 @@ from scalegate.base.atomic_files import write_json
 from scalegate.kernels.attention.decode import DecodeWorkspace
 from scalegate.kernels.attention.kvarn.decode import kvarn_decode, plain_splits
 from scalegate.kernels.attention.kvarn.flush import addresses, flush_decoded
-from scalegate.kernels.low_bit_kv.token_decode import token_decode
+from scalegate.kernels.attention.per_token.decode import token_decode
 from scalegate.layouts.kv_format import KV_FORMATS, KVFormat
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces

@@ -6,8 +6,8 @@ from scalegate.kernels.attention.coded.softmax import programs_of_splits
 from scalegate.kernels.attention.coded.words import pack, unpack
 from scalegate.kernels.attention.kvarn import int8_page as kvarn_int8_page
 from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.per_token import int4, nvfp4
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import int4, nvfp4
 from scalegate.tests.kernels.ptx_interpreter import execute
 
 

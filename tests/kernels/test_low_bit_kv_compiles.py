@@ -26,7 +26,15 @@ from scalegate.kernels.attention.kvarn import (
 from scalegate.kernels.attention.kvarn import (
     widen as kvarn_widen,
 )
-from scalegate.kernels.low_bit_kv import token_decode, token_prefill, token_widen
+from scalegate.kernels.attention.per_token import (
+    decode as token_decode,
+)
+from scalegate.kernels.attention.per_token import (
+    prefill as token_prefill,
+)
+from scalegate.kernels.attention.per_token import (
+    widen as token_widen,
+)
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.hopper_compiler import assembler_notes, disassembled, spilled
 from scalegate.tests.kernels.triton_versions import bound

@@ -10,10 +10,10 @@ import pytest
 import torch
 from scalegate.kernels.attention.coded.words import unpack
 from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.per_token import int4, nvfp4
+from scalegate.kernels.attention.per_token.store import TokenPages
 from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import int4, nvfp4
-from scalegate.kernels.low_bit_kv.token_store import TokenPages
 from scalegate.layouts.kv_format import KV_FORMATS
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.per_token import int4, nvfp4
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.kernels.low_bit_kv import int4, nvfp4
 from scalegate.layouts.kv_format import KV_FORMATS
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.layouts.kv_layer import KVScales, KVShape

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.kernels.attention.per_token.store import TokenPages
 from scalegate.kernels.attention.reference import AttentionOptions
-from scalegate.kernels.low_bit_kv.token_store import TokenPages
 from scalegate.layouts.kv_coded_cpu import CodedCpuLayerKV
 from scalegate.layouts.kv_coded_cuda import CodedCudaLayerKV
 from scalegate.layouts.kv_format import KV_FORMATS

@@ -9,9 +9,9 @@ NVFP4's scales change along a token, so that codes are multiplied by them first:
 significant bits, which fp16 holds. E2M1's bits in fp16's places are 2^-14 of the value.
 """
 
-from ..attention.coded.softmax import capped, dot4
-from ..attention.coded.words import field_of, field_weight
-from ..triton_imports import constexpr_function, tl, triton
+from ...triton_imports import constexpr_function, tl, triton
+from ..coded.softmax import capped, dot4
+from ..coded.words import field_of, field_weight
 from .nvfp4 import MAGNITUDE_SHIFTS, SIGN_SHIFTS
 
 CODE = tl.constexpr(2.0**24)

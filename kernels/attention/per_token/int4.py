@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention.coded.words import pack, unpack
+from ..coded.words import pack, unpack
 
 LARGEST_CODE = 15
 LEAST_SCALE = 2.0**-24

@@ -11,9 +11,9 @@ Bytes a page: 2 * H_kv * page * D written.
 import torch
 from torch import Tensor
 
-from ..triton_imports import tl, triton
-from .token_block import e2m1, first_channels
-from .token_store import TokenPages
+from ...triton_imports import tl, triton
+from .block import e2m1, first_channels
+from .store import TokenPages
 
 TOKENS = 32
 """A program takes of one head, at most."""

@@ -10,14 +10,14 @@ for some tokens; codes are multiplied as they are packed, as in decoding.
 
 from torch import Tensor
 
-from ..attention.coded.softmax import load_columns, store_columns
-from ..attention.decode import LOG2_E
-from ..attention.prefill import TILE
-from ..device import compute_capability
-from ..triton_imports import tl, triton
-from .token_block import attend_block, finished, first_channels, prepared
-from .token_decode import scale_bytes
-from .token_store import TokenPages
+from ...device import compute_capability
+from ...triton_imports import tl, triton
+from ..coded.softmax import load_columns, store_columns
+from ..decode import LOG2_E
+from ..prefill import TILE
+from .block import attend_block, finished, first_channels, prepared
+from .decode import scale_bytes
+from .store import TokenPages
 
 QUERIES = 64
 BLOCK = 64

@@ -10,20 +10,12 @@ Block table, lengths, splits, workspace and merge are those of `decode_attention
 import torch
 from torch import Tensor
 
-from ..attention.coded.softmax import load_columns, programs_of_splits, store_columns
-from ..attention.decode import (
-    LOG2_E,
-    DecodeWorkspace,
-    _is_only_split,
-    _pages_of,
-    _slots,
-    _split_tokens,
-    merge_splits,
-)
-from ..device import compute_capability
-from ..triton_imports import tl, triton
-from .token_block import attend_block, finished, first_channels, prepared
-from .token_store import TokenPages
+from ...device import compute_capability
+from ...triton_imports import tl, triton
+from ..coded.softmax import load_columns, programs_of_splits, store_columns
+from ..decode import LOG2_E, DecodeWorkspace, _is_only_split, _pages_of, _slots, _split_tokens, merge_splits
+from .block import attend_block, finished, first_channels, prepared
+from .store import TokenPages
 
 BLOCK, NVFP4_BLOCK = 64, 32
 REGISTERS = 128

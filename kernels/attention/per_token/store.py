@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import compute_capability
-from ..hadamard import log2, rotate
-from ..triton_imports import constexpr_function, tl, triton
+from ...device import compute_capability
+from ...hadamard import log2, rotate
+from ...triton_imports import constexpr_function, tl, triton
 from . import nvfp4
 
 SIGN_SHIFTS, MAGNITUDE_SHIFTS = tl.constexpr(nvfp4.SIGN_SHIFTS), tl.constexpr(nvfp4.MAGNITUDE_SHIFTS)
