@@ -9,7 +9,7 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from ...kernels.sample_tokens import sample_tokens
+from ...kernels.sampling.sample_tokens import sample_tokens
 from .device_copies import to_device
 from .sequence import Sequence
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.sample_tokens import BLOCK, _sample
+from scalegate.kernels.sampling.sample_tokens import BLOCK, _sample
 from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

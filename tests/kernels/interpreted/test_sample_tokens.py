@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from scalegate.kernels import sample_tokens as module
-from scalegate.kernels.sample_tokens import sample_tokens
+from scalegate.kernels.sampling import sample_tokens as module
+from scalegate.kernels.sampling.sample_tokens import sample_tokens
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sampler import SamplingBatch, sample
 from scalegate.serving_check.engine.sequence import Sequence

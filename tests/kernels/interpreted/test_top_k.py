@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.top_k import serves, top_k, top_k_reference
+from scalegate.kernels.sampling.top_k import serves, top_k, top_k_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

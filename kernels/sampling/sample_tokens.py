@@ -23,7 +23,7 @@ Bytes: 2 * B * V of bf16 logits, once from memory: 128 rows of 152k are 39 MB, 9
 import torch
 from torch import Tensor
 
-from .triton_imports import tl, triton
+from ..triton_imports import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = 16384

@@ -12,7 +12,7 @@ the low half, and takes their maximum k times.
 import torch
 from torch import Tensor
 
-from .triton_imports import tl, triton
+from ..triton_imports import tl, triton
 
 MOST_COLUMNS, MOST_TAKEN = 1024, 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
