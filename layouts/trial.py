@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .choosing.plan import kernel_versions
 from .layout import AnyLayout, Experts, ExpertsLayout, Problem
-from .plan import kernel_versions
 from .routing import Routing
 
 SMALL_N, SMALL_K = 256, 512

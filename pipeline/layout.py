@@ -1,6 +1,6 @@
 """Measures the layouts for a checkpoint's layers on this device, and records the plan in the artifact.
 
-Not for measuring itself: that is `layouts/choose.py`. A plan that was made here, with these versions, stands.
+Not for measuring itself: that is `layouts/choosing/choose.py`. A plan that was made here, with these versions, stands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ import torch
 
 from ..base.errors import UserError
 from ..layouts.all_layouts import LAYOUTS
-from ..layouts.choose import choose, forced_for, ms_to_measure
+from ..layouts.choosing.choose import choose, forced_for, ms_to_measure
+from ..layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
 from ..layouts.kv_format import KV_FORMATS
 from ..layouts.layout import Problem
-from ..layouts.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
 from ..serving_check.engine.kv_timing import time_kv_formats
 from ..serving_check.engine.options import UNQUANTIZED
 from .artifact import MANIFEST_NAME, Artifact

@@ -6,8 +6,8 @@ import platform
 import torch
 
 from ..base.options import OptionValue
+from ..layouts.choosing.plan import device_name
 from ..layouts.installed import installed_version
-from ..layouts.plan import device_name
 from .verdict import Environment
 
 PACKAGES = (

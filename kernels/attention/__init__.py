@@ -1,1 +1,1 @@
-"""Keys and values below eight bits: what codes mean in torch, and Triton kernels that read and write them."""
+"""Attention over paged keys and values: decode and prefill kernels, and those of coded pages in rooms of their own."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import click
 
-from ...layouts.plan import LayoutPlan
+from ...layouts.choosing.plan import LayoutPlan
 from ...serving_check.policy import first_lines
 from ..inspect import Inspection, inspect
 from ..report.kv_table import pays

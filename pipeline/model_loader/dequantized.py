@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ...layouts.choose import default_layout
+from ...layouts.choosing.choose import default_layout
 from ...layouts.layout import Problem
 
 DEQUANTIZE = "dequantize"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ...layouts.plan import LayoutPlan
+from ...layouts.choosing.plan import LayoutPlan
 
 NAME_WIDTH, CELL_WIDTH = 24, 14
 

@@ -3,9 +3,9 @@
 Not for deciding anything: the plan already has.
 """
 
-from ...layouts.choose import LOSS_BOUND
-from ...layouts.explain import explain_slow_layout
-from ...layouts.plan import LayoutPlan, Measurement, ShapeChoice
+from ...layouts.choosing.choose import LOSS_BOUND
+from ...layouts.choosing.explain import explain_slow_layout
+from ...layouts.choosing.plan import LayoutPlan, Measurement, ShapeChoice
 
 PICKED, BEST = ">", "*"
 NAME_WIDTH = 22

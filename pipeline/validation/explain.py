@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ...layouts.choose import choose
-from ...layouts.plan import KVMeasurement, LayoutPlan
+from ...layouts.choosing.choose import choose
+from ...layouts.choosing.plan import KVMeasurement, LayoutPlan
 from ...serving_check.checks.diagnosis import Diagnosis, diagnose, kv_sentence
 from ...serving_check.engine.kv_timing import time_kv_formats
 from ...serving_check.engine.options import UNQUANTIZED

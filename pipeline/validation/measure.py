@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...layouts.plan import device_model
+from ...layouts.choosing.plan import device_model
 from ...serving_check.checks.loads import weights_in
 from ...serving_check.curve import curve_of
 from ...serving_check.engine.options import EngineOptions

@@ -1,13 +1,13 @@
 """Says which linear layer makes an artifact slow at an M, and which layout would not have.
 
-Reads the chooser's measurements (`layouts/plan.py`); measures nothing itself.
+Reads the chooser's measurements (`layouts/choosing/plan.py`); measures nothing itself.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...layouts.explain import lowest_ratio
-from ...layouts.plan import KVMeasurement, LayoutPlan, Measurement, ShapeChoice
+from ...layouts.choosing.explain import lowest_ratio
+from ...layouts.choosing.plan import KVMeasurement, LayoutPlan, Measurement, ShapeChoice
 
 MOST = 0.5
 """Of the time lost: what goes into writing pages is named from there on."""

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from ...base.errors import UserError
 from ...base.progress import progress_bar
+from ...layouts.choosing.linear_packing import pack_linears
+from ...layouts.choosing.plan import device_model
 from ...layouts.experts import pack_unquantized_experts
 from ...layouts.kv_format import KV_FORMATS, refuse_numerics
 from ...layouts.kv_layer import KVScales
 from ...layouts.linear import packed_layers
-from ...layouts.linear_packing import pack_linears
 from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
-from ...layouts.plan import device_model
 from .attention import attention_layers, context_length, unsupported
 from .buckets import decode_buckets
 from .compiled_layers import restore_layers

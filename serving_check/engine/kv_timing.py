@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...base.progress import progress_bar
+from ...layouts.choosing.plan import KVMeasurement
+from ...layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from ...layouts.kv_format import KV_FORMATS, KVFormat
-from ...layouts.plan import KVMeasurement
-from ...layouts.timing import TimingBudget, interleaved_microseconds
 from .attention import AttentionLayer
 from .kv_pool import KVPool, free_memory, pages_for
 from .options import UNQUANTIZED

@@ -29,7 +29,7 @@ from scalegate.base.atomic_files import write_json
 from scalegate.kernels.experts import int4, packed, unquantized
 from scalegate.kernels.experts.routing import ExpertRouting, route
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile, bucket_of
-from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
+from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768

@@ -19,7 +19,7 @@ from scalegate.base.atomic_files import write_json
 from scalegate.kernels.experts import gated, one_token, unquantized
 from scalegate.kernels.experts.one_token import CANDIDATES, Int4Operand, Tuning
 from scalegate.kernels.experts.routing import route
-from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
+from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))

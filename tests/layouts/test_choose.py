@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.layouts import choose as choose_module
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.choose import choose, default_layout, default_ms, pick
-from scalegate.layouts.explain import explain_slow_layout
+from scalegate.layouts.choosing import choose as choose_module
+from scalegate.layouts.choosing.choose import choose, default_layout, default_ms, pick
+from scalegate.layouts.choosing.explain import explain_slow_layout
+from scalegate.layouts.choosing.measure import ShapeMeasurements, measure
+from scalegate.layouts.choosing.measurement_cache import source_digest
+from scalegate.layouts.choosing.plan import LayoutPlan, Measurement, device_name, kernel_versions
+from scalegate.layouts.choosing.time_limit import OutOfTime, time_limit
+from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.layout import Experts, PackedWeight, Problem
-from scalegate.layouts.measure import ShapeMeasurements, measure
-from scalegate.layouts.measurement_cache import source_digest
-from scalegate.layouts.plan import LayoutPlan, Measurement, device_name, kernel_versions
-from scalegate.layouts.time_limit import OutOfTime, time_limit
-from scalegate.layouts.timing import TimingBudget, interleaved_microseconds
 
 CPU = torch.device("cpu")
 QUICK = TimingBudget(samples=6, sample_seconds=0.0002)
@@ -256,9 +256,16 @@ def test_measurements_are_kept_and_fresh_measures_again(monkeypatch):
     assert measured == [64, 64, 64]
 
 
-@pytest.mark.parametrize("changed", ["kernels/append.py", "kernels/hopper/stream_k.py", "layouts/choose.py"])
+@pytest.mark.parametrize(
+    "changed", ["kernels/append.py", "kernels/hopper/stream_k.py", "layouts/choosing/choose.py"]
+)
 def test_what_is_cached_is_not_for_another_source(changed, tmp_path):
-    for name in ("kernels/append.py", "kernels/hopper/stream_k.py", "layouts/choose.py", "pipeline/cli.py"):
+    for name in (
+        "kernels/append.py",
+        "kernels/hopper/stream_k.py",
+        "layouts/choosing/choose.py",
+        "pipeline/cli.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one", encoding="utf-8")
     before = source_digest(tmp_path)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.layouts.all_layouts import LAYOUTS
+from scalegate.layouts.choosing.measure import measure
+from scalegate.layouts.choosing.timing import TimingBudget
 from scalegate.layouts.experts import (
     ExpertsPart,
     PackedExperts,
@@ -21,9 +23,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
 from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.layout import Experts, ExpertsLayout, Problem
-from scalegate.layouts.measure import measure
 from scalegate.layouts.routing import Routing
-from scalegate.layouts.timing import TimingBudget
 from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig

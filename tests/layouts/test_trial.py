@@ -4,7 +4,7 @@ import pytest
 import torch
 from scalegate.layouts import trial
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.choose import default_layout
+from scalegate.layouts.choosing.choose import default_layout
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.layout import Experts, PackedWeight, Problem
 

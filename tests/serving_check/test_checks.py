@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.layouts.plan import LayoutPlan, Measurement, ShapeChoice
+from scalegate.layouts.choosing.plan import LayoutPlan, Measurement, ShapeChoice
 from scalegate.serving_check.checks.canary import Continuation, check_canary, scored
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
 from scalegate.serving_check.checks.diagnosis import diagnose

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.layouts.choose import default_layout
+from scalegate.layouts.choosing.choose import default_layout
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.layout import Problem

@@ -8,12 +8,12 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..base.batch_invariance import Numerics
-from .all_layouts import LAYOUTS
+from ...base.batch_invariance import Numerics
+from ..all_layouts import LAYOUTS
+from ..formats.unquantized import Unquantized, UnquantizedWeight
+from ..layout import Layout, Problem
+from ..linear import QuantizedLinear
 from .choose import default_layout
-from .formats.unquantized import Unquantized, UnquantizedWeight
-from .layout import Layout, Problem
-from .linear import QuantizedLinear
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..base.errors import UserError
-from ..base.progress import progress_bar
-from .all_layouts import LAYOUTS
+from ...base.errors import UserError
+from ...base.progress import progress_bar
+from ..all_layouts import LAYOUTS
+from ..layout import ExpertsLayout, Problem
 from .explain import lowest_ratio, mean_ratio
-from .layout import ExpertsLayout, Problem
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
 from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from ..base.atomic_files import write_json
-from .layout import Problem
+from ...base.atomic_files import write_json
+from ..layout import Problem
 from .measure import ShapeMeasurements
 from .plan import Measurement, device_name, kernel_versions
 
