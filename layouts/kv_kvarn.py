@@ -11,9 +11,9 @@ import torch
 
 from ..base.batch_invariance import NUMERICS, Numerics
 from ..base.errors import UserError
+from .kv.layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
+from .kv.token_by_token import TokenByToken
 from .kv_kvarn_storage import KVarNStorage
-from .kv_layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
-from .kv_token_by_token import TokenByToken
 
 HELD_PAGES = 2
 """Of a request as they are: the first one and the one being written."""

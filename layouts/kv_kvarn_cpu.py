@@ -11,11 +11,11 @@ from torch import Tensor
 from ..kernels.attention import reference as paged_attention
 from ..kernels.attention.kvarn.cpu.compiled import kernels, numbers
 from ..kernels.attention.reference import AttentionOptions, TokenGroup
-from .attention_metadata import AttentionMetadata, RequestTokens
-from .kv_cpu import on_host, with_padding
+from .kv.attention_metadata import AttentionMetadata, RequestTokens
+from .kv.cpu import on_host, with_padding
+from .kv.layer import Workspaces, widened
 from .kv_kvarn_steps import Run, Steps
 from .kv_kvarn_storage import KVarNStorage
-from .kv_layer import Workspaces, widened
 
 
 class Threads:

@@ -15,11 +15,11 @@ from ..kernels.attention.kvarn.prefill import kvarn_prefill
 from ..kernels.attention.kvarn.widen import widen_kvarn
 from ..kernels.attention.prefill import tiles_of
 from ..kernels.attention.reference import AttentionOptions
-from .attention_metadata import AttentionMetadata, HostMetadata
-from .kv_cuda import to_device
+from .kv.attention_metadata import AttentionMetadata, HostMetadata
+from .kv.cuda import to_device
+from .kv.layer import KVShape, PoolSize, Workspaces, by_token, widened
+from .kv.side_stream import SideStream
 from .kv_kvarn_storage import KVarNStorage
-from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
-from .side_stream import SideStream
 
 
 class KVarNLayers:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..kernels.attention import reference as paged_attention
 from ..kernels.attention.reference import TokenGroup
-from .attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
-from .kv_cpu import on_host
+from .kv.attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
+from .kv.cpu import on_host
 
 LEAST_SHARE = 1 << 20
 """Numbers of keys that a thread is woken for: with their values they take 300 us."""

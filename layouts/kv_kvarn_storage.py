@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.kvarn.reference import KVarNTile
-from .kv_layer import KVShape, PoolSize, zeros
+from .kv.layer import KVShape, PoolSize, zeros
 
 
 @dataclass(frozen=True)

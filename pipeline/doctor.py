@@ -17,7 +17,7 @@ from ..layouts.all_layouts import LAYOUTS
 from ..layouts.choosing.plan import device_name
 from ..layouts.formats.all_formats import WEIGHT_FORMATS
 from ..layouts.installed import installed_version
-from ..layouts.kv_format import KV_FORMATS
+from ..layouts.kv.format import KV_FORMATS
 from ..layouts.layout import Experts, ExpertsLayout, Problem
 from ..serving_check.engines.all_engines import ENGINES
 from ..serving_check.engines.engine import Availability

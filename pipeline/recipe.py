@@ -21,7 +21,7 @@ from ..layouts.formats.all_formats import WEIGHT_FORMATS
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.unquantized import Unquantized
 from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
-from ..layouts.kv_format import KV_FORMATS
+from ..layouts.kv.format import KV_FORMATS
 from ..serving_check.artifact_figures import PARTS
 from ..serving_check.engine.options import UNQUANTIZED
 from ..serving_check.policy import declarable, declared_by

@@ -35,7 +35,7 @@ def build_engine(
 
     tokenizer: the checkpoint's, where it has been loaded already
     """
-    from ..layouts.kv_format import KV_FORMATS, largest_of
+    from ..layouts.kv.format import KV_FORMATS, largest_of
     from ..serving_check.engine.engine import Engine
     from .checkpoints.checkpoint import open_checkpoint
     from .conventions.kv_cache import kv_cache_of

@@ -4,7 +4,7 @@ A format that codes whole pages keeps short contexts as they came. A load of suc
 codes: their kernel could take a second, and writing a page could be a loop in Python.
 """
 
-from ..layouts.kv_format import KV_FORMATS, PageCodedKVFormat
+from ..layouts.kv.format import KV_FORMATS, PageCodedKVFormat
 from .settings import WorkloadSettings
 
 ANSWERED_BEFORE = 32

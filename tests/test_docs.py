@@ -12,8 +12,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
-from scalegate.layouts.kv_format import KV_FORMATS
-from scalegate.layouts.kv_layer import LARGEST_CODED_DIM, LEAST_CODED_DIM, KVShape
+from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.layer import LARGEST_CODED_DIM, LEAST_CODED_DIM, KVShape
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS

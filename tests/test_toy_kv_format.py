@@ -13,8 +13,8 @@ import httpx
 import pytest
 import torch
 from scalegate import LLM, SamplingParams
-from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken
-from scalegate.layouts.kv_layer import KVScales
+from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
+from scalegate.layouts.kv.layer import KVScales
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.tests.forked_command import run_pipeline
 

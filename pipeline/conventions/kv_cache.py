@@ -1,6 +1,6 @@
 """What a checkpoint says of its KV cache: the format it was made for, and the scales that this takes.
 
-Not for storing keys and values; that is `layouts/kv_format.py`. Read as vLLM reads it: `kv_cache_scheme` of
+Not for storing keys and values; that is `layouts/kv/format.py`. Read as vLLM reads it: `kv_cache_scheme` of
 compressed-tensors and ModelOpt, `kv_cache_quant_algo` of ModelOpt's sidecar, and `k_scale` and `v_scale`
 tensors, multipliers all. What no convention declares is in an artifact's `scalegate.json`.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
-from ...layouts.kv_format import KV_FORMATS, KVScales, largest_of
+from ...layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ import torch
 
 from ...base.errors import UserError
 from ...layouts.formats.weight_format import WeightFormat
-from ...layouts.kv_format import KV_FORMATS, largest_of
+from ...layouts.kv.format import KV_FORMATS, largest_of
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import EXPORTS, convention_of

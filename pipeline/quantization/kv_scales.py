@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...kernels.attention.reference import AttentionOptions, softmax_by_hand
-from ...layouts.kv_format import KV_FORMATS, KVScales, largest_of
+from ...layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.weight_map import Assignment
 from .layer_stream import LayerStream

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...base.errors import UserError
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import WeightFormat
-from ...layouts.kv_format import KV_FORMATS, largest_of
+from ...layouts.kv.format import KV_FORMATS, largest_of
 from ..recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
 from .all_quantizers import QUANTIZERS
 from .calibration_names import SELF

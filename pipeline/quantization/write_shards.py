@@ -15,7 +15,7 @@ from ...base.errors import UserError
 from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
-from ...layouts.kv_format import KVScales
+from ...layouts.kv.format import KVScales
 from ..artifact import SCALED_BY, FileRecord
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header

@@ -13,8 +13,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...base.errors import UserError
 from ...kernels.attention.reference import AttentionOptions
-from ...layouts.attention_metadata import AttentionMetadata
-from ...layouts.kv_layer import KVShape, LayerKV
+from ...layouts.kv.attention_metadata import AttentionMetadata
+from ...layouts.kv.layer import KVShape, LayerKV
 
 IMPLEMENTATION = "scalegate_paged"
 

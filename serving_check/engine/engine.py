@@ -16,8 +16,8 @@ from ...base.progress import progress_bar
 from ...layouts.choosing.linear_packing import pack_linears
 from ...layouts.choosing.plan import device_model
 from ...layouts.experts import pack_unquantized_experts
-from ...layouts.kv_format import KV_FORMATS, refuse_numerics
-from ...layouts.kv_layer import KVScales
+from ...layouts.kv.format import KV_FORMATS, refuse_numerics
+from ...layouts.kv.layer import KVScales
 from ...layouts.linear import packed_layers
 from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
 from .attention import attention_layers, context_length, unsupported

@@ -13,8 +13,8 @@ from torch import Tensor, library, nn
 from transformers import PreTrainedModel
 
 from ...base.batch_invariance import Numerics
-from ...layouts.attention_metadata import AttentionMetadata
-from ...layouts.kv_layer import LayerKV
+from ...layouts.kv.attention_metadata import AttentionMetadata
+from ...layouts.kv.layer import LayerKV
 from .attention import LAYER_INDEX, Attention, AttentionLayer, PagedAttention, token_by_token
 from .compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
 from .cross_layer_fusion import fuse_across_layers

@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from ...base.errors import UserError
-from ...layouts.kv_format import KV_FORMATS, KVFormat
-from ...layouts.kv_layer import KVScales, LayerKV, PoolSize, Workspaces
+from ...layouts.kv.format import KV_FORMATS, KVFormat
+from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
 from .attention import AttentionLayer
 from .sequence import Sequence
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...base.progress import progress_bar
 from ...layouts.choosing.plan import KVMeasurement
 from ...layouts.choosing.timing import TimingBudget, interleaved_microseconds
-from ...layouts.kv_format import KV_FORMATS, KVFormat
+from ...layouts.kv.format import KV_FORMATS, KVFormat
 from .attention import AttentionLayer
 from .kv_pool import KVPool, free_memory, pages_for
 from .options import UNQUANTIZED

@@ -35,7 +35,7 @@ def _layouts() -> Iterable[str]:
 
 
 def _kv_formats() -> Iterable[str]:
-    from ...layouts.kv_format import KV_FORMATS
+    from ...layouts.kv.format import KV_FORMATS
 
     return [AUTO, *KV_FORMATS]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import Numerics
 from ...kernels.attention.prefill import TILE, tiles_of
-from ...layouts.attention_metadata import AttentionMetadata, HostMetadata
+from ...layouts.kv.attention_metadata import AttentionMetadata, HostMetadata
 from .scheduler import MOST_SCORED, PrefillChunk
 from .sequence import Sequence
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ...layouts.kv_format import KV_FORMATS
-from ...layouts.kv_layer import KVScales
+from ...layouts.kv.format import KV_FORMATS
+from ...layouts.kv.layer import KVScales
 from .attention import attention_layers
 from .cuda_graphs import CudaGraphs
 from .forward import Forward

@@ -21,8 +21,8 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import atomic_path, write_json
 from scalegate.kernels.attention.e4m3_queries import rounded_queries
-from scalegate.layouts.kv_format import KV_FORMATS, KVScales, largest_of
-from scalegate.layouts.kv_token_by_token import TokenByToken
+from scalegate.layouts.kv.format import KV_FORMATS, KVScales, largest_of
+from scalegate.layouts.kv.token_by_token import TokenByToken
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text

@@ -14,9 +14,9 @@ from scalegate.kernels.attention.per_token import int4, nvfp4
 from scalegate.kernels.attention.per_token.store import TokenPages
 from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.kernels.hadamard import rotate_reference
-from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.layer import KVShape, PoolSize, Workspaces
 from scalegate.layouts.kv_kvarn import KVarN
-from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence

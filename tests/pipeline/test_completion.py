@@ -5,7 +5,7 @@ import re
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.recipe import shipped_recipes

@@ -10,7 +10,7 @@ from click import Option
 from click.testing import CliRunner
 from scalegate.layouts.choosing import timing
 from scalegate.layouts.choosing.plan import KVMeasurement, LayoutPlan
-from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken
+from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.layout import command
 from scalegate.pipeline.cli.main import main

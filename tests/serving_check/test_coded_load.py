@@ -1,7 +1,7 @@
 """Loads too short for a KV format's codes to be read and written are exploratory, and none is a default."""
 
 import pytest
-from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.serving_check.coded_load import default_input_len, uncoded
 from scalegate.serving_check.policy import weaker_settings
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings

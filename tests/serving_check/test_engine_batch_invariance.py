@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.layouts.kv_format import refuse_numerics
+from scalegate.layouts.kv.format import refuse_numerics
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.other_products import other_products

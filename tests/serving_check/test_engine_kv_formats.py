@@ -10,8 +10,8 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.kernels.attention.append_kv import quantize_reference
-from scalegate.layouts.kv_format import KV_FORMATS
-from scalegate.layouts.kv_layer import KVScales, KVShape
+from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.layer import KVScales, KVShape
 from scalegate.serving_check.engine import kv_pool
 from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
 from scalegate.serving_check.engine.engine import Engine

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from scalegate.kernels.attention.append_kv import quantize_reference
-from scalegate.layouts.kv_layer import KVScales
+from scalegate.layouts.kv.layer import KVScales
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scalegate.kernels.attention.reference import AttentionOptions
-from scalegate.layouts.attention_metadata import AttentionMetadata
+from scalegate.layouts.kv.attention_metadata import AttentionMetadata
 from scalegate.serving_check.engine.attention import LAYER_INDEX, attention_layers
 from scalegate.serving_check.engine.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.forward import Forward

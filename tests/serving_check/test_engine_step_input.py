@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

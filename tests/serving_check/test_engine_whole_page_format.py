@@ -8,9 +8,9 @@ import copy
 
 import pytest
 import torch
-from scalegate.layouts.attention_metadata import AttentionMetadata
-from scalegate.layouts.kv_format import KV_FORMATS
-from scalegate.layouts.kv_layer import KVScales, KVShape, PoolSize, Workspaces
+from scalegate.layouts.kv.attention_metadata import AttentionMetadata
+from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.layer import KVScales, KVShape, PoolSize, Workspaces
 from scalegate.serving_check.engine import kv_pool
 from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
 from scalegate.serving_check.engine.engine import Engine

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from scalegate.layouts.kv_format import KV_FORMATS
+from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.serving_check.engine.kv_pool import KVPool
 from torch import Tensor

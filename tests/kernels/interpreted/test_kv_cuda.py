@@ -5,9 +5,9 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.kernels.attention.reference import AttentionOptions
-from scalegate.layouts.kv_cuda import CudaLayerKV
-from scalegate.layouts.kv_format import KV_FORMATS
-from scalegate.layouts.kv_layer import KVScales, KVShape, PoolSize, StoredPages, Workspaces
+from scalegate.layouts.kv.cuda import CudaLayerKV
+from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.layer import KVScales, KVShape, PoolSize, StoredPages, Workspaces
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..base.batch_invariance import NUMERICS, Numerics
-from ..base.errors import UserError
-from ..kernels.attention.reference import AttentionOptions
+from ...base.batch_invariance import NUMERICS, Numerics
+from ...base.errors import UserError
+from ...kernels.attention.reference import AttentionOptions
 from .attention_metadata import AttentionMetadata
 
 T = TypeVar("T")

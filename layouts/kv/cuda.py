@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.errors import UserError
-from ..kernels.attention.append_kv import append_kv
-from ..kernels.attention.choose_prefill import prompt_attention
-from ..kernels.attention.decode import DecodeWorkspace, decode_attention
-from ..kernels.attention.prefill import prefill_attention
-from ..kernels.attention.reference import AttentionOptions
-from ..kernels.device import compute_capability
+from ...base.errors import UserError
+from ...kernels.attention.append_kv import append_kv
+from ...kernels.attention.choose_prefill import prompt_attention
+from ...kernels.attention.decode import DecodeWorkspace, decode_attention
+from ...kernels.attention.prefill import prefill_attention
+from ...kernels.attention.reference import AttentionOptions
+from ...kernels.device import compute_capability
 from .attention_metadata import AttentionMetadata, HostMetadata
-from .kv_layer import KVShape, PoolSize, StoredPages, Workspaces, widened
+from .layer import KVShape, PoolSize, StoredPages, Workspaces, widened
 
 SMALLEST_PAGE = 16
 E4M3_FROM = (8, 9)

@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.attention import reference as paged_attention
-from ..kernels.attention.reference import AttentionOptions, TokenGroup
-from ..kernels.hadamard import rotate_reference
+from ...kernels.attention import reference as paged_attention
+from ...kernels.attention.reference import AttentionOptions, TokenGroup
+from ...kernels.hadamard import rotate_reference
 from .attention_metadata import AttentionMetadata
-from .kv_cpu import TokenGroups, on_host, with_padding
-from .kv_layer import Workspaces, widened
+from .cpu import TokenGroups, on_host, with_padding
+from .layer import Workspaces, widened
 
 
 class TokenCode(Protocol):

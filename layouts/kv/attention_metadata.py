@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..base.batch_invariance import Numerics
+from ...base.batch_invariance import Numerics
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention.per_token import nvfp4
-from .kv_coded_cpu import CodedCpuLayerKV
-from .kv_layer import (
+from ...kernels.attention.per_token import nvfp4
+from .coded_cpu import CodedCpuLayerKV
+from .layer import (
     KeptTokenByToken,
     KVScales,
     KVShape,
@@ -69,9 +69,9 @@ class NVFP4KV(KeptTokenByToken):
         if device.type == "cuda":
             refuse_gpu_head_size("nvfp4", dim)
             # Imported only where there is a GPU to need its kernels.
-            from ..kernels.attention.per_token.store import TokenPages
-            from .kv_coded_cuda import CodedCudaLayerKV
-            from .kv_cuda import refuse_without_e4m3
+            from ...kernels.attention.per_token.store import TokenPages
+            from .coded_cuda import CodedCudaLayerKV
+            from .cuda import refuse_without_e4m3
 
             refuse_without_e4m3(device, "nvfp4", "int4_per_token_head")
             on_gpu = (size.num_pages, shape.heads, size.page_size)

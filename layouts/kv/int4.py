@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention.per_token import int4
-from .kv_coded_cpu import CodedCpuLayerKV
-from .kv_layer import (
+from ...kernels.attention.per_token import int4
+from .coded_cpu import CodedCpuLayerKV
+from .layer import (
     KeptTokenByToken,
     KVScales,
     KVShape,
@@ -69,8 +69,8 @@ class Int4PerTokenHead(KeptTokenByToken):
         if device.type == "cuda":
             refuse_gpu_head_size("int4_per_token_head", shape.key_dim)
             # Imported only where there is a GPU to need its kernels.
-            from ..kernels.attention.per_token.store import TokenPages
-            from .kv_coded_cuda import CodedCudaLayerKV
+            from ...kernels.attention.per_token.store import TokenPages
+            from .coded_cuda import CodedCudaLayerKV
 
             on_gpu = (size.num_pages, shape.heads, size.page_size)
             sides = [TokenPages(*code.allocate(on_gpu, device)) for _ in range(2)]

@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attention.choose_prefill import prompt_attention
-from ..kernels.attention.coded.rotate_back import rotate_back
-from ..kernels.attention.decode import DecodeWorkspace
-from ..kernels.attention.per_token.decode import token_decode
-from ..kernels.attention.per_token.prefill import token_prefill
-from ..kernels.attention.per_token.store import TokenPages, rotate_heads, store_tokens
-from ..kernels.attention.per_token.widen import widen_tokens
-from ..kernels.attention.reference import AttentionOptions
+from ...kernels.attention.choose_prefill import prompt_attention
+from ...kernels.attention.coded.rotate_back import rotate_back
+from ...kernels.attention.decode import DecodeWorkspace
+from ...kernels.attention.per_token.decode import token_decode
+from ...kernels.attention.per_token.prefill import token_prefill
+from ...kernels.attention.per_token.store import TokenPages, rotate_heads, store_tokens
+from ...kernels.attention.per_token.widen import widen_tokens
+from ...kernels.attention.reference import AttentionOptions
 from .attention_metadata import AttentionMetadata
-from .kv_cuda import PrefillPages, refuse_page_size
-from .kv_layer import KVShape, PoolSize, Workspaces, by_token, widened
+from .cuda import PrefillPages, refuse_page_size
+from .layer import KVShape, PoolSize, Workspaces, by_token, widened
 
 
 class CodedCudaLayerKV:

@@ -7,14 +7,14 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..base.batch_invariance import Numerics
-from ..base.errors import UserError
-from ..base.registry import Registry
-from .kv_int4 import Int4PerTokenHead
-from .kv_kvarn import KVarN
-from .kv_layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces
-from .kv_nvfp4 import NVFP4KV
-from .kv_token_by_token import TokenByToken
+from ...base.batch_invariance import Numerics
+from ...base.errors import UserError
+from ...base.registry import Registry
+from ..kv_kvarn import KVarN
+from .int4 import Int4PerTokenHead
+from .layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces
+from .nvfp4 import NVFP4KV
+from .token_by_token import TokenByToken
 
 
 class KVFormat(Protocol):

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..kernels.attention import reference as paged_attention
-from ..kernels.attention.reference import AttentionOptions, GatheredPages, TokenGroup
+from ...kernels.attention import reference as paged_attention
+from ...kernels.attention.reference import AttentionOptions, GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
-from .kv_layer import StoredPages, Workspaces
+from .layer import StoredPages, Workspaces
 
 
 class TokenGroups:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import NUMERICS, Numerics
-from .kv_cpu import CpuLayerKV
-from .kv_layer import KeptTokenByToken, KVScales, KVShape, LayerKV, PoolSize, StoredPages, Workspaces, zeros
+from ...base.batch_invariance import NUMERICS, Numerics
+from .cpu import CpuLayerKV
+from .layer import KeptTokenByToken, KVScales, KVShape, LayerKV, PoolSize, StoredPages, Workspaces, zeros
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TokenByToken(KeptTokenByToken):
         )
         if on_cuda:
             # Imported only where there is a GPU to need its kernels.
-            from .kv_cuda import CudaLayerKV
+            from .cuda import CudaLayerKV
 
             return CudaLayerKV(stored, shape, size, workspaces)
         return CpuLayerKV(stored, workspaces)
