@@ -10,8 +10,8 @@ import torch
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
 from ...base.registry import Registry
-from ..kv_kvarn import KVarN
 from .int4 import Int4PerTokenHead
+from .kvarn.kvarn import KVarN
 from .layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces
 from .nvfp4 import NVFP4KV
 from .token_by_token import TokenByToken

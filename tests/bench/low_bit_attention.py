@@ -19,8 +19,8 @@ from scalegate.kernels.attention.kvarn.decode import kvarn_decode, plain_splits
 from scalegate.kernels.attention.kvarn.flush import addresses, flush_decoded
 from scalegate.kernels.attention.per_token.decode import token_decode
 from scalegate.layouts.kv.format import KV_FORMATS, KVFormat
+from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.layouts.kv.layer import KVShape, PoolSize, Workspaces
-from scalegate.layouts.kv_kvarn import KVarN
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.bench.attention import HEAD_DIM, HEADS, KV_HEADS, copy_bandwidth, graph_microseconds

@@ -15,8 +15,8 @@ from scalegate.kernels.attention.per_token.store import TokenPages
 from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.layouts.kv.layer import KVShape, PoolSize, Workspaces
-from scalegate.layouts.kv_kvarn import KVarN
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence

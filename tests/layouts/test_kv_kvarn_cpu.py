@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 from scalegate.kernels.attention.reference import AttentionOptions
-from scalegate.layouts import kv_kvarn_steps
 from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.kvarn import steps as kv_kvarn_steps
 from scalegate.layouts.kv.layer import KVShape
 from scalegate.serving_check.engine.attention import AttentionLayer
 from scalegate.serving_check.engine.kv_pool import KVPool

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from scalegate.layouts.kv.format import KV_FORMATS
-from scalegate.layouts.kv_kvarn import KVarN
+from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.serving_check.engine.kv_pool import KVPool
 from torch import Tensor
 

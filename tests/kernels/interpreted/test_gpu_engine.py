@@ -12,10 +12,10 @@ import pytest
 import torch
 from scalegate.layouts.kv.cuda import CudaLayerKV
 from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.kvarn.cpu import KVarNCpuLayerKV
+from scalegate.layouts.kv.kvarn.cuda import KVarNCudaLayerKV
+from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.layouts.kv.layer import PoolSize, StoredPages, Workspaces
-from scalegate.layouts.kv_kvarn import KVarN
-from scalegate.layouts.kv_kvarn_cpu import KVarNCpuLayerKV
-from scalegate.layouts.kv_kvarn_cuda import KVarNCudaLayerKV
 from scalegate.serving_check.engine import cuda_graphs, device_copies
 from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.cuda_runner import CudaRunner

@@ -11,10 +11,10 @@ from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.layouts.kv.coded_cpu import CodedCpuLayerKV
 from scalegate.layouts.kv.coded_cuda import CodedCudaLayerKV
 from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.kvarn.cuda import KVarNCudaLayerKV
+from scalegate.layouts.kv.kvarn.kvarn import KVarN
+from scalegate.layouts.kv.kvarn.storage import KVarNStorage
 from scalegate.layouts.kv.layer import KVScales, KVShape, PoolSize, Workspaces
-from scalegate.layouts.kv_kvarn import KVarN
-from scalegate.layouts.kv_kvarn_cuda import KVarNCudaLayerKV
-from scalegate.layouts.kv_kvarn_storage import KVarNStorage
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.attention import reference as paged_attention
-from ..kernels.attention.reference import TokenGroup
-from .kv.attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
-from .kv.cpu import on_host
+from ....kernels.attention import reference as paged_attention
+from ....kernels.attention.reference import TokenGroup
+from ..attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
+from ..cpu import on_host
 
 LEAST_SHARE = 1 << 20
 """Numbers of keys that a thread is woken for: with their values they take 300 us."""

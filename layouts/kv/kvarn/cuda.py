@@ -6,20 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.attention.choose_prefill import prompt_attention
-from ..kernels.attention.decode import DecodeWorkspace
-from ..kernels.attention.kvarn.decode import kvarn_decode, plain_splits
-from ..kernels.attention.kvarn.flush import addresses, flush_decoded, flush_prompts
-from ..kernels.attention.kvarn.held import append_held, hold
-from ..kernels.attention.kvarn.prefill import kvarn_prefill
-from ..kernels.attention.kvarn.widen import widen_kvarn
-from ..kernels.attention.prefill import tiles_of
-from ..kernels.attention.reference import AttentionOptions
-from .kv.attention_metadata import AttentionMetadata, HostMetadata
-from .kv.cuda import to_device
-from .kv.layer import KVShape, PoolSize, Workspaces, by_token, widened
-from .kv.side_stream import SideStream
-from .kv_kvarn_storage import KVarNStorage
+from ....kernels.attention.choose_prefill import prompt_attention
+from ....kernels.attention.decode import DecodeWorkspace
+from ....kernels.attention.kvarn.decode import kvarn_decode, plain_splits
+from ....kernels.attention.kvarn.flush import addresses, flush_decoded, flush_prompts
+from ....kernels.attention.kvarn.held import append_held, hold
+from ....kernels.attention.kvarn.prefill import kvarn_prefill
+from ....kernels.attention.kvarn.widen import widen_kvarn
+from ....kernels.attention.prefill import tiles_of
+from ....kernels.attention.reference import AttentionOptions
+from ..attention_metadata import AttentionMetadata, HostMetadata
+from ..cuda import to_device
+from ..layer import KVShape, PoolSize, Workspaces, by_token, widened
+from ..side_stream import SideStream
+from .storage import KVarNStorage
 
 
 class KVarNLayers:

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.attention import reference as paged_attention
-from ..kernels.attention.kvarn.cpu.compiled import kernels, numbers
-from ..kernels.attention.reference import AttentionOptions, TokenGroup
-from .kv.attention_metadata import AttentionMetadata, RequestTokens
-from .kv.cpu import on_host, with_padding
-from .kv.layer import Workspaces, widened
-from .kv_kvarn_steps import Run, Steps
-from .kv_kvarn_storage import KVarNStorage
+from ....kernels.attention import reference as paged_attention
+from ....kernels.attention.kvarn.cpu.compiled import kernels, numbers
+from ....kernels.attention.reference import AttentionOptions, TokenGroup
+from ..attention_metadata import AttentionMetadata, RequestTokens
+from ..cpu import on_host, with_padding
+from ..layer import Workspaces, widened
+from .steps import Run, Steps
+from .storage import KVarNStorage
 
 
 class Threads:

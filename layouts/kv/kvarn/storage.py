@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention.kvarn.reference import KVarNTile
-from .kv.layer import KVShape, PoolSize, zeros
+from ....kernels.attention.kvarn.reference import KVarNTile
+from ..layer import KVShape, PoolSize, zeros
 
 
 @dataclass(frozen=True)

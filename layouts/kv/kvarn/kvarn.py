@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.batch_invariance import NUMERICS, Numerics
-from ..base.errors import UserError
-from .kv.layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
-from .kv.token_by_token import TokenByToken
-from .kv_kvarn_storage import KVarNStorage
+from ....base.batch_invariance import NUMERICS, Numerics
+from ....base.errors import UserError
+from ..layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
+from ..token_by_token import TokenByToken
+from .storage import KVarNStorage
 
 HELD_PAGES = 2
 """Of a request as they are: the first one and the one being written."""
@@ -74,9 +74,9 @@ class KVarN:
         storage = KVarNStorage.allocate(shape.padded(), size, self.value_bits, device)
         # Each imported only where its kernels are needed: a GPU's, or numba, which takes half a second.
         if device.type == "cuda":
-            from .kv_kvarn_cuda import KVarNCudaLayerKV
+            from .cuda import KVarNCudaLayerKV
 
             return KVarNCudaLayerKV(storage, shape.padded(), size, workspaces)
-        from .kv_kvarn_cpu import KVarNCpuLayerKV
+        from .cpu import KVarNCpuLayerKV
 
         return KVarNCpuLayerKV(storage, workspaces)
