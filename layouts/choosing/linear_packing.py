@@ -12,7 +12,7 @@ from ...base.batch_invariance import Numerics
 from ..all_layouts import LAYOUTS
 from ..formats.unquantized import Unquantized, UnquantizedWeight
 from ..layout import Layout, Problem
-from ..linear import QuantizedLinear
+from ..modules.linear import QuantizedLinear
 from .choose import default_layout
 
 

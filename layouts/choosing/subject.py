@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..formats.unquantized import Unquantized, UnquantizedWeight
 from ..layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWeight, Problem
-from ..linear import QuantizedLinear
+from ..modules.linear import QuantizedLinear
 from ..routing import Routing
 
 ROUTINGS = 16

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ...layouts.experts import is_experts
-from ...layouts.merged_linear import layers_with_one_input
+from ...layouts.modules.experts import is_experts
+from ...layouts.modules.merged_linear import layers_with_one_input
 from ...serving_check.engine.attention import attention_layers
 from ..checkpoints.checkpoint import Checkpoint
 from .skeleton import model_config

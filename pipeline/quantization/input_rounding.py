@@ -1,7 +1,7 @@
 """Rounds what plain linear layers get, where their checkpoint quantizes activations as well.
 
 For models that are run with dequantized weights, as `layer_stream.py` runs them; packed layers round by
-themselves (`layouts/linear.py`).
+themselves (`layouts/modules/linear.py`).
 """
 
 from collections.abc import Mapping

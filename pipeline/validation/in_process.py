@@ -13,9 +13,9 @@ from torch import nn
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
 from ...base.progress import progress_bar
-from ...layouts.experts import PackedExperts, is_experts, parameters_of
-from ...layouts.linear import QuantizedLinear, packed_layers
-from ...layouts.merged_linear import MergedLinear
+from ...layouts.modules.experts import PackedExperts, is_experts, parameters_of
+from ...layouts.modules.linear import QuantizedLinear, packed_layers
+from ...layouts.modules.merged_linear import MergedLinear
 from ...serving_check.answer_figures import ServedText
 from ...serving_check.checks.served_text import text_score
 from ...serving_check.engine.options import UNQUANTIZED

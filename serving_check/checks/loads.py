@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from ...layouts.merged_linear import layers_of
+from ...layouts.modules.merged_linear import layers_of
 from ..engines.prometheus_text import labelled
 from ..engines.series import SCALEGATE_SERIES, Series
 from ..evidence import Loaded, PackedLayers

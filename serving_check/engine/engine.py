@@ -15,11 +15,11 @@ from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.choosing.linear_packing import pack_linears
 from ...layouts.choosing.plan import device_model
-from ...layouts.experts import pack_unquantized_experts
 from ...layouts.kv.format import KV_FORMATS, refuse_numerics
 from ...layouts.kv.layer import KVScales
-from ...layouts.linear import packed_layers
-from ...layouts.merged_linear import layers_with_one_input, merge_unquantized
+from ...layouts.modules.experts import pack_unquantized_experts
+from ...layouts.modules.linear import packed_layers
+from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
 from .attention import attention_layers, context_length, unsupported
 from .buckets import decode_buckets
 from .compiled_layers import restore_layers

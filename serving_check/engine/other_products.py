@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedModel
 
-from ...layouts.experts import PackedExperts
-from ...layouts.linear import QuantizedLinear
+from ...layouts.modules.experts import PackedExperts
+from ...layouts.modules.linear import QuantizedLinear
 from . import own_product_pass
 from .attention import attention_layers
 from .compiled_layers import model_layers

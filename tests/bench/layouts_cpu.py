@@ -23,7 +23,7 @@ from scalegate.layouts.choosing.plan import ShapeChoice, device_name, kernel_ver
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.layout import Problem
-from scalegate.layouts.linear import QuantizedLinear
+from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from scalegate.layouts.all_layouts import LAYOUTS
-from scalegate.layouts.experts import ExpertsPart, PackedExperts, is_experts, parameters_of
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.modules.experts import ExpertsPart, PackedExperts, is_experts, parameters_of
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from transformers import PreTrainedModel

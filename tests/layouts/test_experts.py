@@ -9,7 +9,13 @@ from scalegate.base.errors import UserError
 from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing.measure import measure
 from scalegate.layouts.choosing.timing import TimingBudget
-from scalegate.layouts.experts import (
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
+from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
+from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
+from scalegate.layouts.formats.weight_format import Weight, WeightFormat
+from scalegate.layouts.layout import Experts, ExpertsLayout, Problem
+from scalegate.layouts.modules.experts import (
     ExpertsPart,
     PackedExperts,
     is_experts,
@@ -17,12 +23,6 @@ from scalegate.layouts.experts import (
     parameters_of,
     stack_inputs,
 )
-from scalegate.layouts.formats.int4 import Int4
-from scalegate.layouts.formats.int8 import Int8
-from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
-from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
-from scalegate.layouts.formats.weight_format import Weight, WeightFormat
-from scalegate.layouts.layout import Experts, ExpertsLayout, Problem
 from scalegate.layouts.routing import Routing
 from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 from torch import Tensor, nn

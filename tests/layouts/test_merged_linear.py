@@ -8,8 +8,8 @@ from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat, merge_rows
-from scalegate.layouts.linear import QuantizedLinear, packed_layers
-from scalegate.layouts.merged_linear import (
+from scalegate.layouts.modules.linear import QuantizedLinear, packed_layers
+from scalegate.layouts.modules.merged_linear import (
     MergedLinear,
     layers_of,
     layers_with_one_input,

@@ -13,7 +13,7 @@ from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.installed import installed_package
 from scalegate.layouts.layout import Experts, Problem
-from scalegate.layouts.linear import QuantizedLinear
+from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 
 GEMLITE_SLACK = 2.0

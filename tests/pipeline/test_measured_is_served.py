@@ -19,8 +19,8 @@ from scalegate.layouts.choosing.plan import LayoutPlan, Measurement
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.layout import PackedWeight, Problem
-from scalegate.layouts.linear import QuantizedLinear, packed_layers
-from scalegate.layouts.merged_linear import MergedLinear
+from scalegate.layouts.modules.linear import QuantizedLinear, packed_layers
+from scalegate.layouts.modules.merged_linear import MergedLinear
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of

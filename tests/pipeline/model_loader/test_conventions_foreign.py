@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from scalegate.layouts.linear import QuantizedLinear
+from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader.load_model import load_model

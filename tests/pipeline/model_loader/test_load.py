@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.choosing.plan import LayoutPlan, ShapeChoice
 from scalegate.layouts.layout import Experts, Problem
-from scalegate.layouts.linear import packed_layers
+from scalegate.layouts.modules.linear import packed_layers
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn

@@ -10,19 +10,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, library, nn
 
-from ..base.batch_invariance import Numerics
-from ..base.errors import UserError
-from .all_layouts import LAYOUTS
-from .fixed_rows import FixedRows
-from .formats.input_format import InputFormat
-from .formats.unquantized import Unquantized, UnquantizedWeight
+from ...base.batch_invariance import Numerics
+from ...base.errors import UserError
+from ..all_layouts import LAYOUTS
+from ..fixed_rows import FixedRows
+from ..formats.input_format import InputFormat
+from ..formats.unquantized import Unquantized, UnquantizedWeight
+from ..grouped_experts import GroupedUnquantized
+from ..layout import ExpertsLayout, PackedWeight
+from ..per_expert import PerExpert
+from ..routing import Routing
+from ..torch_linear import TorchLinear
 from .gated_experts import gated_experts, is_served_whole
-from .grouped_experts import GroupedUnquantized
-from .layout import ExpertsLayout, PackedWeight
 from .linear import spec_of_text, spec_text
-from .per_expert import PerExpert
-from .routing import Routing
-from .torch_linear import TorchLinear
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed")
 """What transformers' experts modules have in common, those that its ExpertsInterface can serve."""
