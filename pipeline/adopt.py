@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..layouts.formats.weight_format import spec_to_json
-from ..layouts.installed import NOT_INSTALLED, installed_version
+from ..layouts.packing.installed import NOT_INSTALLED, installed_version
 from .artifact import MANIFEST_NAME, Artifact, published_files, record_files
 from .checkpoints.baseline import open_baseline, remember_source, weights_digest
 from .checkpoints.checkpoint import open_checkpoint

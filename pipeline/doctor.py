@@ -13,12 +13,12 @@ import psutil
 import torch
 from huggingface_hub import constants, get_token
 
-from ..layouts.all_layouts import LAYOUTS
 from ..layouts.choosing.plan import device_name
 from ..layouts.formats.all_formats import WEIGHT_FORMATS
-from ..layouts.installed import installed_version
 from ..layouts.kv.format import KV_FORMATS
-from ..layouts.layout import Experts, ExpertsLayout, Problem
+from ..layouts.packing.all_layouts import LAYOUTS
+from ..layouts.packing.installed import installed_version
+from ..layouts.packing.layout import Experts, ExpertsLayout, Problem
 from ..serving_check.engines.all_engines import ENGINES
 from ..serving_check.engines.engine import Availability
 from .conventions.all_conventions import CONVENTIONS

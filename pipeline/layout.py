@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from ..base.errors import UserError
-from ..layouts.all_layouts import LAYOUTS
 from ..layouts.choosing.choose import choose, forced_for, ms_to_measure
 from ..layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
 from ..layouts.kv.format import KV_FORMATS
-from ..layouts.layout import Problem
+from ..layouts.packing.all_layouts import LAYOUTS
+from ..layouts.packing.layout import Problem
 from ..serving_check.engine.kv_timing import time_kv_formats
 from ..serving_check.engine.options import UNQUANTIZED
 from .artifact import MANIFEST_NAME, Artifact

@@ -18,7 +18,7 @@ import torch
 from ..base.atomic_files import PARTIAL_SUFFIX
 from ..base.errors import UserError
 from ..layouts.formats.weight_format import spec_to_json
-from ..layouts.installed import NOT_INSTALLED, installed_version
+from ..layouts.packing.installed import NOT_INSTALLED, installed_version
 from .artifact import SCALED_BY, Artifact, FileRecord, record_files
 from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint

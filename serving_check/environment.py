@@ -7,7 +7,7 @@ import torch
 
 from ..base.options import OptionValue
 from ..layouts.choosing.plan import device_name
-from ..layouts.installed import installed_version
+from ..layouts.packing.installed import installed_version
 from .verdict import Environment
 
 PACKAGES = (

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
 from scalegate.base.registry import Registry
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import CONVENTIONS, EXPORTS
 from scalegate.pipeline.publishing.card_engines import engines

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from scalegate.layouts.formats.weight_format import WEIGHT_FORMATS, Weight
-from scalegate.layouts.layout import LAYOUTS, PackedWeight, Problem, Serves
+from scalegate.layouts.packing.layout import LAYOUTS, PackedWeight, Problem, Serves
 from scalegate.pipeline.conventions.compressed_tensors.scheme import SCHEMES
 from scalegate.pipeline.conventions.convention import StoredWeight
 from scalegate.pipeline.conventions.stored import FLOAT_DTYPES, require_tensor

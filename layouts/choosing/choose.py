@@ -20,8 +20,8 @@ import torch
 
 from ...base.errors import UserError
 from ...base.progress import progress_bar
-from ..all_layouts import LAYOUTS
-from ..layout import ExpertsLayout, Problem
+from ..packing.all_layouts import LAYOUTS
+from ..packing.layout import ExpertsLayout, Problem
 from .explain import lowest_ratio, mean_ratio
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store

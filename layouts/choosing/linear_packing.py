@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ...base.batch_invariance import Numerics
-from ..all_layouts import LAYOUTS
 from ..formats.unquantized import Unquantized, UnquantizedWeight
-from ..layout import Layout, Problem
 from ..modules.linear import QuantizedLinear
+from ..packing.all_layouts import LAYOUTS
+from ..packing.layout import Layout, Problem
 from .choose import default_layout
 
 

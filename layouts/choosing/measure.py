@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..layout import LAYOUTS, AnyLayout, PackedWeight, Problem
+from ..packing.layout import LAYOUTS, AnyLayout, PackedWeight, Problem
 from .plan import Measurement
 from .subject import Subject, subject_of
 from .time_limit import OutOfTime, time_limit

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from ...base.atomic_files import write_json
-from ..layout import Problem
+from ..packing.layout import Problem
 from .measure import ShapeMeasurements
 from .plan import Measurement, device_name, kernel_versions
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..installed import installed_version
-from ..layout import Problem
+from ..packing.installed import installed_version
+from ..packing.layout import Problem
 
 KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite", "mslk")
 """Distributions that bring kernels: another version of one may measure differently."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.unquantized import Unquantized, UnquantizedWeight
-from ..layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWeight, Problem
 from ..modules.linear import QuantizedLinear
-from ..routing import Routing
+from ..packing.layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWeight, Problem
+from ..packing.routing import Routing
 
 ROUTINGS = 16
 """Draws of experts that calls take in turn, so that a GPU's cache does not keep the weights of one draw."""

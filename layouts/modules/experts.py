@@ -12,15 +12,15 @@ from torch import Tensor, library, nn
 
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
-from ..all_layouts import LAYOUTS
-from ..fixed_rows import FixedRows
 from ..formats.input_format import InputFormat
 from ..formats.unquantized import Unquantized, UnquantizedWeight
-from ..grouped_experts import GroupedUnquantized
-from ..layout import ExpertsLayout, PackedWeight
-from ..per_expert import PerExpert
-from ..routing import Routing
-from ..torch_linear import TorchLinear
+from ..packing.all_layouts import LAYOUTS
+from ..packing.fixed_rows import FixedRows
+from ..packing.grouped_experts import GroupedUnquantized
+from ..packing.layout import ExpertsLayout, PackedWeight
+from ..packing.per_expert import PerExpert
+from ..packing.routing import Routing
+from ..packing.torch_linear import TorchLinear
 from .gated_experts import gated_experts, is_served_whole
 from .linear import spec_of_text, spec_text
 

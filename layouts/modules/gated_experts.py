@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, library, nn
 from torch.nn import functional
 
-from ..all_layouts import LAYOUTS
-from ..layout import PackedWeight
+from ..packing.all_layouts import LAYOUTS
+from ..packing.layout import PackedWeight
 from .linear import spec_of_text
 
 

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor, library, nn
 
-from ..all_layouts import LAYOUTS
 from ..formats.input_format import InputFormat
 from ..formats.weight_format import WeightFormat, spec_from_json, spec_to_json
-from ..layout import Layout, PackedWeight
+from ..packing.all_layouts import LAYOUTS
+from ..packing.layout import Layout, PackedWeight
 
 INPUT_BUFFER = "input_{}"
 

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from ...layouts.installed import NOT_INSTALLED
+from ...layouts.packing.installed import NOT_INSTALLED
 from ..doctor import Diagnosis, LayoutState, doctor
 from ..tested_stack import as_sentence
 

@@ -15,7 +15,7 @@ from ...base.registry import Registry
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight, WeightFormat
-from ...layouts.layout import Problem
+from ...layouts.packing.layout import Problem
 from ..checkpoints.checkpoint import Checkpoint
 
 

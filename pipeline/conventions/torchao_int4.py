@@ -13,7 +13,7 @@ from torch import Tensor
 from ...base.errors import UserError
 from ...layouts.formats.int4 import SCALE_BITS, Int4, Int4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
-from ...layouts.int4_affine import scale_and_zero
+from ...layouts.packing.int4_affine import scale_and_zero
 from ..checkpoints.checkpoint import Checkpoint
 from .convention import StoredWeight
 from .stored import FLOAT_DTYPES, int4_spec, require_tensor

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ...layouts.choosing.choose import default_layout
-from ...layouts.layout import Problem
+from ...layouts.packing.layout import Problem
 
 DEQUANTIZE = "dequantize"
 """Ends the name of each layout that does so."""

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
 from ...layouts.choosing.plan import LayoutPlan
-from ...layouts.layout import Problem
+from ...layouts.packing.layout import Problem
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype

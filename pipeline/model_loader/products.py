@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
-from ...layouts.layout import Experts, Problem
 from ...layouts.modules.merged_linear import merged_name
+from ...layouts.packing.layout import Experts, Problem
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .merge_groups import merged_alike

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
 from ...base.progress import progress_bar
-from ...layouts.all_layouts import LAYOUTS
 from ...layouts.choosing.choose import default_layout, forced_for, refuse_impossible
 from ...layouts.choosing.plan import LayoutPlan
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, merge_rows
-from ...layouts.layout import ExpertsLayout, Layout, Problem
 from ...layouts.modules.experts import ExpertsPart, PackedExperts, stack_inputs
 from ...layouts.modules.linear import QuantizedLinear
 from ...layouts.modules.merged_linear import merge_unquantized, put_merged
+from ...layouts.packing.all_layouts import LAYOUTS
+from ...layouts.packing.layout import ExpertsLayout, Layout, Problem
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader

@@ -29,7 +29,7 @@ CPU_CHUNK_WHILE_DECODING, CUDA_CHUNK_WHILE_DECODING = 512, 256
 
 # The registries bring torch along, which takes seconds: they are imported when a choice is looked at.
 def _layouts() -> Iterable[str]:
-    from ...layouts.all_layouts import LAYOUTS
+    from ...layouts.packing.all_layouts import LAYOUTS
 
     return LAYOUTS
 

@@ -23,7 +23,7 @@ from scalegate.layouts.choosing.choose import choose
 from scalegate.layouts.choosing.measurement_cache import CACHE_VARIABLE
 from scalegate.layouts.choosing.plan import LayoutPlan, device_name, kernel_versions
 from scalegate.layouts.formats.int4 import Int4
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.packing.layout import Problem
 
 MODELS = {
     "qwen3-8b": {"q_o": (4096, 4096), "k_v": (1024, 4096), "gate_up": (12288, 4096), "down": (4096, 12288)},

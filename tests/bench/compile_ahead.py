@@ -62,7 +62,7 @@ def compile_ahead(jobs: Iterable[Job], seconds: float) -> dict[Job, str]:
 def call_once(job: Job) -> float:
     """Seconds until the product was there."""
     import torch
-    from scalegate.layouts.all_layouts import LAYOUTS
+    from scalegate.layouts.packing.all_layouts import LAYOUTS
     from scalegate.tests.bench.linear import random_weight
 
     started = time.perf_counter()

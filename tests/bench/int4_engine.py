@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions

@@ -22,8 +22,8 @@ from scalegate.kernels.hopper import stream_k, stream_k_config
 from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
-from scalegate.layouts.layout import PackedWeight
-from scalegate.layouts.swap_ab import PACKING, SWAP_AB
+from scalegate.layouts.packing.layout import PackedWeight
+from scalegate.layouts.packing.swap_ab import PACKING, SWAP_AB
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.kernels.iq2_xxs import one_row
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
-from scalegate.layouts.iq2_xxs import IQ2_XXS
-from scalegate.layouts.layout import PackedWeight, Problem
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
+from scalegate.layouts.packing.layout import PackedWeight, Problem
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))

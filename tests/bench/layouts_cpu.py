@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing.choose import DEFAULT_MS, pick
 from scalegate.layouts.choosing.explain import lowest_ratio, mean_ratio
 from scalegate.layouts.choosing.measure import measure
 from scalegate.layouts.choosing.plan import ShapeChoice, device_name, kernel_versions
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4
-from scalegate.layouts.layout import Problem
 from scalegate.layouts.modules.linear import QuantizedLinear
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Problem
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")

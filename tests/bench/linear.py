@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing.timing import HOPELESS, TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
-from scalegate.layouts.hopper import HopperLayout
-from scalegate.layouts.layout import Layout, PackedWeight, Problem
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.hopper import HopperLayout
+from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem
 from torch import Tensor
 from torch.nn import functional
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.modules.experts import ExpertsPart, PackedExperts, is_experts, parameters_of
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from transformers import PreTrainedModel

@@ -8,9 +8,9 @@ import torch
 import triton
 from scalegate.kernels.experts import gated, int4, one_token, unquantized
 from scalegate.kernels.experts.routing import route, route_reference
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.layouts.routing import Routing
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.routing import Routing
 
 pytestmark = pytest.mark.gpu
 

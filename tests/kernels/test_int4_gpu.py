@@ -7,8 +7,8 @@ from scalegate.kernels.hopper.packed_operand import PackedOperand
 from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from scalegate.layouts.layout import Problem
-from scalegate.layouts.swap_ab import PACKING, SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
+from scalegate.layouts.packing.layout import Problem
+from scalegate.layouts.packing.swap_ab import PACKING, SWAP_AB, SWAP_AB_INVARIANT, SWAP_AB_PORTABLE
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.kernels.int4 import packing
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from scalegate.layouts.swap_ab import PACKING, SWAP_AB, SWAP_AB_PORTABLE
+from scalegate.layouts.packing.swap_ab import PACKING, SWAP_AB, SWAP_AB_PORTABLE
 
 INT4 = Int4Decoder(half=False, group_size=128, fractional=False)
 INTERPRETED = Path(__file__).with_name("interpreted_int4.py")

@@ -5,10 +5,10 @@ import torch
 from scalegate.kernels.hopper import stream_k, stream_k_config
 from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.hopper.tile import NUM_SMS
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8, Int8Weight
-from scalegate.layouts.int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT, PACKING
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT, PACKING
+from scalegate.layouts.packing.layout import Problem
 
 pytestmark = pytest.mark.gpu
 

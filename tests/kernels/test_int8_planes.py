@@ -4,8 +4,8 @@ import pytest
 import torch
 from scalegate.kernels.int4 import packing, planes
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8, Int8Weight
-from scalegate.layouts.int8_swap_ab import INT8_SWAP_AB, PACKING
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.packing.int8_swap_ab import INT8_SWAP_AB, PACKING
+from scalegate.layouts.packing.layout import Problem
 from scalegate.tests.rounding_bounds import rounded
 
 DTYPES = [torch.bfloat16, torch.float16]

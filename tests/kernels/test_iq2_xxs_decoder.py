@@ -6,7 +6,7 @@ from scalegate.kernels.hopper import reorder_x
 from scalegate.kernels.iq2_xxs import decoder, lookup, one_row, packing
 from scalegate.kernels.iq2_xxs.grid import grid
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
-from scalegate.layouts.iq2_xxs import IQ2_XXS
+from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
 from scalegate.tests.kernels.ptx_interpreter import execute
 
 CPU = torch.device("cpu")

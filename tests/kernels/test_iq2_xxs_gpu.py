@@ -7,8 +7,8 @@ from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.iq2_xxs import one_row
 from scalegate.kernels.iq2_xxs.matmul import ONE_ROW_TILES, TILES
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
-from scalegate.layouts.iq2_xxs import IQ2_XXS
-from scalegate.layouts.layout import PackedWeight, Problem
+from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
+from scalegate.layouts.packing.layout import PackedWeight, Problem
 
 pytestmark = pytest.mark.gpu
 

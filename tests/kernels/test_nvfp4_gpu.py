@@ -6,8 +6,8 @@ from scalegate.kernels.hopper import stream_k, stream_k_config
 from scalegate.kernels.hopper.stream_k import Config
 from scalegate.layouts.formats.int4 import pack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
-from scalegate.layouts.layout import Problem
-from scalegate.layouts.nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT, PACKING
+from scalegate.layouts.packing.layout import Problem
+from scalegate.layouts.packing.nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT, PACKING
 
 pytestmark = pytest.mark.gpu
 

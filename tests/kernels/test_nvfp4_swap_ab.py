@@ -6,7 +6,7 @@ from scalegate.kernels.experts import nvfp4 as experts
 from scalegate.kernels.nvfp4 import decoder, packing
 from scalegate.layouts.formats.int4 import pack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
-from scalegate.layouts.nvfp4_swap_ab import NVFP4_SWAP_AB, PACKING
+from scalegate.layouts.packing.nvfp4_swap_ab import NVFP4_SWAP_AB, PACKING
 from scalegate.tests.kernels.ptx_interpreter import execute
 
 # Whole tiles; ragged N; ragged K, down to one group.

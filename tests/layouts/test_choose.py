@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing import choose as choose_module
 from scalegate.layouts.choosing.choose import choose, default_layout, default_ms, pick
 from scalegate.layouts.choosing.explain import explain_slow_layout
@@ -19,7 +18,8 @@ from scalegate.layouts.choosing.time_limit import OutOfTime, time_limit
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.layouts.layout import Experts, PackedWeight, Problem
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Experts, PackedWeight, Problem
 
 CPU = torch.device("cpu")
 QUICK = TimingBudget(samples=6, sample_seconds=0.0002)

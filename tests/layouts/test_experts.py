@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing.measure import measure
 from scalegate.layouts.choosing.timing import TimingBudget
 from scalegate.layouts.formats.int4 import Int4
@@ -14,7 +13,6 @@ from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
 from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
-from scalegate.layouts.layout import Experts, ExpertsLayout, Problem
 from scalegate.layouts.modules.experts import (
     ExpertsPart,
     PackedExperts,
@@ -23,7 +21,9 @@ from scalegate.layouts.modules.experts import (
     parameters_of,
     stack_inputs,
 )
-from scalegate.layouts.routing import Routing
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Experts, ExpertsLayout, Problem
+from scalegate.layouts.packing.routing import Routing
 from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig

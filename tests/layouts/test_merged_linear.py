@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat, merge_rows
@@ -17,6 +16,7 @@ from scalegate.layouts.modules.merged_linear import (
     merged_name,
     put_merged,
 )
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from torch import Tensor, nn
 
 CPU = torch.device("cpu")

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from scalegate.base.batch_invariance import row_tiles
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import Weight
-from scalegate.layouts.layout import ExpertsLayout, Problem
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import ExpertsLayout, Problem
 from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import pack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input, NVFP4Weight
 from scalegate.layouts.modules.linear import QuantizedLinear
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOTH = pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])

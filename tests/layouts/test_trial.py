@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scalegate.layouts import trial
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing.choose import default_layout
 from scalegate.layouts.formats.int4 import Int4
-from scalegate.layouts.layout import Experts, PackedWeight, Problem
+from scalegate.layouts.packing import trial
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Experts, PackedWeight, Problem
 
 CPU = torch.device("cpu")
 COMPILER_SAYS = "at 41:13:\n\nresult shared-memory footprint exceeds the source view\n"

@@ -20,7 +20,7 @@ from scalegate.layouts.formats.weight_format import (
     spec_to_json,
     weight_of,
 )
-from scalegate.layouts.layout import Experts, Problem
+from scalegate.layouts.packing.layout import Experts, Problem
 
 CPU = torch.device("cpu")
 N, K = 24, 512

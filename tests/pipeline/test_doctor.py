@@ -7,8 +7,8 @@ from importlib.metadata import version
 import pytest
 import torch
 from click.testing import CliRunner
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.pipeline import doctor as doctor_module
 from scalegate.pipeline.cli.doctor import command
 from scalegate.pipeline.doctor import doctor

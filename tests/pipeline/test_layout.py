@@ -7,12 +7,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing import choose as choose_module
 from scalegate.layouts.choosing.measure import measure
 from scalegate.layouts.choosing.plan import LayoutPlan
 from scalegate.layouts.choosing.timing import TimingBudget
-from scalegate.layouts.layout import Layout, PackedWeight
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Layout, PackedWeight
 from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.layout import layout

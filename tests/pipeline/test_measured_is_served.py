@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.choosing import choose as choose_module
 from scalegate.layouts.choosing.choose import choose
 from scalegate.layouts.choosing.measure import ShapeMeasurements
 from scalegate.layouts.choosing.plan import LayoutPlan, Measurement
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.weight_format import Weight
-from scalegate.layouts.layout import PackedWeight, Problem
 from scalegate.layouts.modules.linear import QuantizedLinear, packed_layers
 from scalegate.layouts.modules.merged_linear import MergedLinear
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import PackedWeight, Problem
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scalegate.layouts.installed import NOT_INSTALLED
+from scalegate.layouts.packing.installed import NOT_INSTALLED
 from scalegate.serving_check.engines import SubprocessEndpoint
 
 ROOT = Path(__file__).resolve().parents[2]

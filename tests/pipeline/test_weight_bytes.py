@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.modules.linear import QuantizedLinear
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.pipeline.validation.in_process import weight_bytes
 from torch import nn
 

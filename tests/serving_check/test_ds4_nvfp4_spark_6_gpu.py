@@ -14,9 +14,9 @@ import torch
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.layouts.iq2_xxs import IQ2_XXS
-from scalegate.layouts.layout import Problem
-from scalegate.layouts.nvfp4_swap_ab import NVFP4_SWAP_AB
+from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
+from scalegate.layouts.packing.layout import Problem
+from scalegate.layouts.packing.nvfp4_swap_ab import NVFP4_SWAP_AB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from scalegate.base.batch_invariance import NUMERICS
 from scalegate.kernels.attention.prefill import prefill_attention, tiles_of
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
-from scalegate.layouts.grouped_experts import GroupedDequantize, GroupedUnquantized
-from scalegate.layouts.layout import Experts, Problem
-from scalegate.layouts.routing import Routing
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.grouped_experts import GroupedDequantize, GroupedUnquantized
+from scalegate.layouts.packing.layout import Experts, Problem
+from scalegate.layouts.packing.routing import Routing
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config

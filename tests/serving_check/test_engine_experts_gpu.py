@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
-from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.modules.experts import ExpertsPart, PackedExperts, is_experts, parameters_of
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Experts, Problem
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, Qwen2MoeConfig

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.serving_check.engine import compiled_layers, forward
 from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.compiled_layers import TUNINGS

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from scalegate.kernels.experts import gated, one_token
-from scalegate.layouts.all_layouts import LAYOUTS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.modules.experts import ExpertsPart, PackedExperts, parameters_of
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from torch import nn
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts

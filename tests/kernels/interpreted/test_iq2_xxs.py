@@ -4,7 +4,7 @@ import pytest
 import torch
 from scalegate.kernels.iq2_xxs.dequantize import dequantize
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
-from scalegate.layouts.iq2_xxs import IQ2_XXS
+from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("words", "scales", "factor", "codebook")

@@ -5,7 +5,7 @@ import torch
 from scalegate.layouts.choosing.choose import default_layout
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.layouts.layout import Problem
+from scalegate.layouts.packing.layout import Problem
 from scalegate.pipeline.model_loader.dequantized import dequantized_note
 
 CPU = torch.device("cpu")

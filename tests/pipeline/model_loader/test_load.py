@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.choosing.plan import LayoutPlan, ShapeChoice
-from scalegate.layouts.layout import Experts, Problem
 from scalegate.layouts.modules.linear import packed_layers
+from scalegate.layouts.packing.layout import Experts, Problem
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn

@@ -6,10 +6,10 @@ Not for the CPU (`fixed_rows.py`), nor for serving that may depend on the batch 
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import FOR_INVARIANCE_ONLY, NUMERICS
-from ..kernels.invariant_matmul import invariant_matmul, semaphores_of
-from .formats.unquantized import Unquantized
-from .formats.weight_format import Weight
+from ...base.batch_invariance import FOR_INVARIANCE_ONLY, NUMERICS
+from ...kernels.invariant_matmul import invariant_matmul, semaphores_of
+from ..formats.unquantized import Unquantized
+from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .formats.int4 import Int4, unpack_nibbles
-from .formats.weight_format import Weight
+from ..formats.int4 import Int4, unpack_nibbles
+from ..formats.weight_format import Weight
 from .int4_affine import int4_of, pad_rows, refuses_groups, require_int4, scale_and_zero
 from .layout import PackedWeight, Problem, Serves
 

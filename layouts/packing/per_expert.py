@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import NUMERICS
-from .formats.weight_format import Weight
+from ...base.batch_invariance import NUMERICS
+from ..formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
 from .routing import Routing
 

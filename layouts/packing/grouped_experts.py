@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import NUMERICS
-from ..kernels.experts import gated, int4, nvfp4, one_token, unquantized
-from ..kernels.experts import packed as packed_experts
-from ..kernels.nvfp4.packing import FACTOR
-from .formats.int4 import Int4, Int4Weight, unpack_nibbles
-from .formats.nvfp4 import NVFP4, NVFP4Weight
-from .formats.unquantized import Unquantized
-from .formats.weight_format import Weight, weight_of
+from ...base.batch_invariance import NUMERICS
+from ...kernels.experts import gated, int4, nvfp4, one_token, unquantized
+from ...kernels.experts import packed as packed_experts
+from ...kernels.nvfp4.packing import FACTOR
+from ..formats.int4 import Int4, Int4Weight, unpack_nibbles
+from ..formats.nvfp4 import NVFP4, NVFP4Weight
+from ..formats.unquantized import Unquantized
+from ..formats.weight_format import Weight, weight_of
 from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
 from .routing import Routing

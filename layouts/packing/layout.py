@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import Numerics
-from ..base.registry import Registry
-from .formats.weight_format import Weight, WeightFormat
+from ...base.batch_invariance import Numerics
+from ...base.registry import Registry
+from ..formats.weight_format import Weight, WeightFormat
 from .routing import Routing
 
 

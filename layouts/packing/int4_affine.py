@@ -7,8 +7,8 @@ kernel's own.
 import torch
 from torch import Tensor
 
-from .formats.int4 import Int4, Int4Weight
-from .formats.weight_format import Weight
+from ..formats.int4 import Int4, Int4Weight
+from ..formats.weight_format import Weight
 from .layout import Problem
 
 GROUP_SIZES = (32, 64, 128, 256)

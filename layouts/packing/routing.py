@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import Numerics
-from ..kernels.experts.routing import ExpertRouting, buffer_size, route_into, routing_in
-from ..kernels.experts.tile import block_rows_of
+from ...base.batch_invariance import Numerics
+from ...kernels.experts.routing import ExpertRouting, buffer_size, route_into, routing_in
+from ...kernels.experts.tile import block_rows_of
 
 
 @dataclass(frozen=True)

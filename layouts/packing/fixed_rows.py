@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, NUMERICS, row_tiles
-from .formats.weight_format import Weight
+from ...base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, NUMERICS, row_tiles
+from ..formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
 
 SUFFIX = "_fixed_rows"

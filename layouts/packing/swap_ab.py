@@ -11,11 +11,11 @@ Not for the CPU.
 import torch
 from torch import Tensor
 
-from ..kernels.hopper.packed_operand import PackedOperand
-from ..kernels.int4 import packing, portable
-from ..kernels.int4.decoder import Int4Decoder
-from .formats.int4 import Int4, unpack_nibbles
-from .formats.weight_format import Weight
+from ...kernels.hopper.packed_operand import PackedOperand
+from ...kernels.int4 import packing, portable
+from ...kernels.int4.decoder import Int4Decoder
+from ..formats.int4 import Int4, unpack_nibbles
+from ..formats.weight_format import Weight
 from .hopper import HopperLayout
 from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .formats.unquantized import Unquantized
-from .formats.weight_format import Weight
+from ..formats.unquantized import Unquantized
+from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
 

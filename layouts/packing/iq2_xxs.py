@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
-from ..kernels.iq2_xxs.decoder import IQ2XXSDecoder
-from ..kernels.iq2_xxs.dequantize import dequantize
-from ..kernels.iq2_xxs.grid import grid
-from ..kernels.iq2_xxs.matmul import matmul
-from ..kernels.iq2_xxs.packing import pack_scales, pack_words
-from .formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
-from .formats.weight_format import Weight
+from ...kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
+from ...kernels.iq2_xxs.decoder import IQ2XXSDecoder
+from ...kernels.iq2_xxs.dequantize import dequantize
+from ...kernels.iq2_xxs.grid import grid
+from ...kernels.iq2_xxs.matmul import matmul
+from ...kernels.iq2_xxs.packing import pack_scales, pack_words
+from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
+from ..formats.weight_format import Weight
 from .hopper import HOPPER
 from .layout import PackedWeight, Problem, Serves
 from .trial import trial_refusal

@@ -7,11 +7,11 @@ read them. Not for the CPU.
 import torch
 from torch import Tensor
 
-from ..kernels.hopper.packed_operand import PackedOperand
-from ..kernels.int4 import planes
-from ..kernels.int4.decoder import Int4Decoder
-from .formats.int8 import Int8, Int8Weight
-from .formats.weight_format import Weight
+from ...kernels.hopper.packed_operand import PackedOperand
+from ...kernels.int4 import planes
+from ...kernels.int4.decoder import Int4Decoder
+from ..formats.int8 import Int8, Int8Weight
+from ..formats.weight_format import Weight
 from .hopper import HopperLayout
 from .layout import PackedWeight, Problem
 

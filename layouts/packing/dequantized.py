@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .formats.int8 import Int8
-from .formats.iq2_xxs import IQ2XXS
-from .formats.nvfp4 import NVFP4
-from .formats.weight_format import Weight
+from ..formats.int8 import Int8
+from ..formats.iq2_xxs import IQ2XXS
+from ..formats.nvfp4 import NVFP4
+from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
 CPU_FORMATS = (NVFP4, IQ2XXS, Int8)

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..base.batch_invariance import NUMERICS, Numerics
-from ..kernels.hopper import gemm
-from ..kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
-from .formats.weight_format import Weight
+from ...base.batch_invariance import NUMERICS, Numerics
+from ...kernels.hopper import gemm
+from ...kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
+from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 from .trial import trial_refusal
 

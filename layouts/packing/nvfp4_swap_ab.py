@@ -7,12 +7,12 @@ activations in bf16; not for the CPU.
 import torch
 from torch import Tensor
 
-from ..kernels.hopper.packed_operand import PackedOperand
-from ..kernels.nvfp4 import packing
-from ..kernels.nvfp4.decoder import NVFP4Decoder
-from .formats.int4 import unpack_nibbles
-from .formats.nvfp4 import NVFP4, NVFP4Weight
-from .formats.weight_format import Weight
+from ...kernels.hopper.packed_operand import PackedOperand
+from ...kernels.nvfp4 import packing
+from ...kernels.nvfp4.decoder import NVFP4Decoder
+from ..formats.int4 import unpack_nibbles
+from ..formats.nvfp4 import NVFP4, NVFP4Weight
+from ..formats.weight_format import Weight
 from .hopper import HopperLayout
 from .layout import PackedWeight, Problem
 
