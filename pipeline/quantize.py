@@ -20,12 +20,12 @@ from ..base.errors import UserError
 from ..layouts.formats.weight_format import spec_to_json
 from ..layouts.packing.installed import NOT_INSTALLED, installed_version
 from .artifact import SCALED_BY, Artifact, FileRecord, record_files
+from .checkpoints.base_metadata import read_base_metadata
 from .checkpoints.baseline import remember_source, weights_digest
 from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from .file_digests import sha256_of_each
 from .publishing.card_engines import kv_cache_commands
 from .quantization.allocation import PLAIN_BITS, Budget
-from .quantization.base_metadata import read_base_metadata
 from .quantization.calibration_names import CALIBRATION
 from .quantization.calibration_text import read_calibration_text
 from .quantization.estimate import Estimate, estimate

@@ -24,10 +24,10 @@ from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ...serving_check.task_scores import TaskScore
 from ...serving_check.verdict import CurvePoint, Verdict
 from ..artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
+from ..checkpoints.base_metadata import carried
 from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
-from ..quantization.base_metadata import carried
 from ..quantization.calibration_names import CALIBRATION, SCARCE, SELF
 from ..recipe import load_recipe, shipped_recipes
 from ..report.names import BADGE_NAME
