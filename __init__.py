@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .base.errors import UserError
-    from .pipeline.adopt import adopt
-    from .pipeline.layout import layout
-    from .pipeline.llm import LLM, Generation
-    from .pipeline.push import push
-    from .pipeline.quantize import quantize
-    from .pipeline.release import release
-    from .pipeline.serve import serve
-    from .pipeline.sign import sign
-    from .pipeline.validate import validate
-    from .pipeline.verify import verify
+    from .pipeline.commands.adopt import adopt
+    from .pipeline.commands.layout import layout
+    from .pipeline.commands.llm import LLM, Generation
+    from .pipeline.commands.push import push
+    from .pipeline.commands.quantize import quantize
+    from .pipeline.commands.release import release
+    from .pipeline.commands.serve import serve
+    from .pipeline.commands.sign import sign
+    from .pipeline.commands.validate import validate
+    from .pipeline.commands.verify import verify
     from .serving_check.engine.options import EngineOptions
     from .serving_check.engine.request import SamplingParams
 

@@ -23,7 +23,7 @@ def command(checkpoint: Path, baseline: str, baseline_revision: str | None, as_j
         pipeline validate ./Qwen3-8B-W4A16
         pipeline push ./Qwen3-8B-W4A16 --to ORG/Qwen3-8B-W4A16
     """
-    from ..adopt import adopt
+    from ..commands.adopt import adopt
 
     found = adopt(checkpoint, baseline, baseline_revision=baseline_revision).quantization
     if as_json:

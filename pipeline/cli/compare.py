@@ -44,7 +44,7 @@ def command(
         pipeline compare out ORG/Qwen3-8B-AWQ --card
     """
     from ..artifact import Artifact
-    from ..compare import compare
+    from ..commands.compare import compare
 
     folder = Path(models[0]).expanduser()
     if card:

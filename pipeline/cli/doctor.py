@@ -5,7 +5,7 @@ import json
 import click
 
 from ...layouts.packing.installed import NOT_INSTALLED
-from ..doctor import Diagnosis, LayoutState, doctor
+from ..commands.doctor import Diagnosis, LayoutState, doctor
 from ..tested_stack import as_sentence
 
 GB = 1e9

@@ -7,7 +7,7 @@ import click
 
 from ...layouts.choosing.plan import LayoutPlan
 from ...serving_check.policy import first_lines
-from ..inspect import Inspection, inspect
+from ..commands.inspect import Inspection, inspect
 from ..report.kv_table import pays
 
 SHOWN = 6

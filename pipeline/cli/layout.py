@@ -60,7 +60,7 @@ def command(
     """
     if contexts and not kv:
         raise UserError("KV formats are timed at --contexts, and --no-kv times none; leave one of them out")
-    from ..layout import layout
+    from ..commands.layout import layout
     from ..report.kv_table import kv_table, pays
     from ..report.layout_table import layout_table
 

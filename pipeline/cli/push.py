@@ -37,7 +37,7 @@ def command(
         pipeline push work/Qwen3-8B-INT4 --to ORG/Qwen3-8B-INT4 --private
         pipeline push work/Qwen3-8B-INT4 --to folder:release/Qwen3-8B-INT4
     """
-    from ..push import push
+    from ..commands.push import push
 
     result = push(artifact, to, private=private, create_pr=create_pr, revision=revision, dry_run=dry_run)
     if as_json:

@@ -105,7 +105,7 @@ def command(
     if dry_run:
         _dry_run(model, recipe, out, revision, export, device, calibration, as_json)
         return
-    from ..quantize import quantize
+    from ..commands.quantize import quantize
 
     artifact = quantize(
         model,
@@ -138,7 +138,7 @@ def _dry_run(
     calibration: str | None,
     as_json: bool,
 ) -> None:
-    from ..quantize import preview
+    from ..commands.quantize import preview
 
     found = preview(
         model, recipe, out, revision=revision, export=export, device=device, calibration=calibration

@@ -127,7 +127,7 @@ def command(
 
     try:
         with servers_forked(options["engine"], options["device"]):
-            from ..release import release
+            from ..commands.release import release
             from ..report.table import verdict_table
 
             result = release(model, recipe, to, work=work, **options)
@@ -146,7 +146,7 @@ def command(
 
 
 def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options: dict[str, Any]) -> None:
-    from ..release_preview import preview_release
+    from ..commands.release_preview import preview_release
 
     found = preview_release(model, recipe, to, work=work, **options)
     if as_json:

@@ -60,7 +60,7 @@ def command(
         pipeline serve work/Qwen3-8B-INT4 --kv-cache-dtype kvarn_k4v2_g128
         pipeline serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key-file key.txt --protect-all
     """
-    from ..serve import serve
+    from ..commands.serve import serve
 
     if api_key_file is not None:
         if context.get_parameter_source("api_key") is ParameterSource.COMMANDLINE:

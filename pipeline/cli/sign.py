@@ -15,7 +15,7 @@ def command(artifact: str, key: str) -> None:
     Examples:
         pipeline sign work/Qwen3-8B-INT4 --key ~/.ssh/id_ed25519
     """
-    from ..sign import sign
+    from ..commands.sign import sign
 
     signature = sign(artifact, key)
     click.echo(f"Signed with key {signature.key}")

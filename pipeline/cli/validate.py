@@ -121,8 +121,8 @@ def command(
 
     try:
         with servers_forked(options["engine"], options["device"]):
+            from ..commands.validate import validate
             from ..report.table import verdict_table
-            from ..validate import validate
 
             verdict = validate(artifact, baseline, **options)
     except KeyboardInterrupt:

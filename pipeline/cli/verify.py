@@ -27,7 +27,7 @@ def command(
         pipeline verify ORG/Qwen3-8B-INT4
         pipeline verify release/Qwen3-8B-INT4 --signers allowed_signers
     """
-    from ..verify import verify
+    from ..commands.verify import verify
 
     found = verify(model, revision, signers)
     if as_json:

@@ -35,6 +35,7 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.quantization import (
     calibration,
     layer_solver,
@@ -49,7 +50,6 @@ from scalegate.pipeline.quantization.job_text import UNLEARNED_SEQUENCES
 from scalegate.pipeline.quantization.layer_inputs import Inputs, LayerInputs
 from scalegate.pipeline.quantization.layer_solver import LayerSolver
 from scalegate.pipeline.quantization.layer_stream import LayerStream
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.all_engines import DEFAULT_ENGINE

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.record import read_verdict
 from transformers import AutoTokenizer
 

@@ -24,11 +24,11 @@ from gguf.quants import dequantize
 from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.gguf_file.architecture import Architecture
 from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.quantization.iq2_xxs_search import quantize_iq2_xxs
-from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.quality import read_texts, score, token_windows
 from torch import Tensor, nn
 

@@ -94,7 +94,7 @@ def checkpoints(folder: Path, model: str, recipe: str = "nvfp4") -> tuple[Path, 
     """The model in bf16, and what `recipe` makes of it; each made where it is not there yet."""
     import torch
     from scalegate.pipeline.artifact import MANIFEST_NAME
-    from scalegate.pipeline.quantize import quantize
+    from scalegate.pipeline.commands.quantize import quantize
     from scalegate.tests.bench.startup import random_checkpoint
 
     plain, quantized = folder / model, folder / f"{model}-{recipe}"

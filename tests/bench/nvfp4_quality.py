@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.quality import read_texts, score, token_windows
 from torch import Tensor
 

@@ -17,8 +17,8 @@ import torch
 import transformers
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 from scalegate.serving_check.quality import read_texts, score, token_windows
 from torch import Tensor

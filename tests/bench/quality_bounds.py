@@ -18,8 +18,8 @@ import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model, load_tokenizer
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 from scalegate.pipeline.validation.held_out import WINDOW
 from scalegate.serving_check.checks.quality import check_quality

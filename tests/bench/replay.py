@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.pipeline.layout import layout
-from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.layout import layout
+from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.engines.all_engines import DEFAULT_ENGINE
 from scalegate.serving_check.settings import WorkloadSettings

@@ -20,7 +20,7 @@ from scalegate.serving_check.server.fork_server import Process, fork_server, sta
 from scalegate.tests.pipeline.forked_quantize import quantize_alone
 
 CALIBRATION = ".scalegate-calibration"
-IMPORTED = ("scalegate.pipeline.quantize", "transformers.models.qwen3.modeling_qwen3")
+IMPORTED = ("scalegate.pipeline.commands.quantize", "transformers.models.qwen3.modeling_qwen3")
 
 
 def start(source: Path, asked: dict, out: Path) -> Process:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.validate import validate
 from scalegate.serving_check.verdict import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -107,7 +107,7 @@ def first_token(checkpoint: Path, device: str, kv_cache_tokens: int | None) -> d
     stages = {"imported": time.perf_counter() - STARTED}
     sizes = {"max_model_len": 2048, "kv_cache_tokens": kv_cache_tokens}
     if hasattr(request, "EngineConfig"):  # a tree from before an engine's options were one object
-        from scalegate.pipeline import serve
+        from scalegate.pipeline.commands import serve
 
         described = serve.ModelOptions(checkpoint, device)
         engine = serve.build_engine(described, request.EngineConfig(**sizes))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.engines.external_command import LOOPBACK, free_port
 from scalegate.serving_check.engines.series import VLLM_SERIES
 from scalegate.serving_check.engines.subprocess_endpoint import SubprocessEndpoint

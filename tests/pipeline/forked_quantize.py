@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.quantization import write_shards
-from scalegate.pipeline.quantize import quantize
 
 
 def quantize_alone(connection: Connection, source: Path, options: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from scalegate.pipeline.quantize import MAX_SHARD_BYTES, quantize
+from scalegate.pipeline.commands.quantize import MAX_SHARD_BYTES, quantize
 
 pytestmark = pytest.mark.numeric
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
 from scalegate.pipeline.quantization import calibration_text, job_text, text_fit
@@ -18,7 +19,6 @@ from scalegate.pipeline.quantization.self_calibration import beside
 from scalegate.pipeline.quantization.tasks import WeightTask
 from scalegate.pipeline.quantization.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import GPTQ, Recipe
 
 RECIPE = Recipe("mlp", spec=Int4(128), method=GPTQ, include=("*.down_proj",))

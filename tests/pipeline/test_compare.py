@@ -13,9 +13,9 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
-from scalegate.pipeline.compare import compare, distinct_names
+from scalegate.pipeline.commands.compare import compare, distinct_names
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.comparison import COMPARISON_NAME, read_comparison
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 

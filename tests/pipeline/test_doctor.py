@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.packing.all_layouts import LAYOUTS
-from scalegate.pipeline import doctor as doctor_module
 from scalegate.pipeline.cli.doctor import command
-from scalegate.pipeline.doctor import doctor
+from scalegate.pipeline.commands import doctor as doctor_module
+from scalegate.pipeline.commands.doctor import doctor
 
 
 def test_every_layout_is_there_for_every_device_with_a_reason_where_refused():

@@ -17,14 +17,14 @@ from click.testing import CliRunner
 from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.cli.main import COMMANDS, main
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.file_digests import sha256_of
-from scalegate.pipeline.quantize import quantize
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 
 from ..serving_check.gate_samples import sample_verdict
 
-VALIDATE = importlib.import_module("scalegate.pipeline.validate")
+VALIDATE = importlib.import_module("scalegate.pipeline.commands.validate")
 REPORT = importlib.import_module("scalegate.pipeline.report.write")
 PIPELINE = [sys.executable, "-P", "-m", "scalegate.pipeline"]
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.cli.inspect import command
-from scalegate.pipeline.inspect import inspect
+from scalegate.pipeline.commands.inspect import inspect
 
 N, K, GROUP = 256, 512, 128
 

@@ -17,13 +17,13 @@ from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.gguf_file.blocks import from_blocks, read_iq2_xxs, to_blocks
 from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.importance import importance_of_columns
 from scalegate.pipeline.quantization.iq2_xxs_search import quantize_iq2_xxs
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

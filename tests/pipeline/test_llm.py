@@ -142,8 +142,8 @@ def answer_of(program: str) -> str:
 
 
 def test_the_top_level_names_are_the_functions_themselves():
-    from scalegate.pipeline.push import push
-    from scalegate.pipeline.validate import validate
+    from scalegate.pipeline.commands.push import push
+    from scalegate.pipeline.commands.validate import validate
 
     assert scalegate.push is push and scalegate.validate is validate
     for name in scalegate.__all__:

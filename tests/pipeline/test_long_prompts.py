@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.held_out import read_held_out, window_for
 from scalegate.pipeline.validation.servers import sized_options
 from scalegate.serving_check.policy import weaker_settings
@@ -14,7 +14,7 @@ from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSet
 from scalegate.serving_check.workload.prompts import prompts
 from scalegate.serving_check.workload.spec import WorkloadSpec
 
-validate_module = importlib.import_module("scalegate.pipeline.validate")
+validate_module = importlib.import_module("scalegate.pipeline.commands.validate")
 
 
 def chunks(input_len: int, output_len: int, device: str, **given) -> tuple[int, int]:

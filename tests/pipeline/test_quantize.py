@@ -15,11 +15,11 @@ from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.baseline import open_baseline
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.quantization import weight_tensors
 from scalegate.pipeline.quantization.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe
 
 RECIPE = Recipe("test", spec=Int4(128))

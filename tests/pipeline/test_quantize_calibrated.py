@@ -18,6 +18,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
 from scalegate.pipeline.quantization import (
@@ -32,7 +33,6 @@ from scalegate.pipeline.quantization import (
 from scalegate.pipeline.quantization.calibration_names import CALIBRATION, SCARCE
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.tests.exhaustive import exhaustive_but
@@ -173,7 +173,7 @@ def test_killed_after_a_large_model_wrote_its_text_the_artifact_is_the_same(
 def test_rounded_weights_wait_on_disk_until_they_are_written(
     small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["scalegate.pipeline.quantize"]
+    module = sys.modules["scalegate.pipeline.commands.quantize"]
     write_shards, counts = module.write_shards, []
 
     def alive() -> int:

@@ -20,7 +20,8 @@ from scalegate.layouts.formats.weight_format import WeightFormat, spec_from_json
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
-from scalegate.pipeline.compare import bits_per_weight, compare
+from scalegate.pipeline.commands.compare import bits_per_weight, compare
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization import calibration_text, hidden_states, mixed_recipe, sensitivity
@@ -29,7 +30,6 @@ from scalegate.pipeline.quantization.sensitivity import Group, measure_sensitivi
 from scalegate.pipeline.quantization.tasks import make_tasks
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER, locked_folder
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe, Rule
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.quantization import write_shards as module
 from scalegate.pipeline.quantization.calibrated_layer import layer_path
 from scalegate.pipeline.quantization.work_record import (
@@ -22,7 +23,6 @@ from scalegate.pipeline.quantization.work_record import (
     RECORD_NAME,
     locked_folder,
 )
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import GPTQ, Recipe
 from scalegate.tests.bench import resume
 

@@ -8,6 +8,7 @@ import torch
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization import calibration_text, job_text, layer_stream
@@ -15,7 +16,6 @@ from scalegate.pipeline.quantization.calibration import calibrate
 from scalegate.pipeline.quantization.linear_weights import LinearWeight, find_linear_weights
 from scalegate.pipeline.quantization.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.recipe import Recipe, Rule
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.pipeline.report.write import render_report
-from scalegate.pipeline.validate import validate
 from scalegate.pipeline.validation import task_scores
 from scalegate.pipeline.validation.task_scores import evaluate, paired_scores, public_tasks
 from scalegate.serving_check.engines import Endpoint

@@ -16,11 +16,11 @@ from scalegate.pipeline.artifact import SOURCE_NAME, Artifact
 from scalegate.pipeline.checkpoints.baseline import weights_digest
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.validate import command
+from scalegate.pipeline.commands.layout import layout
+from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.file_digests import sha256_of
-from scalegate.pipeline.layout import layout
-from scalegate.pipeline.quantize import quantize
 from scalegate.pipeline.signature import check_signature
-from scalegate.pipeline.validate import validate
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.record import read_verdict

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from scalegate.base.errors import UserError
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.validate import command
-from scalegate.pipeline.layout import layout
-from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.layout import layout
+from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.commands.validate import validate
 from scalegate.serving_check.record import read_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
 from scalegate.pipeline.cli.validate import command
-from scalegate.pipeline.quantize import quantize
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation import by_layers, serving
 from scalegate.pipeline.validation.gpu_memory import MemoryPlan
 from scalegate.pipeline.validation.servers import server_of

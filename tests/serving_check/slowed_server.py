@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scalegate.pipeline import serve as serving
 from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.commands import serve as serving
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import StepOutput

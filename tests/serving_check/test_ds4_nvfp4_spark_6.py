@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import by_label
 from scalegate.serving_check.workload import WorkloadSpec, run_workload

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.pipeline.serve import serve
+from scalegate.pipeline.commands.serve import serve
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
 from scalegate.serving_check.engines.ready_line import find_base_url

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION
-from scalegate.pipeline.layout import layout
 from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.validation.held_out import HeldOutText, read_held_out
 from scalegate.pipeline.validation.in_process import (
     InProcessFigures,

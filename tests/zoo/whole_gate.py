@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from scalegate.base.errors import UserError
-from scalegate.pipeline.validate import validate
+from scalegate.pipeline.commands.validate import validate
 
 from .artifacts import FAULTS, ArtifactFault, break_artifact
 from .sound_artifacts import Sound, make_sound

@@ -115,7 +115,7 @@ def test_a_target_that_cannot_be_a_release_is_refused(artifact, tmp_path):
 
 
 def test_nothing_is_written_through_a_link_beside_the_target(artifact, victim):
-    from scalegate.pipeline.push import push
+    from scalegate.pipeline.commands.push import push
 
     target = victim.parent / "release"
     plan = push(artifact, f"folder:{target}", dry_run=True)

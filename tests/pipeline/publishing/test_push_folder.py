@@ -5,8 +5,8 @@ import signal
 
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.pipeline.commands.push import push
 from scalegate.pipeline.publishing import folder_target
-from scalegate.pipeline.push import push
 from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, make_artifact
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from scalegate.pipeline.inspect import inspect
-from scalegate.pipeline.release import release
+from scalegate.pipeline.commands.inspect import inspect
+from scalegate.pipeline.commands.release import release
 
 pytestmark = pytest.mark.long
 

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import torch
 
-from ..base.errors import UserError
-from ..layouts.choosing.choose import choose, forced_for, ms_to_measure
-from ..layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
-from ..layouts.kv.format import KV_FORMATS
-from ..layouts.packing.all_layouts import LAYOUTS
-from ..layouts.packing.layout import Problem
-from ..serving_check.engine.kv_timing import time_kv_formats
-from ..serving_check.engine.options import UNQUANTIZED
-from .artifact import MANIFEST_NAME, Artifact
-from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .conventions.kv_cache import kv_cache_of
-from .device import resolve_device, resolve_dtype
-from .model_loader.attention_shapes import attention_layers_of
-from .model_loader.load_model import problems
-from .tested_stack import warn_if_untested
+from ...base.errors import UserError
+from ...layouts.choosing.choose import choose, forced_for, ms_to_measure
+from ...layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
+from ...layouts.kv.format import KV_FORMATS
+from ...layouts.packing.all_layouts import LAYOUTS
+from ...layouts.packing.layout import Problem
+from ...serving_check.engine.kv_timing import time_kv_formats
+from ...serving_check.engine.options import UNQUANTIZED
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..conventions.kv_cache import kv_cache_of
+from ..device import resolve_device, resolve_dtype
+from ..model_loader.attention_shapes import attention_layers_of
+from ..model_loader.load_model import problems
+from ..tested_stack import warn_if_untested
 
 CONTEXTS, CUDA_CONTEXTS = (128, 1024, 4096), (128, 1024, 4096, 16384)
 """The gate's own, prompt and output together, and long ones."""

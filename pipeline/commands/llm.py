@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import UserError
-from ..base.options import from_given, takes
-from ..serving_check.engine.options import EngineOptions
-from ..serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
-from ..serving_check.server.served_model import COMPLETION_MAX_TOKENS
+from ...base.errors import UserError
+from ...base.options import from_given, takes
+from ...serving_check.engine.options import EngineOptions
+from ...serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from ...serving_check.server.served_model import COMPLETION_MAX_TOKENS
+from ..served_checkpoint import build_engine, describe
+from ..tested_stack import warn_if_untested
 from .serve import checkpoint_folder
-from .served_checkpoint import build_engine, describe
-from .tested_stack import warn_if_untested
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]

@@ -15,31 +15,31 @@ from typing import Any
 import click
 import torch
 
-from ..base.atomic_files import PARTIAL_SUFFIX
-from ..base.errors import UserError
-from ..layouts.formats.weight_format import spec_to_json
-from ..layouts.packing.installed import NOT_INSTALLED, installed_version
-from .artifact import SCALED_BY, Artifact, FileRecord, record_files
-from .checkpoints.base_metadata import read_base_metadata
-from .checkpoints.baseline import remember_source, weights_digest
-from .checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
-from .file_digests import sha256_of_each
-from .publishing.card_engines import kv_cache_commands
-from .quantization.allocation import PLAIN_BITS, Budget
-from .quantization.calibration_names import CALIBRATION
-from .quantization.calibration_text import read_calibration_text
-from .quantization.estimate import Estimate, estimate
-from .quantization.importance import importance_of
-from .quantization.job import QuantizeJob, prepare
-from .quantization.job_text import Reading, facts_of, found_on, read_text
-from .quantization.kv_scales import find_kv_scales
-from .quantization.mixed_recipe import mixed_recipe, require_choice
-from .quantization.progress import byte_bar
-from .quantization.ranks import Ranks, join_ranks, local_device
-from .quantization.shared_tensors import find_shared_tensors
-from .quantization.tasks import WeightTask
-from .quantization.what_is_calibrated import budget_source, input_formats
-from .quantization.work_record import (
+from ...base.atomic_files import PARTIAL_SUFFIX
+from ...base.errors import UserError
+from ...layouts.formats.weight_format import spec_to_json
+from ...layouts.packing.installed import NOT_INSTALLED, installed_version
+from ..artifact import SCALED_BY, Artifact, FileRecord, record_files
+from ..checkpoints.base_metadata import read_base_metadata
+from ..checkpoints.baseline import remember_source, weights_digest
+from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from ..file_digests import sha256_of_each
+from ..publishing.card_engines import kv_cache_commands
+from ..quantization.allocation import PLAIN_BITS, Budget
+from ..quantization.calibration_names import CALIBRATION
+from ..quantization.calibration_text import read_calibration_text
+from ..quantization.estimate import Estimate, estimate
+from ..quantization.importance import importance_of
+from ..quantization.job import QuantizeJob, prepare
+from ..quantization.job_text import Reading, facts_of, found_on, read_text
+from ..quantization.kv_scales import find_kv_scales
+from ..quantization.mixed_recipe import mixed_recipe, require_choice
+from ..quantization.progress import byte_bar
+from ..quantization.ranks import Ranks, join_ranks, local_device
+from ..quantization.shared_tensors import find_shared_tensors
+from ..quantization.tasks import WeightTask
+from ..quantization.what_is_calibrated import budget_source, input_formats
+from ..quantization.work_record import (
     WorkRecord,
     clear_folder,
     finished_artifact,
@@ -48,7 +48,7 @@ from .quantization.work_record import (
     parameters_digest,
     refuse_foreign,
 )
-from .quantization.write_shards import (
+from ..quantization.write_shards import (
     Known,
     divide_into_shards,
     rounded,
@@ -56,9 +56,9 @@ from .quantization.write_shards import (
     write_rest,
     write_shards,
 )
-from .recipe import Recipe, load_recipe
-from .sensitivity_table import SENSITIVITY, plain_weights
-from .tested_stack import warn_if_untested
+from ..recipe import Recipe, load_recipe
+from ..sensitivity_table import SENSITIVITY, plain_weights
+from ..tested_stack import warn_if_untested
 
 MAX_SHARD_BYTES = 1 << 30
 """So small that the shards of a large model divide evenly among eight processes."""

@@ -10,23 +10,25 @@ from typing import Any
 
 import torch
 
-from ..base.errors import UserError
-from ..base.options import takes
-from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
-from ..serving_check.engines.placement import Placement
-from ..serving_check.policy import declared_by
-from ..serving_check.record import parse_verdict
-from ..serving_check.statistics import LOOKS
-from .artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
-from .checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
-from .checkpoints.default_dtype import default_dtype
-from .device import resolve_device, resolve_dtype
-from .publishing.bundle import CARD_NAME
-from .publishing.hub.failures import HubNotAskedError
+from ...base.errors import UserError
+from ...base.options import takes
+from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
+from ...serving_check.engines.placement import Placement
+from ...serving_check.policy import declared_by
+from ...serving_check.record import parse_verdict
+from ...serving_check.statistics import LOOKS
+from ..artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
+from ..checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
+from ..checkpoints.default_dtype import default_dtype
+from ..device import resolve_device, resolve_dtype
+from ..publishing.bundle import CARD_NAME
+from ..publishing.hub.failures import HubNotAskedError
+from ..quantization.estimate import Estimate
+from ..recipe import load_recipe
+from ..report.names import REPORT_NAMES
+from ..validation.time_estimate import least_serving_seconds
 from .push import check_target
-from .quantization.estimate import Estimate
 from .quantize import preview
-from .recipe import load_recipe
 from .release import (
     DEFAULT_WORK,
     ReleaseOptions,
@@ -36,8 +38,6 @@ from .release import (
     refuse_exploratory,
     sorted_out,
 )
-from .report.names import REPORT_NAMES
-from .validation.time_estimate import least_serving_seconds
 
 
 @dataclass(frozen=True)

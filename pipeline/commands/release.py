@@ -11,37 +11,31 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..base.batch_invariance import TUNED
-from ..base.errors import UserError
-from ..base.options import flag, from_given, takes
-from ..serving_check.coded_load import default_input_len
-from ..serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
-from ..serving_check.engines.all_engines import DEFAULT_ENGINE
-from ..serving_check.engines.placement import PLACEMENT, Placement
-from ..serving_check.policy import Declared, declared_by, weaker_settings
-from ..serving_check.settings import (
-    QUALITY_TOKENS,
-    Bounds,
-    WorkloadSettings,
-    decoding_is_apart,
-    default_ms,
-)
-from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, Artifact
-from .checkpoints.checkpoint import open_checkpoint
-from .examination import examine
+from ...base.batch_invariance import TUNED
+from ...base.errors import UserError
+from ...base.options import flag, from_given, takes
+from ...serving_check.coded_load import default_input_len
+from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
+from ...serving_check.engines.all_engines import DEFAULT_ENGINE
+from ...serving_check.engines.placement import PLACEMENT, Placement
+from ...serving_check.policy import Declared, declared_by, weaker_settings
+from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
+from ...serving_check.verdict import Verdict
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.checkpoint import open_checkpoint
+from ..examination import examine
+from ..publishing.push_result import PushResult
+from ..quantization.launch import quantize_on
+from ..recipe import Recipe, is_recipe, load_recipe
+from ..signature import require_key
+from ..tested_stack import warn_if_untested
+from ..validation.rival import describe_rival, rival_folder
+from ..validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options
+from ..validation.task_scores import public_tasks
 from .layout import layout as lay_out
-from .publishing.push_result import PushResult
 from .push import check_target, push
-from .quantization.launch import quantize_on
 from .quantize import quantize
-from .recipe import Recipe, is_recipe, load_recipe
-from .signature import require_key
-from .tested_stack import warn_if_untested
 from .validate import validate
-from .validation.rival import describe_rival, rival_folder
-from .validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options
-from .validation.task_scores import public_tasks
 
 DEFAULT_WORK = "scalegate-work"
 

@@ -10,26 +10,26 @@ from pathlib import Path, PurePath
 
 import torch
 
-from ..base.errors import UserError
-from ..base.progress import progress_bar
-from ..serving_check.checks.weights import check_weights
-from ..serving_check.engine.options import UNQUANTIZED
-from ..serving_check.quality import compare as compare_predictions
-from ..serving_check.quality_figures import Comparison as Predictions
-from ..serving_check.settings import QUALITY_TOKENS
-from .artifact import MANIFEST_NAME, Artifact
-from .checkpoints.baseline import open_baseline
-from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .comparison import ComparedModel, Comparison
-from .conventions.all_conventions import convention_of
-from .device import resolve_device, resolve_dtype
-from .model_loader.load_model import load_model
-from .quantization.allocation import PLAIN_BITS
-from .sensitivity_table import plain_weights
-from .tested_stack import warn_if_untested
-from .validation.held_out import read_held_out
-from .validation.subject import describe_quantization
-from .validation.weights import ComparedWeights, compare_weights
+from ...base.errors import UserError
+from ...base.progress import progress_bar
+from ...serving_check.checks.weights import check_weights
+from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.quality import compare as compare_predictions
+from ...serving_check.quality_figures import Comparison as Predictions
+from ...serving_check.settings import QUALITY_TOKENS
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.baseline import open_baseline
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..comparison import ComparedModel, Comparison
+from ..conventions.all_conventions import convention_of
+from ..device import resolve_device, resolve_dtype
+from ..model_loader.load_model import load_model
+from ..quantization.allocation import PLAIN_BITS
+from ..sensitivity_table import plain_weights
+from ..tested_stack import warn_if_untested
+from ..validation.held_out import read_held_out
+from ..validation.subject import describe_quantization
+from ..validation.weights import ComparedWeights, compare_weights
 
 FAR = 1.0
 """Relative error of a weight that a zero would be as near to; of an unrelated weight it is about 1.4."""

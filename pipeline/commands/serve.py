@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..base.options import from_given, takes
-from ..serving_check.engine.options import EngineOptions
-from ..serving_check.server.limits import ServerLimits
-from ..serving_check.server.run import ServerOptions, run_server
-from .served_checkpoint import build_engine, describe, engine_of
-from .tested_stack import warn_if_untested
+from ...base.options import from_given, takes
+from ...serving_check.engine.options import EngineOptions
+from ...serving_check.server.limits import ServerLimits
+from ...serving_check.server.run import ServerOptions, run_server
+from ..served_checkpoint import build_engine, describe, engine_of
+from ..tested_stack import warn_if_untested
 
 
 @takes(EngineOptions, ServerLimits)
@@ -58,6 +58,6 @@ def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
     folder = Path(artifact).expanduser()
     if folder.is_dir() and revision is None:
         return folder
-    from .checkpoints.checkpoint import open_checkpoint
+    from ..checkpoints.checkpoint import open_checkpoint
 
     return open_checkpoint(str(artifact), revision).folder

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import UserError
-from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, Artifact
-from .checkpoints.checkpoint import Checkpoint, open_checkpoint
-from .conventions.all_conventions import convention_of
-from .conventions.convention import StoredWeight
-from .conventions.kv_cache import declared_kv_format
-from .examination import examine
-from .signature import Signature
+from ...base.errors import UserError
+from ...serving_check.verdict import Verdict
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..conventions.all_conventions import convention_of
+from ..conventions.convention import StoredWeight
+from ..conventions.kv_cache import declared_kv_format
+from ..examination import examine
+from ..signature import Signature
 
 WEIGHT = ".weight"
 

@@ -7,14 +7,14 @@ What a release consists of is `bundle.py`, its card `card.py`; how it gets there
 from dataclasses import replace
 from pathlib import Path
 
-from ..base.errors import UserError
-from ..serving_check.verdict import Verdict
-from .artifact import Artifact
-from .examination import examine
-from .publishing.bundle import collect_bundle
-from .publishing.card import write_card
-from .publishing.folder_target import preview_folder, publish_to_folder
-from .publishing.push_result import PushResult
+from ...base.errors import UserError
+from ...serving_check.verdict import Verdict
+from ..artifact import Artifact
+from ..examination import examine
+from ..publishing.bundle import collect_bundle
+from ..publishing.card import write_card
+from ..publishing.folder_target import preview_folder, publish_to_folder
+from ..publishing.push_result import PushResult
 
 FOLDER_PREFIX = "folder:"
 
@@ -47,7 +47,7 @@ def push(
             return replace(preview_folder(files, directory), gate=_said(verdict), card=card)
         return publish_to_folder(files, directory, progress)
 
-    from .publishing.hub.publish import HubTarget, preview_hub, publish_to_hub
+    from ..publishing.hub.publish import HubTarget, preview_hub, publish_to_hub
 
     target = HubTarget(to, private, create_pr, revision)
     card = write_card(folder, manifest, verdict, to, to)
@@ -67,7 +67,7 @@ def check_target(
     if directory is not None:
         preview_folder([], directory)
         return
-    from .publishing.hub.publish import HubTarget, check_hub
+    from ..publishing.hub.publish import HubTarget, check_hub
 
     check_hub(HubTarget(to, private, create_pr, revision), artifact)
 

@@ -13,16 +13,16 @@ import psutil
 import torch
 from huggingface_hub import constants, get_token
 
-from ..layouts.choosing.plan import device_name
-from ..layouts.formats.all_formats import WEIGHT_FORMATS
-from ..layouts.kv.format import KV_FORMATS
-from ..layouts.packing.all_layouts import LAYOUTS
-from ..layouts.packing.installed import installed_version
-from ..layouts.packing.layout import Experts, ExpertsLayout, Problem
-from ..serving_check.engines.all_engines import ENGINES
-from ..serving_check.engines.engine import Availability
-from .conventions.all_conventions import CONVENTIONS
-from .tested_stack import Untested, untested_packages
+from ...layouts.choosing.plan import device_name
+from ...layouts.formats.all_formats import WEIGHT_FORMATS
+from ...layouts.kv.format import KV_FORMATS
+from ...layouts.packing.all_layouts import LAYOUTS
+from ...layouts.packing.installed import installed_version
+from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
+from ...serving_check.engines.all_engines import ENGINES
+from ...serving_check.engines.engine import Availability
+from ..conventions.all_conventions import CONVENTIONS
+from ..tested_stack import Untested, untested_packages
 
 PACKAGES = (
     "scalegate",

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import UserError
-from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, Artifact
-from .checkpoints.download import download_checkpoint
-from .examination import Finding, Holds, examine
-from .publishing.bundle import CARD_NAME
-from .publishing.card import write_card
-from .signature import Signature
+from ...base.errors import UserError
+from ...serving_check.verdict import Verdict
+from ..artifact import MANIFEST_NAME, Artifact
+from ..checkpoints.download import download_checkpoint
+from ..examination import Finding, Holds, examine
+from ..publishing.bundle import CARD_NAME
+from ..publishing.card import write_card
+from ..signature import Signature
 
 ONLY_TOLD = ("signature", "card")
 """What may be unknown, and the rest still hold."""

@@ -9,35 +9,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..base.batch_invariance import TUNED
-from ..base.errors import UserError
-from ..base.options import from_given, takes
-from ..base.stage_clock import StageClock
-from ..serving_check.coded_load import default_input_len
-from ..serving_check.engine.options import AUTO, SIZED, EngineOptions
-from ..serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
-from ..serving_check.engines.placement import PLACEMENT, Placement
-from ..serving_check.settings import (
-    QUALITY_TOKENS,
-    Bounds,
-    WorkloadSettings,
-    decoding_is_apart,
-    default_ms,
-)
-from ..serving_check.verdict import Verdict
-from .artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
-from .checkpoints.baseline import open_baseline
-from .checkpoints.checkpoint import open_checkpoint
-from .conventions.kv_cache import kv_cache_of
-from .signature import require_key
-from .tested_stack import warn_if_untested
-from .validation.cpu_dtype import baseline_dtype
-from .validation.measure import measure_and_judge
-from .validation.rival import open_rival
-from .validation.run import Run, require_context, say_exploratory
-from .validation.servers import baseline_options, placed, refuse_unreached, sized_options
-from .validation.task_scores import require_lm_eval, task_context
-from .validation.write_down import Place, write_down
+from ...base.batch_invariance import TUNED
+from ...base.errors import UserError
+from ...base.options import from_given, takes
+from ...base.stage_clock import StageClock
+from ...serving_check.coded_load import default_input_len
+from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
+from ...serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
+from ...serving_check.engines.placement import PLACEMENT, Placement
+from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
+from ...serving_check.verdict import Verdict
+from ..artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
+from ..checkpoints.baseline import open_baseline
+from ..checkpoints.checkpoint import open_checkpoint
+from ..conventions.kv_cache import kv_cache_of
+from ..signature import require_key
+from ..tested_stack import warn_if_untested
+from ..validation.cpu_dtype import baseline_dtype
+from ..validation.measure import measure_and_judge
+from ..validation.rival import open_rival
+from ..validation.run import Run, require_context, say_exploratory
+from ..validation.servers import baseline_options, placed, refuse_unreached, sized_options
+from ..validation.task_scores import require_lm_eval, task_context
+from ..validation.write_down import Place, write_down
 
 FRESH_SEEDS = 2**31
 

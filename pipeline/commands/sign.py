@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ..base.errors import UserError
-from .artifact import VERDICT_NAME
-from .examination import examine
-from .signature import Signature, check_signature, sign_file
+from ...base.errors import UserError
+from ..artifact import VERDICT_NAME
+from ..examination import examine
+from ..signature import Signature, check_signature, sign_file
 
 
 def sign(artifact: str | Path, key: str | Path) -> Signature:
