@@ -3,7 +3,7 @@
 import logging
 import os
 
-from .cores import model_threads
+from .machine.cores import model_threads
 
 # Threads that wait for one another by spinning starve whatever shares their cores, such as the baseline's
 # server and the clients of both: with two cores and three such processes a decode step took six times as

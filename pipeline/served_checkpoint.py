@@ -39,7 +39,7 @@ def build_engine(
     from ..serving_check.engine.engine import Engine
     from .checkpoints.checkpoint import open_checkpoint
     from .conventions.kv_cache import kv_cache_of
-    from .device import resolve_device, resolve_dtype
+    from .machine.device import resolve_device, resolve_dtype
     from .model_loader.load_model import load_model
 
     kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)

@@ -6,7 +6,7 @@ import click
 
 from ...layouts.packing.installed import NOT_INSTALLED
 from ..commands.doctor import Diagnosis, LayoutState, doctor
-from ..tested_stack import as_sentence
+from ..machine.tested_stack import as_sentence
 
 GB = 1e9
 

@@ -123,7 +123,7 @@ def command(
     if dry_run:
         _dry_run(model, recipe, to, work, as_json, options)
         return
-    from ..forked_servers import servers_forked
+    from ..machine.forked_servers import servers_forked
 
     try:
         with servers_forked(options["engine"], options["device"]):

@@ -117,7 +117,7 @@ def command(
         pipeline validate work/Llama-70B-INT4 --engine vllm --tensor-parallel-size 2 --devices 0,1,2,3
         pipeline validate work/Qwen3-8B-INT4 --engine http://127.0.0.1:8000 --baseline-engine http://127.0.0.1:8001
     """
-    from ..forked_servers import servers_forked
+    from ..machine.forked_servers import servers_forked
 
     try:
         with servers_forked(options["engine"], options["device"]):

@@ -22,11 +22,11 @@ from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..comparison import ComparedModel, Comparison
 from ..conventions.all_conventions import convention_of
-from ..device import resolve_device, resolve_dtype
+from ..machine.device import resolve_device, resolve_dtype
+from ..machine.tested_stack import warn_if_untested
 from ..model_loader.load_model import load_model
 from ..quantization.allocation import PLAIN_BITS
 from ..sensitivity_table import plain_weights
-from ..tested_stack import warn_if_untested
 from ..validation.held_out import read_held_out
 from ..validation.subject import describe_quantization
 from ..validation.weights import ComparedWeights, compare_weights

@@ -22,7 +22,7 @@ from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
 from ...serving_check.engines.all_engines import ENGINES
 from ...serving_check.engines.engine import Availability
 from ..conventions.all_conventions import CONVENTIONS
-from ..tested_stack import Untested, untested_packages
+from ..machine.tested_stack import Untested, untested_packages
 
 PACKAGES = (
     "scalegate",

@@ -14,8 +14,8 @@ from ...base.options import from_given, takes
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from ...serving_check.server.served_model import COMPLETION_MAX_TOKENS
+from ..machine.tested_stack import warn_if_untested
 from ..served_checkpoint import build_engine, describe
-from ..tested_stack import warn_if_untested
 from .serve import checkpoint_folder
 
 Prompt = str | Sequence[int]

@@ -24,6 +24,7 @@ from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import remember_source, weights_digest
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from ..file_digests import sha256_of_each
+from ..machine.tested_stack import warn_if_untested
 from ..publishing.card_engines import kv_cache_commands
 from ..quantization.allocation import PLAIN_BITS, Budget
 from ..quantization.calibration_names import CALIBRATION
@@ -58,7 +59,6 @@ from ..quantization.write_shards import (
 )
 from ..recipe import Recipe, load_recipe
 from ..sensitivity_table import SENSITIVITY, plain_weights
-from ..tested_stack import warn_if_untested
 
 MAX_SHARD_BYTES = 1 << 30
 """So small that the shards of a large model divide evenly among eight processes."""

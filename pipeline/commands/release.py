@@ -24,11 +24,11 @@ from ...serving_check.verdict import Verdict
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import open_checkpoint
 from ..examination import examine
+from ..machine.tested_stack import warn_if_untested
 from ..publishing.push_result import PushResult
 from ..quantization.launch import quantize_on
 from ..recipe import Recipe, is_recipe, load_recipe
 from ..signature import require_key
-from ..tested_stack import warn_if_untested
 from ..validation.rival import describe_rival, rival_folder
 from ..validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options
 from ..validation.task_scores import public_tasks

@@ -20,7 +20,7 @@ from ...serving_check.statistics import LOOKS
 from ..artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
 from ..checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
-from ..device import resolve_device, resolve_dtype
+from ..machine.device import resolve_device, resolve_dtype
 from ..publishing.bundle import CARD_NAME
 from ..publishing.hub.failures import HubNotAskedError
 from ..quantization.estimate import Estimate

@@ -12,8 +12,8 @@ from ...base.options import from_given, takes
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.server.limits import ServerLimits
 from ...serving_check.server.run import ServerOptions, run_server
+from ..machine.tested_stack import warn_if_untested
 from ..served_checkpoint import build_engine, describe, engine_of
-from ..tested_stack import warn_if_untested
 
 
 @takes(EngineOptions, ServerLimits)

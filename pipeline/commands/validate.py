@@ -23,8 +23,8 @@ from ..artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import open_checkpoint
 from ..conventions.kv_cache import kv_cache_of
+from ..machine.tested_stack import warn_if_untested
 from ..signature import require_key
-from ..tested_stack import warn_if_untested
 from ..validation.cpu_dtype import baseline_dtype
 from ..validation.measure import measure_and_judge
 from ..validation.rival import open_rival

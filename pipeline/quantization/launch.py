@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from ...base.errors import UserError
 from ...base.options import words_of
-from ..cores import available_cores
+from ..machine.cores import available_cores
 from .ranks import FAULT, GO_ON, OtherRankFailed
 
 HOST = "127.0.0.1"

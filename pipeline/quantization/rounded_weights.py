@@ -12,7 +12,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
-from .freed_memory import return_freed_memory
+from ..machine.freed_memory import return_freed_memory
 from .linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
 from .weight_tensors import WeightQuantizer
 

@@ -11,7 +11,7 @@ from ...serving_check.checks.diagnosis import Diagnosis, diagnose, kv_sentence
 from ...serving_check.engine.kv_timing import time_kv_formats
 from ...serving_check.engine.options import UNQUANTIZED
 from ..conventions.kv_cache import kv_cache_of
-from ..device import resolve_dtype
+from ..machine.device import resolve_dtype
 from ..model_loader.attention_shapes import attention_layers_of
 from ..model_loader.load_model import problems
 from .run import Run

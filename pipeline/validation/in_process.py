@@ -24,7 +24,7 @@ from ...serving_check.evidence import Loaded, TextScore
 from ...serving_check.quality import Comparison, compare, continuation_nats, greedy_gaps
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
-from ..device import resolve_dtype
+from ..machine.device import resolve_dtype
 from ..model_loader.load_model import LoadedModel, load_model
 from .held_out import HeldOutText
 from .run import LoadOptions

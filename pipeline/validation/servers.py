@@ -23,7 +23,7 @@ from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
 from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
-from ..device import resolve_device
+from ..machine.device import resolve_device
 from .gpu_memory import MemoryPlan, Side
 
 PAGE = 128

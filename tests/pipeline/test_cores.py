@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from scalegate.pipeline import cores
+from scalegate.pipeline.machine import cores
 
 
 @pytest.mark.parametrize(

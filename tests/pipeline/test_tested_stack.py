@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from scalegate import LLM, UserError, layout, quantize, release, serve, validate
 from scalegate.pipeline.cli.doctor import command as doctor
 from scalegate.pipeline.commands.compare import compare
-from scalegate.pipeline.tested_stack import SAID, as_sentence, untested_packages, warn_if_untested
+from scalegate.pipeline.machine.tested_stack import SAID, as_sentence, untested_packages, warn_if_untested
 
 
 @pytest.fixture

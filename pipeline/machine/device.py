@@ -2,8 +2,8 @@
 
 import torch
 
-from ..base.errors import UserError
-from ..serving_check.engine.options import AUTO, DTYPES
+from ...base.errors import UserError
+from ...serving_check.engine.options import AUTO, DTYPES
 
 DTYPE_OF = {name: None if name == AUTO else getattr(torch, name) for name in DTYPES}
 
