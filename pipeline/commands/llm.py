@@ -15,7 +15,7 @@ from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from ...serving_check.server.served_model import COMPLETION_MAX_TOKENS
 from ..machine.tested_stack import warn_if_untested
-from ..served_checkpoint import build_engine, describe
+from ..model_loader.served_checkpoint import build_engine, describe
 from .serve import checkpoint_folder
 
 Prompt = str | Sequence[int]

@@ -13,7 +13,7 @@ from ...serving_check.engine.options import EngineOptions
 from ...serving_check.server.limits import ServerLimits
 from ...serving_check.server.run import ServerOptions, run_server
 from ..machine.tested_stack import warn_if_untested
-from ..served_checkpoint import build_engine, describe, engine_of
+from ..model_loader.served_checkpoint import build_engine, describe, engine_of
 
 
 @takes(EngineOptions, ServerLimits)

@@ -16,11 +16,11 @@ from torch import Tensor
 from ...base.atomic_files import write_json
 from ...base.untrusted_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.linear_weights import EMBEDDING
 from ..model_loader.skeleton import model_config
 from .calibration import calibrate
 from .calibration_names import LEARNED, SCARCE
 from .calibration_text import SEQUENCES, CalibrationText
-from .linear_weights import EMBEDDING
 from .self_calibration import beside, can_draw, drawn_sequences
 from .shared_tensors import Shared
 from .tasks import WeightTask

@@ -18,8 +18,8 @@ from ...base.progress import progress_bar
 from ...kernels.attention.reference import AttentionOptions, softmax_by_hand
 from ...layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.layer_stream import LayerStream
 from ..model_loader.weight_map import Assignment
-from .layer_stream import LayerStream
 from .work_record import WorkRecord
 
 IMPLEMENTATION = "scalegate_calibration"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..model_loader.hidden_states import HiddenStates
+from ..model_loader.layer_stream import InputObserver, LayerStream, Slot
+from ..model_loader.linear_weights import LM_HEAD
+from ..model_loader.weight_places import Places, kind_of
 from .equalization import NormOutputs
-from .hidden_states import HiddenStates
-from .layer_stream import InputObserver, LayerStream, Slot
-from .linear_weights import LM_HEAD
 from .wanted_of_text import Wanted
-from .weight_places import Places, kind_of
 
 LAST = "output projection"
 """What comes after the decoder layers, as a layer of its own."""

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ...layouts.formats.weight_format import Weight
+from ..model_loader.hidden_states import HiddenStates
+from ..model_loader.layer_stream import LayerStream
+from ..model_loader.weight_places import Places, serve
 from .equalization import Equalized
-from .hidden_states import HiddenStates
-from .layer_stream import LayerStream
 from .levels import Levels
-from .weight_places import Places, serve
 
 POSITION_RATE, FACTOR_RATE = 2e-3, 2e-4
 """Of Adam at first, in levels and of a scale: they fall to nothing along a cosine."""

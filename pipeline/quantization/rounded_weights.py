@@ -13,7 +13,7 @@ from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..machine.freed_memory import return_freed_memory
-from .linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
+from ..model_loader.linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
 from .weight_tensors import WeightQuantizer
 
 

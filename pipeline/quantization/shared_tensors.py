@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...layouts.formats.weight_format import WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.linear_weights import LinearWeight
 from ..model_loader.merge_groups import merge_groups
 from .all_quantizers import QUANTIZERS
-from .linear_weights import LinearWeight
 from .progress import byte_bar
 from .quantizer import SharingQuantizer
 from .ranks import Ranks

@@ -15,8 +15,7 @@ from ...serving_check.engine.options import UNQUANTIZED as KV_UNQUANTIZED
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale, refuse_unreadable, scale_of
 from ..conventions.kv_cache import SCALE as KV_SCALE
-from ..recipe import KEEP, Recipe, Rule, matches
-from .linear_weights import (
+from ..model_loader.linear_weights import (
     EMBEDDING,
     LM_HEAD,
     ROUTER,
@@ -25,6 +24,7 @@ from .linear_weights import (
     ModelWeights,
     find_linear_weights,
 )
+from ..recipe import KEEP, Recipe, Rule, matches
 
 IGNORED = "ignored by the recipe"
 UNQUANTIZED = Unquantized()

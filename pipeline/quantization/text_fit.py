@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..checkpoints.checkpoint import Checkpoint
-from .layer_stream import LayerStream
+from ..model_loader.layer_stream import LayerStream
 
 SEQUENCES_READ = 16
 """Of each kind, from all over the text."""

@@ -14,9 +14,9 @@ from ...layouts.formats.weight_format import WeightFormat, merge_rows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
+from ..model_loader.linear_weights import LinearWeight
 from .all_quantizers import QUANTIZERS
 from .importance import importance_of_columns
-from .linear_weights import LinearWeight
 from .quantizer import Quantized, SharingQuantizer, WeighingQuantizer
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28

@@ -18,7 +18,7 @@ from ...serving_check.evidence import Loaded
 from ...serving_check.gate import Served
 from ...serving_check.quality import compare
 from ..checkpoints.checkpoint import Checkpoint
-from ..quantization.layer_stream import LayerStream
+from ..model_loader.layer_stream import LayerStream
 from .held_out import HeldOutText
 from .in_process import InProcessFigures, TextScorer, linear_shapes, refuse_other_vocabulary
 from .run import Run

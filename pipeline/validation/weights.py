@@ -23,8 +23,8 @@ from ..checkpoints.safetensors_file import TensorInfo
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import SCALE as KV_SCALE
+from ..model_loader.linear_weights import ROUTER, LinearWeight, find_linear_weights
 from ..quantization.equalization import column_scales
-from ..quantization.linear_weights import ROUTER, LinearWeight, find_linear_weights
 from ..quantization.weight_tensors import read_linear
 
 BLOCK = 1 << 24

@@ -155,7 +155,7 @@ def serve_worker(side: str, checkpoint: str, model: str, device: str, ns: list[i
 def our_engine(checkpoint: Path, model: str, device: str, ns: list[int]) -> tuple[Any, dict[str, Callable]]:
     import torch
     from scalegate.layouts.modules.linear import QuantizedLinear
-    from scalegate.pipeline.served_checkpoint import build_engine
+    from scalegate.pipeline.model_loader.served_checkpoint import build_engine
     from scalegate.serving_check.engine.options import EngineOptions
     from scalegate.tests.bench.int4_engine import decode_split
     from scalegate.tests.bench.serving import greedy

@@ -112,7 +112,7 @@ def first_token(checkpoint: Path, device: str, kv_cache_tokens: int | None) -> d
         described = serve.ModelOptions(checkpoint, device)
         engine = serve.build_engine(described, request.EngineConfig(**sizes))
     else:
-        from scalegate.pipeline.served_checkpoint import build_engine
+        from scalegate.pipeline.model_loader.served_checkpoint import build_engine
         from scalegate.serving_check.engine.options import EngineOptions
 
         engine = build_engine(checkpoint, EngineOptions(device=device, **sizes))

@@ -12,8 +12,9 @@ from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.model_loader import layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration_text, job_text, layer_stream, learned_rounding
+from scalegate.pipeline.quantization import calibration_text, job_text, learned_rounding
 from scalegate.pipeline.quantization.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.calibration_names import CALIBRATION, LEARNED
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import scalegate
 from scalegate import LLM, EngineOptions, SamplingParams, UserError
-from scalegate.pipeline.served_checkpoint import build_engine
+from scalegate.pipeline.model_loader.served_checkpoint import build_engine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate.py"
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

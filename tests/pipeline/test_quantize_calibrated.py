@@ -19,15 +19,14 @@ from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.model_loader import hidden_states, layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
 from scalegate.pipeline.quantization import (
     calibration,
     calibration_text,
-    hidden_states,
     int4_second_order,
     layer_solver,
-    layer_stream,
     self_calibration,
 )
 from scalegate.pipeline.quantization.calibration_names import CALIBRATION, SCARCE

@@ -23,8 +23,9 @@ from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.compare import bits_per_weight, compare
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
+from scalegate.pipeline.model_loader import hidden_states
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration_text, hidden_states, mixed_recipe, sensitivity
+from scalegate.pipeline.quantization import calibration_text, mixed_recipe, sensitivity
 from scalegate.pipeline.quantization.allocation import PLAIN, Allocation, Budget, allocate
 from scalegate.pipeline.quantization.sensitivity import Group, measure_sensitivity
 from scalegate.pipeline.quantization.tasks import make_tasks

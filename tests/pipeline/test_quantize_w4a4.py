@@ -10,10 +10,11 @@ from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.model_loader import layer_stream
+from scalegate.pipeline.model_loader.linear_weights import LinearWeight, find_linear_weights
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration_text, job_text, layer_stream
+from scalegate.pipeline.quantization import calibration_text, job_text
 from scalegate.pipeline.quantization.calibration import calibrate
-from scalegate.pipeline.quantization.linear_weights import LinearWeight, find_linear_weights
 from scalegate.pipeline.quantization.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
 from scalegate.pipeline.recipe import Recipe, Rule

@@ -10,7 +10,7 @@ from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.kv_cache import kv_cache_of
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.served_checkpoint import build_engine
+from scalegate.pipeline.model_loader.served_checkpoint import build_engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.errors import UserError
-from ..serving_check.engine.options import EngineOptions
-from ..serving_check.server.model_description import ModelDescription, SamplingDefaults
+from ...base.errors import UserError
+from ...serving_check.engine.options import EngineOptions
+from ...serving_check.server.model_description import ModelDescription, SamplingDefaults
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-    from ..serving_check.engine.engine import Engine
-    from .checkpoints.checkpoint import Checkpoint
+    from ...serving_check.engine.engine import Engine
+    from ..checkpoints.checkpoint import Checkpoint
 
 
 def engine_of(
@@ -35,12 +35,12 @@ def build_engine(
 
     tokenizer: the checkpoint's, where it has been loaded already
     """
-    from ..layouts.kv.format import KV_FORMATS, largest_of
-    from ..serving_check.engine.engine import Engine
-    from .checkpoints.checkpoint import open_checkpoint
-    from .conventions.kv_cache import kv_cache_of
-    from .machine.device import resolve_device, resolve_dtype
-    from .model_loader.load_model import load_model
+    from ...layouts.kv.format import KV_FORMATS, largest_of
+    from ...serving_check.engine.engine import Engine
+    from ..checkpoints.checkpoint import open_checkpoint
+    from ..conventions.kv_cache import kv_cache_of
+    from ..machine.device import resolve_device, resolve_dtype
+    from .load_model import load_model
 
     kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)
     if largest_of(KV_FORMATS[kv_cache.kv_format]) is not None and not kv_cache.scales:
@@ -63,8 +63,8 @@ def describe(folder: Path, chat_template: Path | None = None) -> ModelDescriptio
 
     chat_template: a file with one, in place of the tokenizer's own
     """
-    from .checkpoints.checkpoint import open_checkpoint
-    from .checkpoints.tokenizer import load_tokenizer
+    from ..checkpoints.checkpoint import open_checkpoint
+    from ..checkpoints.tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(str(folder))
     tokenizer = load_tokenizer(checkpoint)
@@ -91,7 +91,7 @@ def eos_token_ids(
 
 def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
     """What the checkpoint's maker recommends, from `generation_config.json`."""
-    from ..base.untrusted_files import read_json_object
+    from ...base.untrusted_files import read_json_object
 
     path = checkpoint.folder / "generation_config.json"
     return SamplingDefaults.from_generation_config(read_json_object(path) if path.is_file() else {})

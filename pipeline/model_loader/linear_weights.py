@@ -15,8 +15,8 @@ from transformers.core_model_loading import Interleave, MergeModulelist, Transpo
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale
-from ..model_loader.skeleton import build_skeleton
-from ..model_loader.weight_map import Assignment, map_weights
+from .skeleton import build_skeleton
+from .weight_map import Assignment, map_weights
 
 WEIGHT = ".weight"
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")

@@ -21,11 +21,11 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
 from ..machine.freed_memory import return_freed_memory
-from ..model_loader.skeleton import build_skeleton
-from ..model_loader.weight_loader import LayoutPicker, WeightLoader
-from ..model_loader.weight_map import Assignment
 from .hidden_states import AnyStates, HiddenStates, StatesPart
 from .input_rounding import InputRounding
+from .skeleton import build_skeleton
+from .weight_loader import LayoutPicker, WeightLoader
+from .weight_map import Assignment
 
 SEQUENCES_AT_ONCE = 8
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight
 from ..conventions.convention import StoredWeight
-from ..model_loader.weight_map import Assignment
 from .layer_stream import LayerStream, Slot
 from .linear_weights import LinearWeight
+from .weight_map import Assignment
 
 
 class Places:
