@@ -15,7 +15,7 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import declared_kv_format
-from ..examination import examine
+from ..publishing.examination import examine
 from ..signature import Signature
 
 WEIGHT = ".weight"

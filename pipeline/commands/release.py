@@ -23,8 +23,8 @@ from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, 
 from ...serving_check.verdict import Verdict
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import open_checkpoint
-from ..examination import examine
 from ..machine.tested_stack import warn_if_untested
+from ..publishing.examination import examine
 from ..publishing.push_result import PushResult
 from ..quantization.launch import quantize_on
 from ..recipe import Recipe, is_recipe, load_recipe

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ..artifact import VERDICT_NAME
-from ..examination import examine
+from ..publishing.examination import examine
 from ..signature import Signature, check_signature, sign_file
 
 

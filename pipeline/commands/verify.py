@@ -11,9 +11,9 @@ from ...base.errors import UserError
 from ...serving_check.verdict import Verdict
 from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.download import download_checkpoint
-from ..examination import Finding, Holds, examine
 from ..publishing.bundle import CARD_NAME
 from ..publishing.card import write_card
+from ..publishing.examination import Finding, Holds, examine
 from ..signature import Signature
 
 ONLY_TOLD = ("signature", "card")

@@ -10,8 +10,8 @@ from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.commands.validate import validate
-from scalegate.pipeline.examination import examine
 from scalegate.pipeline.publishing.card import write_card
+from scalegate.pipeline.publishing.examination import examine
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 

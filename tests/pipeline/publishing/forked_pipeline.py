@@ -13,7 +13,7 @@ from typing import NamedTuple
 # A process has one such server, which imports what its first user names: nobody else in the tests uses it.
 FORKS = multiprocessing.get_context("forkserver")
 # `scalegate.pipeline` sets OpenMP's threads, which has to come before torch.
-FORKS.set_forkserver_preload(["scalegate.pipeline", "torch", "scalegate.pipeline.examination"])
+FORKS.set_forkserver_preload(["scalegate.pipeline", "torch", "scalegate.pipeline.publishing.examination"])
 
 
 def run_command(words: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
