@@ -25,7 +25,7 @@ from ..conventions.all_conventions import convention_of
 from ..machine.device import resolve_device, resolve_dtype
 from ..machine.tested_stack import warn_if_untested
 from ..model_loader.load_model import load_model
-from ..quantization.allocation import PLAIN_BITS
+from ..quantization.budget.allocation import PLAIN_BITS
 from ..sensitivity_table import plain_weights
 from ..validation.held_out import read_held_out
 from ..validation.subject import describe_quantization

@@ -26,7 +26,8 @@ from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_c
 from ..file_digests import sha256_of_each
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.card_engines import kv_cache_commands
-from ..quantization.allocation import PLAIN_BITS, Budget
+from ..quantization.budget.allocation import PLAIN_BITS, Budget
+from ..quantization.budget.mixed_recipe import mixed_recipe, require_choice
 from ..quantization.calibration_names import CALIBRATION
 from ..quantization.calibration_text import read_calibration_text
 from ..quantization.estimate import Estimate, estimate
@@ -34,7 +35,6 @@ from ..quantization.importance import importance_of
 from ..quantization.job import QuantizeJob, prepare
 from ..quantization.job_text import Reading, facts_of, found_on, read_text
 from ..quantization.kv_scales import find_kv_scales
-from ..quantization.mixed_recipe import mixed_recipe, require_choice
 from ..quantization.progress import byte_bar
 from ..quantization.ranks import Ranks, join_ranks, local_device
 from ..quantization.shared_tensors import find_shared_tensors

@@ -32,9 +32,9 @@ from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.pipeline.quantization import sensitivity
+from scalegate.pipeline.quantization.budget import sensitivity
+from scalegate.pipeline.quantization.budget.sensitivity import candidates as all_candidates
 from scalegate.pipeline.quantization.calibration_text import read_calibration_text
-from scalegate.pipeline.quantization.sensitivity import candidates as all_candidates
 from scalegate.serving_check.quality import read_texts, token_windows
 from torch import Tensor
 

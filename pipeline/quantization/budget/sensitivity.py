@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.progress import progress_bar
-from ...layouts.formats.int4 import Int4
-from ...layouts.formats.int8 import Int8
-from ...layouts.formats.weight_format import Weight, WeightFormat, spec_from_json, spec_to_json
-from ..checkpoints.checkpoint import Checkpoint
-from ..conventions.convention import ExportConvention
-from ..model_loader.hidden_states import StatesPart
-from ..model_loader.layer_stream import LayerStream
-from ..model_loader.linear_weights import LINEAR, LinearWeight
-from ..model_loader.weight_places import Places, kind_of, serve
-from .shared_tensors import merged_under, shared_in
-from .tasks import WeightTask
-from .weight_tensors import WeightQuantizer
+from ....base.progress import progress_bar
+from ....layouts.formats.int4 import Int4
+from ....layouts.formats.int8 import Int8
+from ....layouts.formats.weight_format import Weight, WeightFormat, spec_from_json, spec_to_json
+from ...checkpoints.checkpoint import Checkpoint
+from ...conventions.convention import ExportConvention
+from ...model_loader.hidden_states import StatesPart
+from ...model_loader.layer_stream import LayerStream
+from ...model_loader.linear_weights import LINEAR, LinearWeight
+from ...model_loader.weight_places import Places, kind_of, serve
+from ..shared_tensors import merged_under, shared_in
+from ..tasks import WeightTask
+from ..weight_tensors import WeightQuantizer
 
 GROUP_SIZES = (128, 64, 32)
 DIGITS = 6

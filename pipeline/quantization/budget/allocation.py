@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...base.errors import UserError
-from ...layouts.formats.unquantized import Unquantized
-from ...layouts.formats.weight_format import WeightFormat
+from ....base.errors import UserError
+from ....layouts.formats.unquantized import Unquantized
+from ....layouts.formats.weight_format import WeightFormat
 from .sensitivity import Group
 
 PLAIN = Unquantized()

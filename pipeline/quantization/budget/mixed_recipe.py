@@ -13,22 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
-from ...base.atomic_files import write_json
-from ...base.errors import UserError
-from ...base.untrusted_files import read_json_object
-from ...layouts.formats.weight_format import spec_to_json
-from ..artifact import MANIFEST_NAME
-from ..checkpoints.checkpoint import Checkpoint
-from ..recipe import Recipe, Rule
-from ..sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
+from ....base.atomic_files import write_json
+from ....base.errors import UserError
+from ....base.untrusted_files import read_json_object
+from ....layouts.formats.weight_format import spec_to_json
+from ...artifact import MANIFEST_NAME
+from ...checkpoints.checkpoint import Checkpoint
+from ...recipe import Recipe, Rule
+from ...sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
+from ..calibration_text import CalibrationText
+from ..job import QuantizeJob
+from ..self_calibration import beside, can_draw, drawn_sequences
+from ..tasks import rule_for
+from ..weight_tensors import WeightQuantizer
+from ..work_record import CALIBRATION_FOLDER, START_OVER, begun_in
 from .allocation import PLAIN, Allocation, Budget, allocate
-from .calibration_text import CalibrationText
-from .job import QuantizeJob
-from .self_calibration import beside, can_draw, drawn_sequences
 from .sensitivity import TEXT_SEQUENCES, Group, measure_sensitivity, weights_to_choose_for
-from .tasks import rule_for
-from .weight_tensors import WeightQuantizer
-from .work_record import CALIBRATION_FOLDER, START_OVER, begun_in
 
 KEPT_NAME = "sensitivity.json"
 KEY = "key"

@@ -1,0 +1,1 @@
+"""A budget of bits: what each group of layers costs in each format, and which get which."""
