@@ -170,7 +170,7 @@ def estimate_lines(found: "Estimate") -> list[str]:
 def _kv_lines(kv_format: str, text: str | None) -> list[str]:
     if kv_format == UNQUANTIZED:
         return []
-    from ..quantization.what_is_calibrated import said_of_kv
+    from ..quantization.calibration.what_is_calibrated import said_of_kv
 
     return [f"  keys and values: {said_of_kv(kv_format, text)}"]
 

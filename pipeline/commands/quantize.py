@@ -28,18 +28,18 @@ from ..machine.tested_stack import warn_if_untested
 from ..publishing.card_engines import kv_cache_commands
 from ..quantization.budget.allocation import PLAIN_BITS, Budget
 from ..quantization.budget.mixed_recipe import mixed_recipe, require_choice
-from ..quantization.calibration_names import CALIBRATION
-from ..quantization.calibration_text import read_calibration_text
+from ..quantization.calibration.calibration_names import CALIBRATION
+from ..quantization.calibration.calibration_text import read_calibration_text
+from ..quantization.calibration.kv_scales import find_kv_scales
+from ..quantization.calibration.what_is_calibrated import budget_source, input_formats
 from ..quantization.estimate import Estimate, estimate
 from ..quantization.importance import importance_of
 from ..quantization.job import QuantizeJob, prepare
 from ..quantization.job_text import Reading, facts_of, found_on, read_text
-from ..quantization.kv_scales import find_kv_scales
 from ..quantization.progress import byte_bar
 from ..quantization.ranks import Ranks, join_ranks, local_device
 from ..quantization.shared_tensors import find_shared_tensors
 from ..quantization.tasks import WeightTask
-from ..quantization.what_is_calibrated import budget_source, input_formats
 from ..quantization.work_record import (
     WorkRecord,
     clear_folder,

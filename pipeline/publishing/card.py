@@ -28,7 +28,7 @@ from ..checkpoints.base_metadata import carried
 from ..checkpoints.config_sections import refuse_malformed
 from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
-from ..quantization.calibration_names import CALIBRATION, SCARCE, SELF
+from ..quantization.calibration.calibration_names import CALIBRATION, SCARCE, SELF
 from ..recipe import load_recipe, shipped_recipes
 from ..report.names import BADGE_NAME
 from ..report.table import held_out_text, with_error

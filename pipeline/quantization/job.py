@@ -16,11 +16,11 @@ from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
 from ..recipe import Recipe
 from .all_quantizers import QUANTIZERS
-from .calibration_text import CalibrationText, read_calibration_text
+from .calibration.calibration_text import CalibrationText, read_calibration_text
+from .calibration.wanted_of_text import Wanted
+from .calibration.what_is_calibrated import text_source, what_is_wanted
 from .tasks import QuantizationTasks, make_tasks
-from .wanted_of_text import Wanted
 from .weight_tensors import WeightQuantizer
-from .what_is_calibrated import text_source, what_is_wanted
 
 DEFAULT_EXPORT, OWN_EXPORT, MODELOPT_EXPORT = "compressed-tensors", "scalegate", "modelopt"
 SCALE_DTYPES = (torch.bfloat16, torch.float16)

@@ -18,14 +18,14 @@ from ...base.untrusted_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.linear_weights import EMBEDDING
 from ..model_loader.skeleton import model_config
-from .calibration import calibrate
-from .calibration_names import LEARNED, SCARCE
-from .calibration_text import SEQUENCES, CalibrationText
-from .self_calibration import beside, can_draw, drawn_sequences
+from .calibration.calibration import calibrate
+from .calibration.calibration_names import LEARNED, SCARCE
+from .calibration.calibration_text import SEQUENCES, CalibrationText
+from .calibration.self_calibration import beside, can_draw, drawn_sequences
+from .calibration.text_fit import TextFit, measure_fit
+from .calibration.wanted_of_text import Found, Wanted
 from .shared_tensors import Shared
 from .tasks import WeightTask
-from .text_fit import TextFit, measure_fit
-from .wanted_of_text import Found, Wanted
 from .weight_tensors import WeightQuantizer
 
 DRAWN_NAME, FIT_NAME = "drawn.safetensors", "fit.json"

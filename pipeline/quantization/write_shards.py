@@ -21,6 +21,7 @@ from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from ..file_digests import sha256_of
+from .calibration.wanted_of_text import ReadSolved
 from .equalization import Equalized
 from .job import QuantizeJob
 from .progress import byte_bar
@@ -28,7 +29,6 @@ from .ranks import Ranks
 from .shard_writer import ShardWriter, header_room
 from .shared_tensors import Shared
 from .tasks import WeightTask, source_bytes
-from .wanted_of_text import ReadSolved
 from .weight_tensors import read_kept, read_linear, refuse_non_finite
 from .work_record import FinishedShard, WorkRecord
 

@@ -34,7 +34,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.quantization.budget import sensitivity
 from scalegate.pipeline.quantization.budget.sensitivity import candidates as all_candidates
-from scalegate.pipeline.quantization.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.serving_check.quality import read_texts, token_windows
 from torch import Tensor
 

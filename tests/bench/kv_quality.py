@@ -25,8 +25,8 @@ from scalegate.layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from scalegate.layouts.kv.token_by_token import TokenByToken
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization.calibration_text import read_calibration_text
-from scalegate.pipeline.quantization.kv_scales import largest_keys_and_values
+from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.calibration.kv_scales import largest_keys_and_values
 from scalegate.serving_check.engine.stored_kv import OverStoredKV
 from scalegate.serving_check.quality import comparison_of, read_texts, token_figures, token_windows
 from torch import Tensor, nn

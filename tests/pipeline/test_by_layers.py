@@ -13,7 +13,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.input_rounding import InputRounding
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.weight_loader import WeightLoader
-from scalegate.pipeline.quantization import calibration_text
+from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.validation import by_layers
 from scalegate.pipeline.validation.by_layers import ReadByLayers
 from scalegate.serving_check.engine.options import EngineOptions

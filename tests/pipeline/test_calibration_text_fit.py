@@ -12,12 +12,16 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.layer_stream import LayerStream
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
-from scalegate.pipeline.quantization import calibration_text, job_text, text_fit
-from scalegate.pipeline.quantization.calibration_text import CalibrationText, read_calibration_text
+from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization.calibration import calibration_text, text_fit
+from scalegate.pipeline.quantization.calibration.calibration_text import (
+    CalibrationText,
+    read_calibration_text,
+)
+from scalegate.pipeline.quantization.calibration.self_calibration import beside
+from scalegate.pipeline.quantization.calibration.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.job_text import Reading
-from scalegate.pipeline.quantization.self_calibration import beside
 from scalegate.pipeline.quantization.tasks import WeightTask
-from scalegate.pipeline.quantization.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
 from scalegate.pipeline.recipe import GPTQ, Recipe
 

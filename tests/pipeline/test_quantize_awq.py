@@ -12,8 +12,9 @@ from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration, calibration_text, job_text
-from scalegate.pipeline.quantization.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization.calibration import calibration, calibration_text
+from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.equalization import column_scales, scaled_norm
 from scalegate.pipeline.recipe import AWQ, AWQ_GPTQ, Recipe
 from scalegate.pipeline.validation.weights import compare_weights

@@ -25,10 +25,10 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import EXPORTS, convention_of
 from scalegate.pipeline.model_loader import hidden_states
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration_text
 from scalegate.pipeline.quantization.budget import mixed_recipe, sensitivity
 from scalegate.pipeline.quantization.budget.allocation import PLAIN, Allocation, Budget, allocate
 from scalegate.pipeline.quantization.budget.sensitivity import Group, measure_sensitivity
+from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.tasks import make_tasks
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER, locked_folder

@@ -14,7 +14,7 @@ from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.quantization import write_shards as module
-from scalegate.pipeline.quantization.calibrated_layer import layer_path
+from scalegate.pipeline.quantization.calibration.calibrated_layer import layer_path
 from scalegate.pipeline.quantization.work_record import (
     CALIBRATION_FOLDER,
     FINISHED_SUFFIX,

@@ -13,9 +13,10 @@ from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader import layer_stream
 from scalegate.pipeline.model_loader.linear_weights import LinearWeight, find_linear_weights
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import calibration_text, job_text
-from scalegate.pipeline.quantization.calibration import calibrate
-from scalegate.pipeline.quantization.wanted_of_text import Wanted
+from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization.calibration import calibration_text
+from scalegate.pipeline.quantization.calibration.calibration import calibrate
+from scalegate.pipeline.quantization.calibration.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
 from scalegate.pipeline.recipe import Recipe, Rule
 from torch import nn

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from scalegate.base.progress import progress_bar
-from scalegate.pipeline.quantization.self_calibration import _draw, _recorded
+from scalegate.pipeline.quantization.calibration.self_calibration import _draw, _recorded
 from transformers import PreTrainedModel
 
 from .test_self_calibration import peaked_model

@@ -8,9 +8,9 @@ from scalegate.base.progress import progress_bar
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.skeleton import model_config
-from scalegate.pipeline.quantization import self_calibration
-from scalegate.pipeline.quantization.recorded_drawing import RecordedDrawing
-from scalegate.pipeline.quantization.self_calibration import (
+from scalegate.pipeline.quantization.calibration import self_calibration
+from scalegate.pipeline.quantization.calibration.recorded_drawing import RecordedDrawing
+from scalegate.pipeline.quantization.calibration.self_calibration import (
     AT_ONCE,
     _draw,
     drawn_sequences,

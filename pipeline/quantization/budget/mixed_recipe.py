@@ -21,9 +21,9 @@ from ...artifact import MANIFEST_NAME
 from ...checkpoints.checkpoint import Checkpoint
 from ...recipe import Recipe, Rule
 from ...sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
-from ..calibration_text import CalibrationText
+from ..calibration.calibration_text import CalibrationText
+from ..calibration.self_calibration import beside, can_draw, drawn_sequences
 from ..job import QuantizeJob
-from ..self_calibration import beside, can_draw, drawn_sequences
 from ..tasks import rule_for
 from ..weight_tensors import WeightQuantizer
 from ..work_record import CALIBRATION_FOLDER, START_OVER, begun_in

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from ...base.errors import UserError
-from ...layouts.formats.input_format import InputFormat
-from ...layouts.formats.weight_format import WeightFormat
-from ...layouts.kv.format import KV_FORMATS, largest_of
-from ..model_loader.linear_weights import EMBEDDING
-from ..recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
-from .all_quantizers import QUANTIZERS
+from ....base.errors import UserError
+from ....layouts.formats.input_format import InputFormat
+from ....layouts.formats.weight_format import WeightFormat
+from ....layouts.kv.format import KV_FORMATS, largest_of
+from ...model_loader.linear_weights import EMBEDDING
+from ...recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
+from ..all_quantizers import QUANTIZERS
+from ..quantizer import CalibratingQuantizer, CorrectingQuantizer, SharingQuantizer, WeighingQuantizer
+from ..tasks import WeightTask
 from .calibration_names import SELF
-from .quantizer import CalibratingQuantizer, CorrectingQuantizer, SharingQuantizer, WeighingQuantizer
-from .tasks import WeightTask
 from .wanted_of_text import Found, Wanted
 
 

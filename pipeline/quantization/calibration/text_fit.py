@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.layer_stream import LayerStream
+from ...checkpoints.checkpoint import Checkpoint
+from ...model_loader.layer_stream import LayerStream
 
 SEQUENCES_READ = 16
 """Of each kind, from all over the text."""

@@ -6,15 +6,15 @@ from functools import partial
 
 import torch
 
-from ...layouts.formats.int4 import COMMON_GROUPS, Int4
-from ...layouts.formats.weight_format import Weight
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.default_dtype import default_dtype
-from ..conventions.all_conventions import convention_of
-from ..conventions.convention import StoredWeight
-from ..machine.freed_memory import return_freed_memory
-from ..model_loader.linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
-from .weight_tensors import WeightQuantizer
+from ....layouts.formats.int4 import COMMON_GROUPS, Int4
+from ....layouts.formats.weight_format import Weight
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.default_dtype import default_dtype
+from ...conventions.all_conventions import convention_of
+from ...conventions.convention import StoredWeight
+from ...machine.freed_memory import return_freed_memory
+from ...model_loader.linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
+from ..weight_tensors import WeightQuantizer
 
 
 def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, StoredWeight]:

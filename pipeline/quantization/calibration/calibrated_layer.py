@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...base.atomic_files import atomic_path
-from ...base.errors import UserError
-from ...layouts.formats.weight_format import spec_from_json, spec_to_json, weight_of
-from .equalization import Equalized
-from .quantizer import Quantized
-from .second_order import Curvature
+from ....base.atomic_files import atomic_path
+from ....base.errors import UserError
+from ....layouts.formats.weight_format import spec_from_json, spec_to_json, weight_of
+from ..equalization import Equalized
+from ..quantizer import Quantized
+from ..second_order import Curvature
 
 SQUARES, WEIGHT, NORM = "squares", "weight", "norm"
 

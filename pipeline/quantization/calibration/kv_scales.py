@@ -13,14 +13,14 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ...base.errors import UserError
-from ...base.progress import progress_bar
-from ...kernels.attention.reference import AttentionOptions, softmax_by_hand
-from ...layouts.kv.format import KV_FORMATS, KVScales, largest_of
-from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.layer_stream import LayerStream
-from ..model_loader.weight_map import Assignment
-from .work_record import WorkRecord
+from ....base.errors import UserError
+from ....base.progress import progress_bar
+from ....kernels.attention.reference import AttentionOptions, softmax_by_hand
+from ....layouts.kv.format import KV_FORMATS, KVScales, largest_of
+from ...checkpoints.checkpoint import Checkpoint
+from ...model_loader.layer_stream import LayerStream
+from ...model_loader.weight_map import Assignment
+from ..work_record import WorkRecord
 
 IMPLEMENTATION = "scalegate_calibration"
 LEAST = 1e-6

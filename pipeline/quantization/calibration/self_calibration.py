@@ -19,14 +19,14 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ...base.atomic_files import atomic_path
-from ...base.errors import UserError
-from ...base.progress import progress_bar
-from ...serving_check.engine.kv_pool import free_memory
-from ..checkpoints.checkpoint import Checkpoint
-from ..machine.freed_memory import return_freed_memory
-from ..model_loader.attention_shapes import attention_layers_of
-from ..model_loader.load_model import load_model
+from ....base.atomic_files import atomic_path
+from ....base.errors import UserError
+from ....base.progress import progress_bar
+from ....serving_check.engine.kv_pool import free_memory
+from ...checkpoints.checkpoint import Checkpoint
+from ...machine.freed_memory import return_freed_memory
+from ...model_loader.attention_shapes import attention_layers_of
+from ...model_loader.load_model import load_model
 from .recorded_drawing import RecordedDrawing, chosen
 from .rounded_weights import rounded_weights
 

@@ -8,19 +8,19 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from ...layouts.formats.weight_format import Weight
-from ..model_loader.layer_stream import LayerStream, Slot
-from ..model_loader.weight_places import Places
-from .all_quantizers import QUANTIZERS
+from ....layouts.formats.weight_format import Weight
+from ...model_loader.layer_stream import LayerStream, Slot
+from ...model_loader.weight_places import Places
+from ..all_quantizers import QUANTIZERS
+from ..equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
+from ..levels import Levels
+from ..quantizer import CorrectingQuantizer, Quantized
+from ..second_order import Curvature, prepare
+from ..shared_tensors import Shared
+from ..weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
 from .calibrated_layer import Solved
-from .equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
 from .layer_inputs import Inputs, LayerInputs
-from .levels import Levels
-from .quantizer import CorrectingQuantizer, Quantized
-from .second_order import Curvature, prepare
-from .shared_tensors import Shared
 from .wanted_of_text import Wanted
-from .weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
 
 CORRECTED = 0.5
 """The share of earlier layers' error that a layer makes up for: on a development split of 5M, KL 0.0208

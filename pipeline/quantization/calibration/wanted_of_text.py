@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..equalization import Equalized
+from ..tasks import WeightTask
 from .calibrated_layer import CalibratedLayer, Solved, read_solved
-from .equalization import Equalized
-from .tasks import WeightTask
 
 ReadSolved = Callable[[], Solved]
 

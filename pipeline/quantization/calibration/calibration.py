@@ -15,22 +15,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...base.errors import UserError
-from ...base.progress import progress_bar
-from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.hidden_states import HiddenStates
-from ..model_loader.layer_stream import LayerStream
-from ..model_loader.linear_weights import LM_HEAD, LinearWeight
-from ..model_loader.weight_places import Places, kind_of, serve
+from ....base.errors import UserError
+from ....base.progress import progress_bar
+from ...checkpoints.checkpoint import Checkpoint
+from ...model_loader.hidden_states import HiddenStates
+from ...model_loader.layer_stream import LayerStream
+from ...model_loader.linear_weights import LM_HEAD, LinearWeight
+from ...model_loader.weight_places import Places, kind_of, serve
+from ..equalization import Equalized
+from ..learned_rounding import learn_rounding
+from ..second_order import forget_recordings
+from ..shared_tensors import Shared
+from ..weight_tensors import WeightQuantizer
 from .calibrated_layer import CalibratedLayer, Solved, layer_path, read_layer, write_layer
-from .equalization import Equalized
 from .layer_inputs import LAST, LayerInputs
 from .layer_solver import LayerSolver, Problem
-from .learned_rounding import learn_rounding
-from .second_order import forget_recordings
-from .shared_tensors import Shared
 from .wanted_of_text import Found, Wanted
-from .weight_tensors import WeightQuantizer
 
 
 def calibrate(
