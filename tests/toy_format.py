@@ -14,7 +14,7 @@ from scalegate.layouts.packing.layout import LAYOUTS, PackedWeight, Problem, Ser
 from scalegate.pipeline.conventions.compressed_tensors.scheme import SCHEMES
 from scalegate.pipeline.conventions.convention import StoredWeight
 from scalegate.pipeline.conventions.stored import FLOAT_DTYPES, require_tensor
-from scalegate.pipeline.quantization.quantizer import QUANTIZERS, Quantized
+from scalegate.pipeline.quantization.quantizers.quantizer import QUANTIZERS, Quantized
 from torch import Tensor
 
 MAX_CODE = 127

@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from ...layouts.formats.weight_format import WeightFormat
-from .all_quantizers import QUANTIZERS
 from .importance import importance_of_columns
 from .job import QuantizeJob
-from .quantizer import SharingQuantizer, WeighingQuantizer
+from .quantizers.all_quantizers import QUANTIZERS
+from .quantizers.quantizer import SharingQuantizer, WeighingQuantizer
 from .tasks import WeightTask, source_bytes
 from .weight_tensors import CPU_BLOCK, GPU_BLOCK
 from .write_shards import output_bytes

@@ -15,10 +15,10 @@ from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
 from ..recipe import Recipe
-from .all_quantizers import QUANTIZERS
 from .calibration.calibration_text import CalibrationText, read_calibration_text
 from .calibration.wanted_of_text import Wanted
 from .calibration.what_is_calibrated import text_source, what_is_wanted
+from .quantizers.all_quantizers import QUANTIZERS
 from .tasks import QuantizationTasks, make_tasks
 from .weight_tensors import WeightQuantizer
 

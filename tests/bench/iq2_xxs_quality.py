@@ -28,7 +28,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.gguf_file.architecture import Architecture
 from scalegate.pipeline.gguf_file.write import write_gguf
-from scalegate.pipeline.quantization.iq2_xxs_search import quantize_iq2_xxs
+from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_iq2_xxs
 from scalegate.serving_check.quality import read_texts, score, token_windows
 from torch import Tensor, nn
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
-from scalegate.pipeline.quantization.nvfp4_least_squares import quantize_nvfp4, shared_global_scale
-from scalegate.pipeline.quantization.quantizer import Quantized
+from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
+from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import quantize_nvfp4, shared_global_scale
+from scalegate.pipeline.quantization.quantizers.quantizer import Quantized
 
 SPEC = Int4(128)
 QWEN3_8B = {

@@ -23,7 +23,7 @@ from scalegate.pipeline.gguf_file.blocks import from_blocks, read_iq2_xxs, to_bl
 from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.importance import importance_of_columns
-from scalegate.pipeline.quantization.iq2_xxs_search import quantize_iq2_xxs
+from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_iq2_xxs
 from scalegate.pipeline.recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -22,7 +22,6 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import hidden_states, layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card import _calibration
-from scalegate.pipeline.quantization import int4_second_order
 from scalegate.pipeline.quantization.calibration import (
     calibration,
     calibration_text,
@@ -31,6 +30,7 @@ from scalegate.pipeline.quantization.calibration import (
 )
 from scalegate.pipeline.quantization.calibration.calibration_names import CALIBRATION, SCARCE
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
+from scalegate.pipeline.quantization.quantizers import int4_second_order
 from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out

@@ -12,7 +12,7 @@ from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
+from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.recipe import Recipe, Rule
 from transformers import AutoConfig, AutoModelForCausalLM
 

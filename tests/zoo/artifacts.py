@@ -20,7 +20,7 @@ from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION
-from scalegate.pipeline.quantization.int4_least_squares import quantize_int4
+from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"

@@ -11,10 +11,10 @@ from torch import Tensor
 from ....layouts.formats.weight_format import Weight
 from ...model_loader.layer_stream import LayerStream, Slot
 from ...model_loader.weight_places import Places
-from ..all_quantizers import QUANTIZERS
 from ..equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
 from ..levels import Levels
-from ..quantizer import CorrectingQuantizer, Quantized
+from ..quantizers.all_quantizers import QUANTIZERS
+from ..quantizers.quantizer import CorrectingQuantizer, Quantized
 from ..second_order import Curvature, prepare
 from ..shared_tensors import Shared
 from ..weight_tensors import WeightQuantizer, read_linear, refuse_non_finite

@@ -8,8 +8,13 @@ from ....layouts.formats.weight_format import WeightFormat
 from ....layouts.kv.format import KV_FORMATS, largest_of
 from ...model_loader.linear_weights import EMBEDDING
 from ...recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
-from ..all_quantizers import QUANTIZERS
-from ..quantizer import CalibratingQuantizer, CorrectingQuantizer, SharingQuantizer, WeighingQuantizer
+from ..quantizers.all_quantizers import QUANTIZERS
+from ..quantizers.quantizer import (
+    CalibratingQuantizer,
+    CorrectingQuantizer,
+    SharingQuantizer,
+    WeighingQuantizer,
+)
 from ..tasks import WeightTask
 from .calibration_names import SELF
 from .wanted_of_text import Found, Wanted

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...layouts.formats.iq2_xxs import IQ2XXS
-from ...layouts.formats.weight_format import WeightFormat
+from ....layouts.formats.iq2_xxs import IQ2XXS
+from ....layouts.formats.weight_format import WeightFormat
 from .iq2_xxs_search import quantize_iq2_xxs
 from .quantizer import QUANTIZERS, Quantized
 

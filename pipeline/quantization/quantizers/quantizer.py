@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...base.registry import Registry
-from ...layouts.formats.input_format import InputFormat
-from ...layouts.formats.weight_format import Weight, WeightFormat
-from .levels import Levels
-from .second_order import Curvature
+from ....base.registry import Registry
+from ....layouts.formats.input_format import InputFormat
+from ....layouts.formats.weight_format import Weight, WeightFormat
+from ..levels import Levels
+from ..second_order import Curvature
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from .integer_grid import IntegerGrid
-from .integer_least_squares import INT4_CODES
+from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
+from ..integer_grid import IntegerGrid
+from ..integer_least_squares import INT4_CODES
+from ..second_order import Curvature, solve
 from .quantizer import Quantized
-from .second_order import Curvature, solve
 
 
 def second_order_int4(

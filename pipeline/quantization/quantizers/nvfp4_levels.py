@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...layouts.formats.int4 import pack_nibbles, unpack_nibbles
-from ...layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, NVFP4Weight
+from ....layouts.formats.int4 import pack_nibbles, unpack_nibbles
+from ....layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, NVFP4Weight
 
 ZERO = 7
 

@@ -6,7 +6,7 @@ Not the default: `int4_least_squares.py` is faster, more accurate and readable b
 import torch
 from torch import Tensor
 
-from ...layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
+from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from .quantizer import Quantized
 
 BITS = 4

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...layouts.formats.int8 import Int8, Int8Weight
-from .integer_grid import IntegerGrid
-from .integer_least_squares import INT8_CODES
+from ....layouts.formats.int8 import Int8, Int8Weight
+from ..integer_grid import IntegerGrid
+from ..integer_least_squares import INT8_CODES
+from ..second_order import Curvature, solve
 from .quantizer import Quantized
-from .second_order import Curvature, solve
 
 
 def second_order_int8(

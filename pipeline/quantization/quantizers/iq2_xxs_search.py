@@ -12,8 +12,8 @@ the blocks' four bits are fitted to them, and the entries to those, twice. It re
 import torch
 from torch import Tensor
 
-from ...kernels.iq2_xxs.grid import LENGTH, MAGNITUDES, grid
-from ...layouts.formats.iq2_xxs import (
+from ....kernels.iq2_xxs.grid import LENGTH, MAGNITUDES, grid
+from ....layouts.formats.iq2_xxs import (
     BLOCK,
     BLOCK_SCALE_BITS,
     IQ2XXS,
@@ -23,7 +23,7 @@ from ...layouts.formats.iq2_xxs import (
     IQ2XXSWeight,
     pack_iq2_xxs,
 )
-from .column_sums import solve_rows, total
+from ..column_sums import solve_rows, total
 from .quantizer import Quantized
 
 BLOCKS = SUPER_BLOCK // BLOCK

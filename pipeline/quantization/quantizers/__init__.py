@@ -1,0 +1,1 @@
+"""How float weights become a format's numbers: a quantizer for each format, and their registry."""
