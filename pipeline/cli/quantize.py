@@ -92,7 +92,7 @@ def command(
         torchrun --nproc-per-node 8 -m scalegate.pipeline quantize ./my-70b --out out
     """
     if devices is not None:
-        from ..quantization.launch import devices_of, run_on
+        from ..quantization.shards.launch import devices_of, run_on
 
         if device != "auto":
             raise UserError("--devices and --device both say where it runs; leave one of them out")

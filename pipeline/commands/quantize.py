@@ -36,11 +36,11 @@ from ..quantization.estimate import Estimate, estimate
 from ..quantization.importance import importance_of
 from ..quantization.job import QuantizeJob, prepare
 from ..quantization.job_text import Reading, facts_of, found_on, read_text
-from ..quantization.progress import byte_bar
-from ..quantization.ranks import Ranks, join_ranks, local_device
-from ..quantization.shared_tensors import find_shared_tensors
-from ..quantization.tasks import WeightTask
-from ..quantization.work_record import (
+from ..quantization.shards.progress import byte_bar
+from ..quantization.shards.ranks import Ranks, join_ranks, local_device
+from ..quantization.shards.shared_tensors import find_shared_tensors
+from ..quantization.shards.tasks import WeightTask
+from ..quantization.shards.work_record import (
     WorkRecord,
     clear_folder,
     finished_artifact,

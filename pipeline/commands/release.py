@@ -26,7 +26,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.examination import examine
 from ..publishing.push_result import PushResult
-from ..quantization.launch import quantize_on
+from ..quantization.shards.launch import quantize_on
 from ..recipe import Recipe, is_recipe, load_recipe
 from ..signature import require_key
 from ..validation.rival import describe_rival, rival_folder

@@ -18,8 +18,8 @@ from .importance import importance_of_columns
 from .job import QuantizeJob
 from .quantizers.all_quantizers import QUANTIZERS
 from .quantizers.quantizer import SharingQuantizer, WeighingQuantizer
-from .tasks import WeightTask, source_bytes
-from .weight_tensors import CPU_BLOCK, GPU_BLOCK
+from .shards.tasks import WeightTask, source_bytes
+from .shards.weight_tensors import CPU_BLOCK, GPU_BLOCK
 from .write_shards import output_bytes
 
 SAMPLE = 1 << 20

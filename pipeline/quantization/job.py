@@ -19,8 +19,8 @@ from .calibration.calibration_text import CalibrationText, read_calibration_text
 from .calibration.wanted_of_text import Wanted
 from .calibration.what_is_calibrated import text_source, what_is_wanted
 from .quantizers.all_quantizers import QUANTIZERS
-from .tasks import QuantizationTasks, make_tasks
-from .weight_tensors import WeightQuantizer
+from .shards.tasks import QuantizationTasks, make_tasks
+from .shards.weight_tensors import WeightQuantizer
 
 DEFAULT_EXPORT, OWN_EXPORT, MODELOPT_EXPORT = "compressed-tensors", "scalegate", "modelopt"
 SCALE_DTYPES = (torch.bfloat16, torch.float16)

@@ -24,9 +24,9 @@ from .calibration.calibration_text import SEQUENCES, CalibrationText
 from .calibration.self_calibration import beside, can_draw, drawn_sequences
 from .calibration.text_fit import TextFit, measure_fit
 from .calibration.wanted_of_text import Found, Wanted
-from .shared_tensors import Shared
-from .tasks import WeightTask
-from .weight_tensors import WeightQuantizer
+from .shards.shared_tensors import Shared
+from .shards.tasks import WeightTask
+from .shards.weight_tensors import WeightQuantizer
 
 DRAWN_NAME, FIT_NAME = "drawn.safetensors", "fit.json"
 UNLEARNED_SEQUENCES = SEQUENCES // 2

@@ -24,13 +24,13 @@ from ..file_digests import sha256_of
 from .calibration.wanted_of_text import ReadSolved
 from .equalization import Equalized
 from .job import QuantizeJob
-from .progress import byte_bar
-from .ranks import Ranks
-from .shard_writer import ShardWriter, header_room
-from .shared_tensors import Shared
-from .tasks import WeightTask, source_bytes
-from .weight_tensors import read_kept, read_linear, refuse_non_finite
-from .work_record import FinishedShard, WorkRecord
+from .shards.progress import byte_bar
+from .shards.ranks import Ranks
+from .shards.shard_writer import ShardWriter, header_room
+from .shards.shared_tensors import Shared
+from .shards.tasks import WeightTask, source_bytes
+from .shards.weight_tensors import read_kept, read_linear, refuse_non_finite
+from .shards.work_record import FinishedShard, WorkRecord
 
 TENSORS_OF_A_LINEAR = ("packed", "scale", "zero_point", "shape")
 ERROR_DIGITS = 6

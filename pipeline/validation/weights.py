@@ -25,7 +25,7 @@ from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import SCALE as KV_SCALE
 from ..model_loader.linear_weights import ROUTER, LinearWeight, find_linear_weights
 from ..quantization.equalization import column_scales
-from ..quantization.weight_tensors import read_linear
+from ..quantization.shards.weight_tensors import read_linear
 
 BLOCK = 1 << 24
 """Weights held together in fp32, a few copies of them: bounds memory whatever a layer's size."""

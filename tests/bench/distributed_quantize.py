@@ -36,7 +36,7 @@ from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import INDEX_NAME
 from scalegate.pipeline.commands.quantize import MAX_SHARD_BYTES, quantize
 from scalegate.pipeline.machine.cores import available_cores
-from scalegate.pipeline.quantization.work_record import FINISHED_SUFFIX, PARTS_FOLDER
+from scalegate.pipeline.quantization.shards.work_record import FINISHED_SUFFIX, PARTS_FOLDER
 from scalegate.serving_check.environment import describe_environment
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config

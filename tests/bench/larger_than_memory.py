@@ -116,9 +116,9 @@ def plan_and_begin(source: Path, out: Path, recipe: str, nbytes: int, shard_byte
     """Plan all of it and write shards made of the first `nbytes` or so; this process's figures."""
     from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
     from scalegate.pipeline.quantization.job import prepare
-    from scalegate.pipeline.quantization.ranks import join_ranks
-    from scalegate.pipeline.quantization.tasks import source_bytes
-    from scalegate.pipeline.quantization.work_record import PARTS_FOLDER, WorkRecord
+    from scalegate.pipeline.quantization.shards.ranks import join_ranks
+    from scalegate.pipeline.quantization.shards.tasks import source_bytes
+    from scalegate.pipeline.quantization.shards.work_record import PARTS_FOLDER, WorkRecord
     from scalegate.pipeline.quantization.write_shards import Known, divide_into_shards, write_shards
     from scalegate.pipeline.recipe import load_recipe
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import split_state_dict_into_shards_factory
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.checkpoints.checkpoint import INDEX_NAME
-from scalegate.pipeline.quantization.shard_writer import ShardWriter, header_room
+from scalegate.pipeline.quantization.shards.shard_writer import ShardWriter, header_room
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion

@@ -17,9 +17,9 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.pipeline.quantization import weight_tensors
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
+from scalegate.pipeline.quantization.shards import weight_tensors
 from scalegate.pipeline.recipe import Recipe
 
 RECIPE = Recipe("test", spec=Int4(128))

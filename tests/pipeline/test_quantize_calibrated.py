@@ -31,7 +31,7 @@ from scalegate.pipeline.quantization.calibration import (
 from scalegate.pipeline.quantization.calibration.calibration_names import CALIBRATION, SCARCE
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.quantizers import int4_second_order
-from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER
+from scalegate.pipeline.quantization.shards.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.tests.exhaustive import exhaustive_but

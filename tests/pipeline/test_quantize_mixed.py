@@ -29,9 +29,9 @@ from scalegate.pipeline.quantization.budget import mixed_recipe, sensitivity
 from scalegate.pipeline.quantization.budget.allocation import PLAIN, Allocation, Budget, allocate
 from scalegate.pipeline.quantization.budget.sensitivity import Group, measure_sensitivity
 from scalegate.pipeline.quantization.calibration import calibration_text
-from scalegate.pipeline.quantization.tasks import make_tasks
-from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
-from scalegate.pipeline.quantization.work_record import CALIBRATION_FOLDER, locked_folder
+from scalegate.pipeline.quantization.shards.tasks import make_tasks
+from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
+from scalegate.pipeline.quantization.shards.work_record import CALIBRATION_FOLDER, locked_folder
 from scalegate.pipeline.recipe import Recipe, Rule
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -16,10 +16,10 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import shared_tensors
 from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import quantize_nvfp4
-from scalegate.pipeline.quantization.weight_tensors import WeightQuantizer
-from scalegate.pipeline.quantization.work_record import FINISHED_SUFFIX, MEASURED_SUFFIX, PARTS_FOLDER
+from scalegate.pipeline.quantization.shards import shared_tensors
+from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
+from scalegate.pipeline.quantization.shards.work_record import FINISHED_SUFFIX, MEASURED_SUFFIX, PARTS_FOLDER
 from scalegate.pipeline.recipe import Recipe, Rule, load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.quantization import launch
-from scalegate.pipeline.quantization.ranks import OtherRankFailed, Ranks
+from scalegate.pipeline.quantization.shards import launch
+from scalegate.pipeline.quantization.shards.ranks import OtherRankFailed, Ranks
 from scalegate.serving_check.server.fork_server import start_process
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.pipeline import forked_quantize

@@ -15,7 +15,7 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.quantization import write_shards as module
 from scalegate.pipeline.quantization.calibration.calibrated_layer import layer_path
-from scalegate.pipeline.quantization.work_record import (
+from scalegate.pipeline.quantization.shards.work_record import (
     CALIBRATION_FOLDER,
     FINISHED_SUFFIX,
     LOCK_NAME,

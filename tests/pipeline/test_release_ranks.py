@@ -11,8 +11,8 @@ from scalegate.base.options import parse
 from scalegate.pipeline.commands import release as stages
 from scalegate.pipeline.commands import release_preview
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.quantization import launch
-from scalegate.pipeline.quantization.ranks import OtherRankFailed
+from scalegate.pipeline.quantization.shards import launch
+from scalegate.pipeline.quantization.shards.ranks import OtherRankFailed
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines.placement import Placement, gpus_here

@@ -24,9 +24,9 @@ from ...sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TE
 from ..calibration.calibration_text import CalibrationText
 from ..calibration.self_calibration import beside, can_draw, drawn_sequences
 from ..job import QuantizeJob
-from ..tasks import rule_for
-from ..weight_tensors import WeightQuantizer
-from ..work_record import CALIBRATION_FOLDER, START_OVER, begun_in
+from ..shards.tasks import rule_for
+from ..shards.weight_tensors import WeightQuantizer
+from ..shards.work_record import CALIBRATION_FOLDER, START_OVER, begun_in
 from .allocation import PLAIN, Allocation, Budget, allocate
 from .sensitivity import TEXT_SEQUENCES, Group, measure_sensitivity, weights_to_choose_for
 

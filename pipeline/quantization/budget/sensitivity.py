@@ -24,9 +24,9 @@ from ...model_loader.hidden_states import StatesPart
 from ...model_loader.layer_stream import LayerStream
 from ...model_loader.linear_weights import LINEAR, LinearWeight
 from ...model_loader.weight_places import Places, kind_of, serve
-from ..shared_tensors import merged_under, shared_in
-from ..tasks import WeightTask
-from ..weight_tensors import WeightQuantizer
+from ..shards.shared_tensors import merged_under, shared_in
+from ..shards.tasks import WeightTask
+from ..shards.weight_tensors import WeightQuantizer
 
 GROUP_SIZES = (128, 64, 32)
 DIGITS = 6

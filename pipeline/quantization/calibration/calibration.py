@@ -25,8 +25,8 @@ from ...model_loader.weight_places import Places, kind_of, serve
 from ..equalization import Equalized
 from ..learned_rounding import learn_rounding
 from ..second_order import forget_recordings
-from ..shared_tensors import Shared
-from ..weight_tensors import WeightQuantizer
+from ..shards.shared_tensors import Shared
+from ..shards.weight_tensors import WeightQuantizer
 from .calibrated_layer import CalibratedLayer, Solved, layer_path, read_layer, write_layer
 from .layer_inputs import LAST, LayerInputs
 from .layer_solver import LayerSolver, Problem

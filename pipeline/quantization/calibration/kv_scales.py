@@ -20,7 +20,7 @@ from ....layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ...checkpoints.checkpoint import Checkpoint
 from ...model_loader.layer_stream import LayerStream
 from ...model_loader.weight_map import Assignment
-from ..work_record import WorkRecord
+from ..shards.work_record import WorkRecord
 
 IMPLEMENTATION = "scalegate_calibration"
 LEAST = 1e-6

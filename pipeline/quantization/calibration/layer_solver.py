@@ -16,8 +16,8 @@ from ..levels import Levels
 from ..quantizers.all_quantizers import QUANTIZERS
 from ..quantizers.quantizer import CorrectingQuantizer, Quantized
 from ..second_order import Curvature, prepare
-from ..shared_tensors import Shared
-from ..weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
+from ..shards.shared_tensors import Shared
+from ..shards.weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
 from .calibrated_layer import Solved
 from .layer_inputs import Inputs, LayerInputs
 from .wanted_of_text import Wanted

@@ -14,7 +14,7 @@ from ...conventions.all_conventions import convention_of
 from ...conventions.convention import StoredWeight
 from ...machine.freed_memory import return_freed_memory
 from ...model_loader.linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
-from ..weight_tensors import WeightQuantizer
+from ..shards.weight_tensors import WeightQuantizer
 
 
 def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, StoredWeight]:

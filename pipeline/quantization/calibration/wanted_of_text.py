@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..equalization import Equalized
-from ..tasks import WeightTask
+from ..shards.tasks import WeightTask
 from .calibrated_layer import CalibratedLayer, Solved, read_solved
 
 ReadSolved = Callable[[], Solved]

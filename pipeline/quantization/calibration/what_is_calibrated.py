@@ -15,7 +15,7 @@ from ..quantizers.quantizer import (
     SharingQuantizer,
     WeighingQuantizer,
 )
-from ..tasks import WeightTask
+from ..shards.tasks import WeightTask
 from .calibration_names import SELF
 from .wanted_of_text import Found, Wanted
 

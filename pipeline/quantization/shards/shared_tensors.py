@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...layouts.formats.weight_format import WeightFormat
-from ..checkpoints.checkpoint import Checkpoint
-from ..model_loader.linear_weights import LinearWeight
-from ..model_loader.merge_groups import merge_groups
+from ....layouts.formats.weight_format import WeightFormat
+from ...checkpoints.checkpoint import Checkpoint
+from ...model_loader.linear_weights import LinearWeight
+from ...model_loader.merge_groups import merge_groups
+from ..quantizers.all_quantizers import QUANTIZERS
+from ..quantizers.quantizer import SharingQuantizer
 from .progress import byte_bar
-from .quantizers.all_quantizers import QUANTIZERS
-from .quantizers.quantizer import SharingQuantizer
 from .ranks import Ranks
 from .tasks import WeightTask, source_bytes
 from .weight_tensors import WeightQuantizer

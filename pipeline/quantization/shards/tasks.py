@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...base.errors import UserError
-from ...layouts.formats.unquantized import Unquantized
-from ...layouts.formats.weight_format import WeightFormat, parameters
-from ...serving_check.engine.options import UNQUANTIZED as KV_UNQUANTIZED
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.float_source import is_scale, refuse_unreadable, scale_of
-from ..conventions.kv_cache import SCALE as KV_SCALE
-from ..model_loader.linear_weights import (
+from ....base.errors import UserError
+from ....layouts.formats.unquantized import Unquantized
+from ....layouts.formats.weight_format import WeightFormat, parameters
+from ....serving_check.engine.options import UNQUANTIZED as KV_UNQUANTIZED
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.float_source import is_scale, refuse_unreadable, scale_of
+from ...conventions.kv_cache import SCALE as KV_SCALE
+from ...model_loader.linear_weights import (
     EMBEDDING,
     LM_HEAD,
     ROUTER,
@@ -24,7 +24,7 @@ from ..model_loader.linear_weights import (
     ModelWeights,
     find_linear_weights,
 )
-from ..recipe import KEEP, Recipe, Rule, matches
+from ...recipe import KEEP, Recipe, Rule, matches
 
 IGNORED = "ignored by the recipe"
 UNQUANTIZED = Unquantized()

@@ -16,9 +16,9 @@ import click
 import torch
 from torch.distributed import TCPStore
 
-from ...base.errors import UserError
-from ...base.options import words_of
-from ..machine.cores import available_cores
+from ....base.errors import UserError
+from ....base.options import words_of
+from ...machine.cores import available_cores
 from .ranks import FAULT, GO_ON, OtherRankFailed
 
 HOST = "127.0.0.1"

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ..checkpoints.safetensors_file import DTYPE_NAMES
+from ...checkpoints.safetensors_file import DTYPE_NAMES
 
 ALIGNMENT = 8
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...base.errors import UserError
-from ...layouts.formats.weight_format import WeightFormat, merge_rows
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
-from ..checkpoints.safetensors_file import TensorInfo
-from ..model_loader.linear_weights import LinearWeight
-from .importance import importance_of_columns
-from .quantizers.all_quantizers import QUANTIZERS
-from .quantizers.quantizer import Quantized, SharingQuantizer, WeighingQuantizer
+from ....base.errors import UserError
+from ....layouts.formats.weight_format import WeightFormat, merge_rows
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
+from ...checkpoints.safetensors_file import TensorInfo
+from ...model_loader.linear_weights import LinearWeight
+from ..importance import importance_of_columns
+from ..quantizers.all_quantizers import QUANTIZERS
+from ..quantizers.quantizer import Quantized, SharingQuantizer, WeighingQuantizer
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
 """Weights read and quantized together: besides its result, a task holds but fp32 copies of a block."""

@@ -17,7 +17,7 @@ import click
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from ...base.errors import UserError
+from ....base.errors import UserError
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...base.progress import progress_bar
+from ....base.progress import progress_bar
 from .ranks import Ranks
 
 SAID_AT_ONCE = 16 << 20

@@ -1,0 +1,1 @@
+"""The work in shards: tasks, the processes that take them, and what is done already."""
