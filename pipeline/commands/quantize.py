@@ -33,7 +33,6 @@ from ..quantization.calibration.calibration_text import read_calibration_text
 from ..quantization.calibration.kv_scales import find_kv_scales
 from ..quantization.calibration.what_is_calibrated import budget_source, input_formats
 from ..quantization.estimate import Estimate, estimate
-from ..quantization.importance import importance_of
 from ..quantization.job import QuantizeJob, prepare
 from ..quantization.job_text import Reading, facts_of, found_on, read_text
 from ..quantization.shards.progress import byte_bar
@@ -49,6 +48,7 @@ from ..quantization.shards.work_record import (
     parameters_digest,
     refuse_foreign,
 )
+from ..quantization.solvers.importance import importance_of
 from ..quantization.write_shards import (
     Known,
     divide_into_shards,

@@ -14,12 +14,12 @@ import psutil
 import torch
 
 from ...layouts.formats.weight_format import WeightFormat
-from .importance import importance_of_columns
 from .job import QuantizeJob
 from .quantizers.all_quantizers import QUANTIZERS
 from .quantizers.quantizer import SharingQuantizer, WeighingQuantizer
 from .shards.tasks import WeightTask, source_bytes
 from .shards.weight_tensors import CPU_BLOCK, GPU_BLOCK
+from .solvers.importance import importance_of_columns
 from .write_shards import output_bytes
 
 SAMPLE = 1 << 20

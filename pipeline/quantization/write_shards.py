@@ -22,7 +22,6 @@ from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from ..file_digests import sha256_of
 from .calibration.wanted_of_text import ReadSolved
-from .equalization import Equalized
 from .job import QuantizeJob
 from .shards.progress import byte_bar
 from .shards.ranks import Ranks
@@ -31,6 +30,7 @@ from .shards.shared_tensors import Shared
 from .shards.tasks import WeightTask, source_bytes
 from .shards.weight_tensors import read_kept, read_linear, refuse_non_finite
 from .shards.work_record import FinishedShard, WorkRecord
+from .solvers.equalization import Equalized
 
 TENSORS_OF_A_LINEAR = ("packed", "scale", "zero_point", "shape")
 ERROR_DIGITS = 6

@@ -24,8 +24,8 @@ from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import SCALE as KV_SCALE
 from ..model_loader.linear_weights import ROUTER, LinearWeight, find_linear_weights
-from ..quantization.equalization import column_scales
 from ..quantization.shards.weight_tensors import read_linear
+from ..quantization.solvers.equalization import column_scales
 
 BLOCK = 1 << 24
 """Weights held together in fp32, a few copies of them: bounds memory whatever a layer's size."""

@@ -38,13 +38,13 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.hidden_states import HiddenStates
 from scalegate.pipeline.model_loader.layer_stream import LayerStream
-from scalegate.pipeline.quantization import learned_rounding, second_order
 from scalegate.pipeline.quantization.calibration import calibration, layer_solver, self_calibration
 from scalegate.pipeline.quantization.calibration.calibration_text import SEQUENCE_TOKENS, SEQUENCES
 from scalegate.pipeline.quantization.calibration.layer_inputs import Inputs, LayerInputs
 from scalegate.pipeline.quantization.calibration.layer_solver import LayerSolver
 from scalegate.pipeline.quantization.job import prepare
 from scalegate.pipeline.quantization.job_text import UNLEARNED_SEQUENCES
+from scalegate.pipeline.quantization.solvers import learned_rounding, second_order
 from scalegate.pipeline.recipe import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, unpack_nibbles
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantization import column_sums
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.quantizers.torchao_hqq import quantize_int4_fractional
+from scalegate.pipeline.quantization.solvers import column_sums
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8, Int8Weight
-from scalegate.pipeline.quantization import column_sums
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.quantizers.int8_least_squares import quantize_int8
+from scalegate.pipeline.quantization.solvers import column_sums
 
 SIZES = [32, 128, WHOLE_ROW]
 

@@ -22,8 +22,8 @@ from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.gguf_file.blocks import from_blocks, read_iq2_xxs, to_blocks
 from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization.importance import importance_of_columns
 from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_iq2_xxs
+from scalegate.pipeline.quantization.solvers.importance import importance_of_columns
 from scalegate.pipeline.recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,12 +14,13 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import job_text, learned_rounding
+from scalegate.pipeline.quantization import job_text
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.calibration.calibration_names import CALIBRATION, LEARNED
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer
+from scalegate.pipeline.quantization.solvers import learned_rounding
 from scalegate.pipeline.recipe import AWQ, GPTQ, Recipe, load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 

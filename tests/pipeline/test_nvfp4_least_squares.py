@@ -5,9 +5,9 @@ import torch
 from scalegate.layouts.formats.int4 import unpack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.quantization import column_sums
 from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import quantize_nvfp4, shared_global_scale
 from scalegate.pipeline.quantization.quantizers.quantizer import Quantized
+from scalegate.pipeline.quantization.solvers import column_sums
 
 MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 EVERY_SCALE = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

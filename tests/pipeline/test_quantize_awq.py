@@ -15,7 +15,7 @@ from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization import job_text
 from scalegate.pipeline.quantization.calibration import calibration, calibration_text
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
-from scalegate.pipeline.quantization.equalization import column_scales, scaled_norm
+from scalegate.pipeline.quantization.solvers.equalization import column_scales, scaled_norm
 from scalegate.pipeline.recipe import AWQ, AWQ_GPTQ, Recipe
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights

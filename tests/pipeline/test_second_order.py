@@ -6,11 +6,11 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
-from scalegate.pipeline.quantization import second_order
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import shared_global_scale
 from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer, Quantized
-from scalegate.pipeline.quantization.second_order import prepare
+from scalegate.pipeline.quantization.solvers import second_order
+from scalegate.pipeline.quantization.solvers.second_order import prepare
 from torch import Tensor
 
 N, K = 48, 256

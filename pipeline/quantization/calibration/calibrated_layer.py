@@ -15,9 +15,9 @@ from torch import Tensor
 from ....base.atomic_files import atomic_path
 from ....base.errors import UserError
 from ....layouts.formats.weight_format import spec_from_json, spec_to_json, weight_of
-from ..equalization import Equalized
 from ..quantizers.quantizer import Quantized
-from ..second_order import Curvature
+from ..solvers.equalization import Equalized
+from ..solvers.second_order import Curvature
 
 SQUARES, WEIGHT, NORM = "squares", "weight", "norm"
 

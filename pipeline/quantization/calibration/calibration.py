@@ -22,11 +22,11 @@ from ...model_loader.hidden_states import HiddenStates
 from ...model_loader.layer_stream import LayerStream
 from ...model_loader.linear_weights import LM_HEAD, LinearWeight
 from ...model_loader.weight_places import Places, kind_of, serve
-from ..equalization import Equalized
-from ..learned_rounding import learn_rounding
-from ..second_order import forget_recordings
 from ..shards.shared_tensors import Shared
 from ..shards.weight_tensors import WeightQuantizer
+from ..solvers.equalization import Equalized
+from ..solvers.learned_rounding import learn_rounding
+from ..solvers.second_order import forget_recordings
 from .calibrated_layer import CalibratedLayer, Solved, layer_path, read_layer, write_layer
 from .layer_inputs import LAST, LayerInputs
 from .layer_solver import LayerSolver, Problem

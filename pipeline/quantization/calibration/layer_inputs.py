@@ -10,7 +10,7 @@ from ...model_loader.hidden_states import HiddenStates
 from ...model_loader.layer_stream import InputObserver, LayerStream, Slot
 from ...model_loader.linear_weights import LM_HEAD
 from ...model_loader.weight_places import Places, kind_of
-from ..equalization import NormOutputs
+from ..solvers.equalization import NormOutputs
 from .wanted_of_text import Wanted
 
 LAST = "output projection"

@@ -11,13 +11,13 @@ from torch import Tensor
 from ....layouts.formats.weight_format import Weight
 from ...model_loader.layer_stream import LayerStream, Slot
 from ...model_loader.weight_places import Places
-from ..equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
-from ..levels import Levels
 from ..quantizers.all_quantizers import QUANTIZERS
 from ..quantizers.quantizer import CorrectingQuantizer, Quantized
-from ..second_order import Curvature, prepare
 from ..shards.shared_tensors import Shared
 from ..shards.weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
+from ..solvers.equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
+from ..solvers.levels import Levels
+from ..solvers.second_order import Curvature, prepare
 from .calibrated_layer import Solved
 from .layer_inputs import Inputs, LayerInputs
 from .wanted_of_text import Wanted

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..equalization import Equalized
 from ..shards.tasks import WeightTask
+from ..solvers.equalization import Equalized
 from .calibrated_layer import CalibratedLayer, Solved, read_solved
 
 ReadSolved = Callable[[], Solved]

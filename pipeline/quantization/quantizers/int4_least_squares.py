@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from ..column_sums import fold, solve_rows, total
-from ..integer_least_squares import INT4_CODES, centred_codes, search
+from ..solvers.column_sums import fold, solve_rows, total
+from ..solvers.integer_least_squares import INT4_CODES, centred_codes, search
 from .quantizer import Quantized
 
 

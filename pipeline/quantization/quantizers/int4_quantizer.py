@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....layouts.formats.int4 import Int4, Int4Weight
 from ....layouts.formats.weight_format import Weight, WeightFormat
-from ..second_order import Curvature
+from ..solvers.second_order import Curvature
 from .int4_least_squares import quantize_int4
 from .int4_second_order import second_order_int4
 from .integer_levels import IntegerLevels, int4_levels

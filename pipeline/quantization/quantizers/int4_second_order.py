@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from ..integer_grid import IntegerGrid
-from ..integer_least_squares import INT4_CODES
-from ..second_order import Curvature, solve
+from ..solvers.integer_grid import IntegerGrid
+from ..solvers.integer_least_squares import INT4_CODES
+from ..solvers.second_order import Curvature, solve
 from .quantizer import Quantized
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ....layouts.formats.int8 import Int8, Int8Weight
-from ..column_sums import fold, solve_rows, total
-from ..integer_least_squares import INT8_CODES, centred_codes, search
+from ..solvers.column_sums import fold, solve_rows, total
+from ..solvers.integer_least_squares import INT8_CODES, centred_codes, search
 from .quantizer import Quantized
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....layouts.formats.int8 import Int8, Int8Weight
 from ....layouts.formats.weight_format import Weight, WeightFormat
-from ..second_order import Curvature
+from ..solvers.second_order import Curvature
 from .int8_least_squares import quantize_int8
 from .int8_second_order import second_order_int8
 from .integer_levels import IntegerLevels, int8_levels

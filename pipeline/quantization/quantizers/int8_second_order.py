@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ....layouts.formats.int8 import Int8, Int8Weight
-from ..integer_grid import IntegerGrid
-from ..integer_least_squares import INT8_CODES
-from ..second_order import Curvature, solve
+from ..solvers.integer_grid import IntegerGrid
+from ..solvers.integer_least_squares import INT8_CODES
+from ..solvers.second_order import Curvature, solve
 from .quantizer import Quantized
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ....layouts.formats.int4 import Int4Weight, pack_nibbles, unpack_nibbles
 from ....layouts.formats.int8 import Int8Weight
 from ....layouts.formats.weight_format import Weight
-from ..integer_least_squares import INT4_CODES, INT8_CODES
+from ..solvers.integer_least_squares import INT4_CODES, INT8_CODES
 
 Make = Callable[[Tensor, Tensor], Weight]
 """The weight of levels [N, K], whole numbers in fp32, and scales [N, groups] as they are stored."""

@@ -23,7 +23,7 @@ from ....layouts.formats.iq2_xxs import (
     IQ2XXSWeight,
     pack_iq2_xxs,
 )
-from ..column_sums import solve_rows, total
+from ..solvers.column_sums import solve_rows, total
 from .quantizer import Quantized
 
 BLOCKS = SUPER_BLOCK // BLOCK

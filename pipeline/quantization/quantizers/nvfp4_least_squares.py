@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ....layouts.formats.int4 import pack_nibbles
 from ....layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP_SIZE, NVFP4, NVFP4Weight
-from ..column_sums import fold, solve_rows, total
+from ..solvers.column_sums import fold, solve_rows, total
 from .quantizer import Quantized
 
 CODES_BELOW, CODES_ABOVE = 2, 6

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....layouts.formats.nvfp4 import E2M1_MAX, GROUP_SIZE, NVFP4, NVFP4Input, NVFP4Weight
 from ....layouts.formats.weight_format import Weight, WeightFormat
-from ..second_order import Curvature
+from ..solvers.second_order import Curvature
 from .nvfp4_least_squares import quantize_nvfp4, shared_global_scale
 from .nvfp4_levels import NVFP4Levels
 from .nvfp4_second_order import second_order_nvfp4

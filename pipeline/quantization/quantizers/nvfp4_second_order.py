@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ....layouts.formats.int4 import pack_nibbles
 from ....layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP_SIZE, NVFP4, NVFP4Weight
-from ..second_order import Curvature, Round, solve
+from ..solvers.second_order import Curvature, Round, solve
 from .nvfp4_least_squares import CODES_ABOVE, CODES_BELOW, LARGEST_E4M3, codes_of
 from .quantizer import Quantized
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from ....base.registry import Registry
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
-from ..levels import Levels
-from ..second_order import Curvature
+from ..solvers.levels import Levels
+from ..solvers.second_order import Curvature
 
 
 @dataclass(frozen=True)

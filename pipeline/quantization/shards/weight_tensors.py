@@ -15,9 +15,9 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ...checkpoints.safetensors_file import TensorInfo
 from ...model_loader.linear_weights import LinearWeight
-from ..importance import importance_of_columns
 from ..quantizers.all_quantizers import QUANTIZERS
 from ..quantizers.quantizer import Quantized, SharingQuantizer, WeighingQuantizer
+from ..solvers.importance import importance_of_columns
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
 """Weights read and quantized together: besides its result, a task holds but fp32 copies of a block."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...layouts.formats.weight_format import Weight
+from ....layouts.formats.weight_format import Weight
 
 
 class Levels(Protocol):

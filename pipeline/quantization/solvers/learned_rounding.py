@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layouts.formats.weight_format import Weight
-from ..model_loader.hidden_states import HiddenStates
-from ..model_loader.layer_stream import LayerStream
-from ..model_loader.weight_places import Places, serve
+from ....layouts.formats.weight_format import Weight
+from ...model_loader.hidden_states import HiddenStates
+from ...model_loader.layer_stream import LayerStream
+from ...model_loader.weight_places import Places, serve
 from .equalization import Equalized
 from .levels import Levels
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..machine.cores import available_cores
+from ...machine.cores import available_cores
 
 CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
 """Weights solved at once: what stays in one core's cache, and what fills a GPU."""

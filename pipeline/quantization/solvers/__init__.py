@@ -1,0 +1,1 @@
+"""Rounding with a layer's inputs in view, whatever the format."""
