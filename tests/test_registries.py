@@ -12,7 +12,7 @@ from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import CONVENTIONS, EXPORTS
-from scalegate.pipeline.publishing.card_engines import engines
+from scalegate.pipeline.records.engine_commands import engines
 from scalegate.pipeline.validation.servers import sized_options
 from scalegate.serving_check.engines.all_engines import ENGINES, engine_named
 from scalegate.serving_check.engines.engine import CardCommand

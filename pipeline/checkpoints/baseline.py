@@ -11,8 +11,8 @@ from pathlib import Path
 from ...base.atomic_files import atomic_path
 from ...base.errors import UserError
 from ...base.untrusted_files import read_outside
-from ..artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord
-from ..file_digests import digest_of, sha256_of_all
+from ..records.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord
+from ..records.file_digests import digest_of, sha256_of_all
 from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 
 MAX_PATH_BYTES = 1 << 16

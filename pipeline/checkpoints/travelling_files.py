@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ...base.untrusted_names import file_refusal, name_refusal
-from ..artifact import MANIFEST_NAME, OWN_RECORDS, VERDICT_NAME
+from ..records.artifact import MANIFEST_NAME, OWN_RECORDS, VERDICT_NAME
 
 KNOWN = (
     # tokenizers

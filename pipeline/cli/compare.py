@@ -43,8 +43,8 @@ def command(
         pipeline compare out --baseline Qwen/Qwen3-8B --text texts.jsonl --json
         pipeline compare out ORG/Qwen3-8B-AWQ --card
     """
-    from ..artifact import Artifact
     from ..commands.compare import compare
+    from ..records.artifact import Artifact
 
     folder = Path(models[0]).expanduser()
     if card:

@@ -11,7 +11,7 @@ import click
 from ...base.errors import UserError
 from ...base.stage_clock import in_words
 from ...serving_check.engine.options import UNQUANTIZED
-from ..artifact import Artifact
+from ..records.artifact import Artifact
 from .engine_options import RecipeWord, Registered, exports
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _summary(artifact: Artifact, out: Path) -> dict[str, Any]:
 
 
 def _as_text(summary: dict[str, Any]) -> str:
-    from ..sensitivity_table import KEPT_BY_BUDGET, table_lines
+    from ..records.sensitivity_table import KEPT_BY_BUDGET, table_lines
 
     formats = " and ".join(f"{count} × {label}" for label, count in summary["formats"].items())
     size = f"{summary['bytes'] / 1e6:,.1f} MB in all"

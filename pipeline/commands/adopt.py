@@ -11,7 +11,6 @@ from pathlib import Path
 from ...base.errors import UserError
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.packing.installed import NOT_INSTALLED, installed_version
-from ..artifact import MANIFEST_NAME, Artifact, published_files, record_files
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import open_baseline, remember_source, weights_digest
 from ..checkpoints.checkpoint import open_checkpoint
@@ -19,7 +18,8 @@ from ..checkpoints.travelling_files import refuse_strangers
 from ..conventions.all_conventions import convention_of
 from ..conventions.kv_cache import kv_cache_of
 from ..publishing.card import ADOPTED
-from ..publishing.card_engines import kv_cache_commands
+from ..records.artifact import MANIFEST_NAME, Artifact, published_files, record_files
+from ..records.engine_commands import kv_cache_commands
 from ..validation.weights import squared_errors
 
 VERSIONED_PACKAGES = ("scalegate", "torch", "transformers")

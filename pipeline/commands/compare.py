@@ -17,16 +17,16 @@ from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.quality import compare as compare_predictions
 from ...serving_check.quality_figures import Comparison as Predictions
 from ...serving_check.settings import QUALITY_TOKENS
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..comparison import ComparedModel, Comparison
 from ..conventions.all_conventions import convention_of
 from ..machine.device import resolve_device, resolve_dtype
 from ..machine.tested_stack import warn_if_untested
 from ..model_loader.load_model import load_model
 from ..quantization.budget.allocation import PLAIN_BITS
-from ..sensitivity_table import plain_weights
+from ..records.artifact import MANIFEST_NAME, Artifact
+from ..records.comparison import ComparedModel, Comparison
+from ..records.sensitivity_table import plain_weights
 from ..validation.held_out import read_held_out
 from ..validation.subject import describe_quantization
 from ..validation.weights import ComparedWeights, compare_weights

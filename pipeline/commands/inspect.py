@@ -10,13 +10,13 @@ from typing import Any
 
 from ...base.errors import UserError
 from ...serving_check.verdict import Verdict
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import declared_kv_format
 from ..publishing.examination import examine
-from ..signature import Signature
+from ..records.artifact import MANIFEST_NAME, Artifact
+from ..records.signature import Signature
 
 WEIGHT = ".weight"
 

@@ -18,13 +18,13 @@ from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Problem
 from ...serving_check.engine.kv_timing import time_kv_formats
 from ...serving_check.engine.options import UNQUANTIZED
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_device, resolve_dtype
 from ..machine.tested_stack import warn_if_untested
 from ..model_loader.attention_shapes import attention_layers_of
 from ..model_loader.load_model import problems
+from ..records.artifact import MANIFEST_NAME, Artifact
 
 CONTEXTS, CUDA_CONTEXTS = (128, 1024, 4096), (128, 1024, 4096, 16384)
 """The gate's own, prompt and output together, and long ones."""

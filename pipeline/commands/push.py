@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ...serving_check.verdict import Verdict
-from ..artifact import Artifact
 from ..publishing.bundle import collect_bundle
 from ..publishing.card import write_card
 from ..publishing.examination import examine
 from ..publishing.folder_target import preview_folder, publish_to_folder
 from ..publishing.push_result import PushResult
+from ..records.artifact import Artifact
 
 FOLDER_PREFIX = "folder:"
 

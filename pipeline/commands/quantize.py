@@ -19,13 +19,10 @@ from ...base.atomic_files import PARTIAL_SUFFIX
 from ...base.errors import UserError
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.packing.installed import NOT_INSTALLED, installed_version
-from ..artifact import SCALED_BY, Artifact, FileRecord, record_files
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import remember_source, weights_digest
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
-from ..file_digests import sha256_of_each
 from ..machine.tested_stack import warn_if_untested
-from ..publishing.card_engines import kv_cache_commands
 from ..quantization.budget.allocation import PLAIN_BITS, Budget
 from ..quantization.budget.mixed_recipe import mixed_recipe, require_choice
 from ..quantization.calibration.calibration_names import CALIBRATION
@@ -57,8 +54,11 @@ from ..quantization.write_shards import (
     write_rest,
     write_shards,
 )
-from ..recipe import Recipe, load_recipe
-from ..sensitivity_table import SENSITIVITY, plain_weights
+from ..records.artifact import SCALED_BY, Artifact, FileRecord, record_files
+from ..records.engine_commands import kv_cache_commands
+from ..records.file_digests import sha256_of_each
+from ..records.recipe import Recipe, load_recipe
+from ..records.sensitivity_table import SENSITIVITY, plain_weights
 
 MAX_SHARD_BYTES = 1 << 30
 """So small that the shards of a large model divide evenly among eight processes."""

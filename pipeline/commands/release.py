@@ -21,14 +21,14 @@ from ...serving_check.engines.placement import PLACEMENT, Placement
 from ...serving_check.policy import Declared, declared_by, weaker_settings
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
 from ...serving_check.verdict import Verdict
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import open_checkpoint
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.examination import examine
 from ..publishing.push_result import PushResult
 from ..quantization.shards.launch import quantize_on
-from ..recipe import Recipe, is_recipe, load_recipe
-from ..signature import require_key
+from ..records.artifact import MANIFEST_NAME, Artifact
+from ..records.recipe import Recipe, is_recipe, load_recipe
+from ..records.signature import require_key
 from ..validation.rival import describe_rival, rival_folder
 from ..validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options
 from ..validation.task_scores import public_tasks

@@ -17,14 +17,14 @@ from ...serving_check.engines.placement import Placement
 from ...serving_check.policy import declared_by
 from ...serving_check.record import parse_verdict
 from ...serving_check.statistics import LOOKS
-from ..artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
 from ..checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..machine.device import resolve_device, resolve_dtype
 from ..publishing.bundle import CARD_NAME
 from ..publishing.hub.failures import HubNotAskedError
 from ..quantization.estimate import Estimate
-from ..recipe import load_recipe
+from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
+from ..records.recipe import load_recipe
 from ..report.names import REPORT_NAMES
 from ..validation.time_estimate import least_serving_seconds
 from .push import check_target

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from ...base.errors import UserError
-from ..artifact import VERDICT_NAME
 from ..publishing.examination import examine
-from ..signature import Signature, check_signature, sign_file
+from ..records.artifact import VERDICT_NAME
+from ..records.signature import Signature, check_signature, sign_file
 
 
 def sign(artifact: str | Path, key: str | Path) -> Signature:

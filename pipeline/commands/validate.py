@@ -19,12 +19,12 @@ from ...serving_check.engines.all_engines import DEFAULT_ENGINE, engine_named
 from ...serving_check.engines.placement import PLACEMENT, Placement
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
 from ...serving_check.verdict import Verdict
-from ..artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import open_checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.tested_stack import warn_if_untested
-from ..signature import require_key
+from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
+from ..records.signature import require_key
 from ..validation.cpu_dtype import baseline_dtype
 from ..validation.measure import measure_and_judge
 from ..validation.rival import open_rival

@@ -9,12 +9,12 @@ from typing import Any
 
 from ...base.errors import UserError
 from ...serving_check.verdict import Verdict
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.download import download_checkpoint
 from ..publishing.bundle import CARD_NAME
 from ..publishing.card import write_card
 from ..publishing.examination import Finding, Holds, examine
-from ..signature import Signature
+from ..records.artifact import MANIFEST_NAME, Artifact
+from ..records.signature import Signature
 
 ONLY_TOLD = ("signature", "card")
 """What may be unknown, and the rest still hold."""

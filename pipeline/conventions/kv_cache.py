@@ -17,9 +17,9 @@ from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
 from ...layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
+from ..records.artifact import MANIFEST_NAME, Artifact
 from .modelopt import SIDECAR, stored_kv_cache
 
 SCALE = re.compile(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from ..name_patterns import start_match
+from ..records.name_patterns import start_match
 
 Group = TypeVar("Group", bound=Hashable)
 

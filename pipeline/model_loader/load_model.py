@@ -16,12 +16,12 @@ from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
 from ...layouts.choosing.plan import LayoutPlan
 from ...layouts.packing.layout import Problem
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
+from ..records.artifact import MANIFEST_NAME, Artifact
 from .dequantized import dequantized_note
 from .merge_groups import merge_groups
 from .skeleton import build_skeleton

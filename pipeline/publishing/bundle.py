@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...serving_check.verdict import Verdict
-from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
-from ..file_digests import sha256_of
+from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..records.file_digests import sha256_of
 
 CARD_NAME = "README.md"
 CHUNK = 1 << 20

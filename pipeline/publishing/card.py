@@ -23,19 +23,19 @@ from ...serving_check.policy import first_lines
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ...serving_check.task_scores import TaskScore
 from ...serving_check.verdict import CurvePoint, Verdict
-from ..artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
 from ..checkpoints.base_metadata import carried
 from ..checkpoints.config_sections import refuse_malformed
-from ..comparison import COLUMNS, read_comparison
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.calibration.calibration_names import CALIBRATION, SCARCE, SELF
-from ..recipe import load_recipe, shipped_recipes
+from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
+from ..records.comparison import COLUMNS, read_comparison
+from ..records.engine_commands import engines
+from ..records.recipe import load_recipe, shipped_recipes
+from ..records.sensitivity_table import plain_weights, shown
 from ..report.names import BADGE_NAME
 from ..report.table import held_out_text, with_error
-from ..sensitivity_table import plain_weights, shown
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 from .bundle import report_files
-from .card_engines import engines
 from .markdown import code, fence, plain
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"

@@ -14,10 +14,10 @@ from ...base.untrusted_names import file_refusal, require_file
 from ...serving_check.policy import declared_by
 from ...serving_check.record import claimed_by, contradictions, judged_again, parse_verdict
 from ...serving_check.verdict import Verdict
-from ..artifact import REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..checkpoints.travelling_files import refuse_strangers
-from ..file_digests import sha256_of
-from ..signature import Signature, check_signature
+from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..records.file_digests import sha256_of
+from ..records.signature import Signature, check_signature
 
 SHOWN = 10
 

@@ -15,8 +15,8 @@ from ...base.atomic_files import fsync_directory
 from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...base.untrusted_names import file_refusal
-from ..artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
-from ..file_digests import sha256_of
+from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..records.file_digests import sha256_of
 from .bundle import CARD_NAME, CHUNK, BundleFile, bundle_digest
 from .push_result import Operation, PushResult, file_action
 

@@ -14,7 +14,7 @@ from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
-from ..recipe import Recipe
+from ..records.recipe import Recipe
 from .calibration.calibration_text import CalibrationText, read_calibration_text
 from .calibration.wanted_of_text import Wanted
 from .calibration.what_is_calibrated import text_source, what_is_wanted

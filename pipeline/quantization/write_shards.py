@@ -16,11 +16,11 @@ from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv.format import KVScales
-from ..artifact import SCALED_BY, FileRecord
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
-from ..file_digests import sha256_of
+from ..records.artifact import SCALED_BY, FileRecord
+from ..records.file_digests import sha256_of
 from .calibration.wanted_of_text import ReadSolved
 from .job import QuantizeJob
 from .shards.progress import byte_bar

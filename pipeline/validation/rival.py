@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ...serving_check.verdict import Subject
-from ..artifact import MANIFEST_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..records.artifact import MANIFEST_NAME, Artifact
 from .subject import describe_subject
 
 ALIKE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -16,9 +16,9 @@ from ...serving_check.policy import declared_by, first_lines, weaker_settings
 from ...serving_check.record import parse_verdict
 from ...serving_check.settings import Bounds, WorkloadSettings
 from ...serving_check.statistics import LOOKS
-from ..artifact import VERDICT_NAME, Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
+from ..records.artifact import VERDICT_NAME, Artifact
 from .servers import IN_PROCESS, artifact_options, baseline_options, longest_request
 from .task_scores import public_tasks
 

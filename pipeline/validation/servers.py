@@ -20,10 +20,10 @@ from ...serving_check.engines.engine import MemoryGrant, Server, ServerJob
 from ...serving_check.engines.placement import ANYWHERE, Placement
 from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
-from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_device
+from ..records.artifact import Artifact
 from .gpu_memory import MemoryPlan, Side
 
 PAGE = 128

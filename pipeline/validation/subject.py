@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ...serving_check.verdict import Subject
-from ..artifact import Artifact, record_files
 from ..checkpoints.baseline import weights_digest
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of
+from ..records.artifact import Artifact, record_files
 
 
 def describe_subject(

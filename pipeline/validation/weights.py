@@ -16,7 +16,6 @@ from torch import Tensor
 from ...base.progress import progress_bar
 from ...layouts.formats.weight_format import Weight
 from ...serving_check.artifact_figures import ChangedTensor, KindErrors, ModuleError, WeightFigures
-from ..artifact import Artifact
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
@@ -26,6 +25,7 @@ from ..conventions.kv_cache import SCALE as KV_SCALE
 from ..model_loader.linear_weights import ROUTER, LinearWeight, find_linear_weights
 from ..quantization.shards.weight_tensors import read_linear
 from ..quantization.solvers.equalization import column_scales
+from ..records.artifact import Artifact
 
 BLOCK = 1 << 24
 """Weights held together in fp32, a few copies of them: bounds memory whatever a layer's size."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...serving_check.verdict import Verdict
-from ..artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact
-from ..file_digests import sha256_of
-from ..sensitivity_table import shown
-from ..signature import sign_file
+from ..records.artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact
+from ..records.file_digests import sha256_of
+from ..records.sensitivity_table import shown
+from ..records.signature import sign_file
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 from scalegate.base.atomic_files import write_json
 from scalegate.layouts.formats.int4 import Int4
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.quantization.budget.allocation import Budget, allocate
 from scalegate.pipeline.quantization.budget.mixed_recipe import GROUPS, SENSITIVITY
 from scalegate.pipeline.quantization.budget.sensitivity import GROUP_SIZES, Group
+from scalegate.pipeline.records.artifact import Artifact
 
 STEP = 2048
 FREE_BITS = 8 + 20 / 128

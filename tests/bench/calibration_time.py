@@ -45,7 +45,7 @@ from scalegate.pipeline.quantization.calibration.layer_solver import LayerSolver
 from scalegate.pipeline.quantization.job import prepare
 from scalegate.pipeline.quantization.job_text import UNLEARNED_SEQUENCES
 from scalegate.pipeline.quantization.solvers import learned_rounding, second_order
-from scalegate.pipeline.recipe import load_recipe
+from scalegate.pipeline.records.recipe import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.bench.startup import random_checkpoint

@@ -42,7 +42,7 @@ import psutil
 import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.base.untrusted_files import read_json_object
-from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
 from scalegate.serving_check.environment import describe_environment
 

@@ -93,8 +93,8 @@ def arguments() -> argparse.Namespace:
 def checkpoints(folder: Path, model: str, recipe: str = "nvfp4") -> tuple[Path, Path]:
     """The model in bf16, and what `recipe` makes of it; each made where it is not there yet."""
     import torch
-    from scalegate.pipeline.artifact import MANIFEST_NAME
     from scalegate.pipeline.commands.quantize import quantize
+    from scalegate.pipeline.records.artifact import MANIFEST_NAME
     from scalegate.tests.bench.startup import random_checkpoint
 
     plain, quantized = folder / model, folder / f"{model}-{recipe}"

@@ -19,7 +19,7 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.recipe import Recipe
 from scalegate.serving_check.quality import read_texts, score, token_windows
 from torch import Tensor
 from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq

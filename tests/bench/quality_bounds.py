@@ -20,7 +20,7 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model, load_tokenizer
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.validation.held_out import WINDOW
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.quality import compare, read_texts, token_windows

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.compare import compare, distinct_names
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.comparison import COMPARISON_NAME, read_comparison
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
+from scalegate.pipeline.records.comparison import COMPARISON_NAME, read_comparison
+from scalegate.pipeline.records.recipe import Recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 

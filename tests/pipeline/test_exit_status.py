@@ -15,10 +15,10 @@ import click
 import pytest
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.file_digests import sha256_of
+from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
+from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 

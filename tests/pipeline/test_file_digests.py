@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from scalegate.pipeline import file_digests
-from scalegate.pipeline.file_digests import CHUNK_BYTES, sha256_of, sha256_of_all, sha256_of_each
+from scalegate.pipeline.records import file_digests
+from scalegate.pipeline.records.file_digests import CHUNK_BYTES, sha256_of, sha256_of_all, sha256_of_each
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.cli.inspect import command
 from scalegate.pipeline.commands.inspect import inspect
+from scalegate.pipeline.records.artifact import Artifact, record_files
 
 N, K, GROUP = 256, 512, 128
 

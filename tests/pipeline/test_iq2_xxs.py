@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.kernels.iq2_xxs.grid import grid
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.quantize import quantize
@@ -24,7 +23,8 @@ from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_iq2_xxs
 from scalegate.pipeline.quantization.solvers.importance import importance_of_columns
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from scalegate.layouts.choosing.plan import LayoutPlan
 from scalegate.layouts.choosing.timing import TimingBudget
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Layout, PackedWeight
-from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.report.layout_table import layout_table
 
 SHAPES = 4

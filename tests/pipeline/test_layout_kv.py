@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from scalegate.layouts.choosing import timing
 from scalegate.layouts.choosing.plan import KVMeasurement, LayoutPlan
 from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.layout import command
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.layout import CONTEXTS, CUDA_CONTEXTS, LayoutResult, layout
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.report.kv_table import kv_table, pays
 from scalegate.serving_check.checks.diagnosis import kv_sentence
 from scalegate.serving_check.engine import kv_timing

@@ -9,7 +9,6 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import layer_stream
@@ -21,7 +20,8 @@ from scalegate.pipeline.quantization.calibration.calibration_text import read_ca
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer
 from scalegate.pipeline.quantization.solvers import learned_rounding
-from scalegate.pipeline.recipe import AWQ, GPTQ, Recipe, load_recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import AWQ, GPTQ, Recipe, load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 

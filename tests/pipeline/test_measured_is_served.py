@@ -21,13 +21,13 @@ from scalegate.layouts.modules.linear import QuantizedLinear, packed_layers
 from scalegate.layouts.modules.merged_linear import MergedLinear
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import PackedWeight, Problem
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader.load_model import load_model, problems
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 NARROW, WIDE = "for_narrow_layers", "for_wide_layers"

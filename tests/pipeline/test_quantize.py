@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.baseline import open_baseline
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
@@ -20,7 +19,8 @@ from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.shards import weight_tensors
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe
 
 RECIPE = Recipe("test", spec=Int4(128))
 DOWN = "model.layers.0.mlp.down_proj"

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
@@ -16,7 +15,8 @@ from scalegate.pipeline.quantization import job_text
 from scalegate.pipeline.quantization.calibration import calibration, calibration_text
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.solvers.equalization import column_scales, scaled_norm
-from scalegate.pipeline.recipe import AWQ, AWQ_GPTQ, Recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import AWQ, AWQ_GPTQ, Recipe
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights
 from scalegate.serving_check.verdict import CheckResult

@@ -16,7 +16,6 @@ from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import hidden_states, layer_stream
@@ -32,7 +31,8 @@ from scalegate.pipeline.quantization.calibration.calibration_names import CALIBR
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.quantizers import int4_second_order
 from scalegate.pipeline.quantization.shards.work_record import CALIBRATION_FOLDER
-from scalegate.pipeline.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
-from scalegate.pipeline.recipe import Recipe, Rule
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe, Rule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {

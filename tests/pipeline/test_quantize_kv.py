@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.inspect import inspect
@@ -19,7 +18,8 @@ from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.conventions.kv_cache import kv_cache_of
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.calibration import calibration_text
-from scalegate.pipeline.recipe import Recipe, load_recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe, load_recipe
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights
 

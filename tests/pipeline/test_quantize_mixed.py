@@ -17,7 +17,6 @@ from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import WeightFormat, spec_from_json
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.compare import bits_per_weight, compare
@@ -32,7 +31,8 @@ from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.shards.tasks import make_tasks
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
 from scalegate.pipeline.quantization.shards.work_record import CALIBRATION_FOLDER, locked_folder
-from scalegate.pipeline.recipe import Recipe, Rule
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe, Rule
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -11,7 +11,6 @@ from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
@@ -20,7 +19,8 @@ from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import quant
 from scalegate.pipeline.quantization.shards import shared_tensors
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
 from scalegate.pipeline.quantization.shards.work_record import FINISHED_SUFFIX, MEASURED_SUFFIX, PARTS_FOLDER
-from scalegate.pipeline.recipe import Recipe, Rule, load_recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe, Rule, load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYER = "model.layers.0"

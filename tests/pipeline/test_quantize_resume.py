@@ -23,7 +23,7 @@ from scalegate.pipeline.quantization.shards.work_record import (
     RECORD_NAME,
     locked_folder,
 )
-from scalegate.pipeline.recipe import GPTQ, Recipe
+from scalegate.pipeline.records.recipe import GPTQ, Recipe
 from scalegate.tests.bench import resume
 
 RECIPE = Recipe("test", spec=Int4(128))

@@ -18,7 +18,7 @@ from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.calibration.calibration import calibrate
 from scalegate.pipeline.quantization.calibration.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
-from scalegate.pipeline.recipe import Recipe, Rule
+from scalegate.pipeline.records.recipe import Recipe, Rule
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

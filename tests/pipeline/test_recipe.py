@@ -11,7 +11,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization.shards.tasks import make_tasks
-from scalegate.pipeline.recipe import Recipe, Rule, load_recipe, shipped_recipes
+from scalegate.pipeline.records.recipe import Recipe, Rule, load_recipe, shipped_recipes
 
 LAYER = "model.layers.0"
 KV_RECIPES = {

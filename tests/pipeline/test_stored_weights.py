@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.formats.int4 import Int4
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.recipe import Recipe, load_recipe
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.recipe import Recipe, load_recipe
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.artifact_figures import WeightFigures

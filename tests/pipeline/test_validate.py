@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import SOURCE_NAME, Artifact
 from scalegate.pipeline.checkpoints.baseline import weights_digest
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
-from scalegate.pipeline.file_digests import sha256_of
-from scalegate.pipeline.signature import check_signature
+from scalegate.pipeline.records.artifact import SOURCE_NAME, Artifact
+from scalegate.pipeline.records.file_digests import sha256_of
+from scalegate.pipeline.records.signature import check_signature
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engines import SubprocessEndpoint
 from scalegate.serving_check.record import read_verdict

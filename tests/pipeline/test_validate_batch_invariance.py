@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.publishing.examination import examine
+from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.verdict import Verdict
 

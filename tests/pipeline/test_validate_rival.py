@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.cli.validate import command
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
+from scalegate.pipeline.records.artifact import Artifact
 from scalegate.serving_check.record import read_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

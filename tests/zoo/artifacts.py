@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scalegate.layouts.formats.int4 import Int4
-from scalegate.pipeline.artifact import Artifact, record_files
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
+from scalegate.pipeline.records.artifact import Artifact, record_files
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4 as NVFP4Format
-from scalegate.pipeline.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.recipe import Recipe
+from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
+from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.in_process import take_figures
 from scalegate.pipeline.validation.run import LoadOptions

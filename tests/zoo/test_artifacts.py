@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import MANIFEST_NAME
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.serving_check.checks import text_files, weights
 
 from .artifacts import FAULTS, INT4, ArtifactFault, break_artifact

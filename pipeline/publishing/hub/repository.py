@@ -13,7 +13,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from ....base.errors import UserError
 from ....base.untrusted_files import MAX_BYTES, parse_json
 from ....base.untrusted_names import name_refusal
-from ...artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME
+from ...records.artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME
 from ..bundle import CARD_NAME, BundleFile
 
 WEIGHT_SUFFIXES = (

@@ -17,10 +17,10 @@ from ....base.atomic_files import write_json
 from ....base.errors import UserError
 from ....base.untrusted_files import read_json_object
 from ....layouts.formats.weight_format import spec_to_json
-from ...artifact import MANIFEST_NAME
 from ...checkpoints.checkpoint import Checkpoint
-from ...recipe import Recipe, Rule
-from ...sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
+from ...records.artifact import MANIFEST_NAME
+from ...records.recipe import Recipe, Rule
+from ...records.sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
 from ..calibration.calibration_text import CalibrationText
 from ..calibration.self_calibration import beside, can_draw, drawn_sequences
 from ..job import QuantizeJob

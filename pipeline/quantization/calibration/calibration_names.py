@@ -3,7 +3,7 @@
 Apart from what reads such a text, which takes seconds to import: cards and previews need the names alone.
 """
 
-from ...recipe import SELF
+from ...records.recipe import SELF
 
 __all__ = ["CALIBRATION", "LEARNED", "SCARCE", "SELF"]
 

@@ -18,7 +18,7 @@ from ....serving_check.quality import read_texts, token_windows
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.tokenizer import load_tokenizer
 from ...model_loader.vocabulary import refuse_unknown_tokens
-from ...recipe import HUB, SELF, calibration_name
+from ...records.recipe import HUB, SELF, calibration_name
 
 SEQUENCES, SEQUENCE_TOKENS = 512, 512
 HUB_FORM = f"{HUB}OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]]"

@@ -24,7 +24,7 @@ from ...model_loader.linear_weights import (
     ModelWeights,
     find_linear_weights,
 )
-from ...recipe import KEEP, Recipe, Rule, matches
+from ...records.recipe import KEEP, Recipe, Rule, matches
 
 IGNORED = "ignored by the recipe"
 UNQUANTIZED = Unquantized()

@@ -22,7 +22,7 @@ from ....base.atomic_files import PARTIAL_SUFFIX, write_json
 from ....base.errors import UserError
 from ....base.untrusted_files import read_json_object
 from ....base.untrusted_names import parent_leads_out
-from ...artifact import (
+from ...records.artifact import (
     MANIFEST_NAME,
     REPORT_FOLDER,
     SIGNATURE_NAME,
@@ -31,7 +31,7 @@ from ...artifact import (
     Artifact,
     FileRecord,
 )
-from ...file_digests import sha256_of
+from ...records.file_digests import sha256_of
 
 RECORD_NAME = ".scalegate-quantize.json"
 LOCK_NAME = ".scalegate-quantize.lock"

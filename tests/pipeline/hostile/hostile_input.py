@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from click.testing import CliRunner
-from scalegate.pipeline.artifact import MANIFEST_NAME
 from scalegate.pipeline.cli.main import main
+from scalegate.pipeline.records.artifact import MANIFEST_NAME
 
 SHA = "0" * 64
 VICTIM = "years of work"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.tests.pipeline.hostile.hostile_input import DEEP, SHA, edit, refusal
 
 A_BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(30))
@@ -232,7 +232,7 @@ def test_a_hostile_recipe_is_refused_in_one_line(checkpoint, victim, name):
     ],
 )
 def test_ordinary_expressions_stay(pattern):
-    from scalegate.pipeline.name_patterns import compiled
+    from scalegate.pipeline.records.name_patterns import compiled
 
     assert compiled(pattern).pattern == pattern
 
@@ -250,8 +250,8 @@ MARKUP = "<img src=x onerror=alert(1)> [click](http://evil) `x` *b* | ``` \n---\
 
 
 def test_a_card_shows_what_a_checkpoint_says_as_plain_text(artifact):
-    from scalegate.pipeline.artifact import Artifact
     from scalegate.pipeline.publishing.card import write_card
+    from scalegate.pipeline.records.artifact import Artifact
     from scalegate.tests.pipeline.publishing.passed_artifact import give_verdict, passing_verdict
 
     manifest = Artifact.read(artifact)

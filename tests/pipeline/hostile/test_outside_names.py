@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.tests.pipeline.hostile.hostile_input import DEEP, VICTIM, add_file, edit, refusal, run
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_written_through_a_link_beside_the_target(artifact, victim):
     plan = push(artifact, f"folder:{target}", dry_run=True)
     assert plan.status == "planned"
     (artifact / f"{MANIFEST_NAME}.partial").symlink_to(victim)
-    from scalegate.pipeline.artifact import Artifact
+    from scalegate.pipeline.records.artifact import Artifact
 
     Artifact.read(artifact).write(artifact)
     assert not (artifact / f"{MANIFEST_NAME}.partial").exists()

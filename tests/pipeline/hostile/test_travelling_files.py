@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from scalegate.pipeline.artifact import MANIFEST_NAME
+from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.tests.pipeline.hostile.hostile_input import VICTIM, refusal, run
 
 
@@ -78,7 +78,7 @@ def test_a_recipe_asks_for_no_files_outside(checkpoint, tmp_path, pattern):
 
 def test_a_manifest_that_claims_a_stranger_is_not_pushed(artifact, tmp_path):
     """As one made before kinds were looked at: manifest and verdict agree on the file."""
-    from scalegate.pipeline.artifact import Artifact, record_files
+    from scalegate.pipeline.records.artifact import Artifact, record_files
     from scalegate.tests.pipeline.publishing.passed_artifact import give_verdict, passing_verdict
 
     for name, allowed in (("LICENSE", True), ("id_rsa", False)):

@@ -5,8 +5,8 @@ import shutil
 from dataclasses import replace
 
 from scalegate.base.atomic_files import write_json
-from scalegate.pipeline.artifact import MANIFEST_NAME, SIGNATURE_NAME, VERDICT_NAME, Artifact
-from scalegate.pipeline.file_digests import sha256_of
+from scalegate.pipeline.records.artifact import MANIFEST_NAME, SIGNATURE_NAME, VERDICT_NAME, Artifact
+from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.tests.pipeline.publishing.passed_artifact import (
     INT4,

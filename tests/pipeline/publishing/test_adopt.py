@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.adopt import adopt
 from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.push import push
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.records.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.record import judged_again
 from scalegate.tests.pipeline.publishing.passed_artifact import PLOTS, give_verdict, passing_verdict

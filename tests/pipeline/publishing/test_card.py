@@ -8,14 +8,14 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import SIGNATURE_NAME, Artifact, record_files
 from scalegate.pipeline.checkpoints.base_metadata import read_base_metadata
 from scalegate.pipeline.cli.release import command as release_command
-from scalegate.pipeline.comparison import ComparedModel, Comparison
 from scalegate.pipeline.publishing import card
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.quantization import job
-from scalegate.pipeline.recipe import load_recipe
+from scalegate.pipeline.records.artifact import SIGNATURE_NAME, Artifact, record_files
+from scalegate.pipeline.records.comparison import ComparedModel, Comparison
+from scalegate.pipeline.records.recipe import load_recipe
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.task_scores import TaskScore

@@ -2,8 +2,8 @@
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.commands.push import push
+from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, give_verdict, passing_verdict

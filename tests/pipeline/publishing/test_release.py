@@ -7,13 +7,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.release import command
 from scalegate.pipeline.commands import release as release_module
 from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
+from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.record import judged_again, read_verdict

@@ -7,9 +7,9 @@ from typing import Any
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import spec_to_json
-from scalegate.pipeline.artifact import Artifact
 from scalegate.pipeline.publishing.card import write_card
-from scalegate.pipeline.sensitivity_table import plain_weights
+from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.records.sensitivity_table import plain_weights
 from scalegate.pipeline.validation.write_down import Place, write_down
 from scalegate.tests.pipeline.publishing.passed_artifact import passing_verdict
 

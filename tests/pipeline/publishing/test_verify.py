@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from scalegate.base.errors import UserError
-from scalegate.pipeline.artifact import SIGNATURE_NAME, VERDICT_NAME
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.push import push
 from scalegate.pipeline.commands.sign import sign
 from scalegate.pipeline.commands.verify import verify
+from scalegate.pipeline.records.artifact import SIGNATURE_NAME, VERDICT_NAME
 from scalegate.tests.pipeline.publishing.passed_artifact import SHARDS, edit_json, make_artifact
 from scalegate.tests.pipeline.publishing.spoilt_artifact import (
     fail_and_edit_it_to_a_pass_with_its_digest,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..base.atomic_files import atomic_path
-from ..base.errors import UserError
+from ...base.atomic_files import atomic_path
+from ...base.errors import UserError
 
 NAMESPACE = "scalegate"
 """Keeps a signature made for another purpose, such as a commit's, from being taken for one of ours."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..base.atomic_files import write_json
-from ..base.errors import UserError
-from ..base.untrusted_files import read_json_object
+from ...base.atomic_files import write_json
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
 
 COMPARISON_NAME = ".scalegate-comparison.json"
 """Beside the manifest, hidden and so never published by itself."""

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ..layouts.formats.unquantized import Unquantized
-from ..layouts.formats.weight_format import WeightFormat, spec_from_json
+from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import WeightFormat, spec_from_json
 
 SENSITIVITY = "sensitivity"
 """Its name in the manifest."""

@@ -13,18 +13,18 @@ from typing import Any
 
 import yaml
 
-from ..base.batch_invariance import NUMERICS, TUNED
-from ..base.errors import UserError
-from ..base.untrusted_files import parse_yaml, read_outside
-from ..base.untrusted_names import name_refusal
-from ..layouts.formats.all_formats import WEIGHT_FORMATS
-from ..layouts.formats.int4 import Int4
-from ..layouts.formats.unquantized import Unquantized
-from ..layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
-from ..layouts.kv.format import KV_FORMATS
-from ..serving_check.artifact_figures import PARTS
-from ..serving_check.engine.options import UNQUANTIZED
-from ..serving_check.policy import declarable, declared_by
+from ...base.batch_invariance import NUMERICS, TUNED
+from ...base.errors import UserError
+from ...base.untrusted_files import parse_yaml, read_outside
+from ...base.untrusted_names import name_refusal
+from ...layouts.formats.all_formats import WEIGHT_FORMATS
+from ...layouts.formats.int4 import Int4
+from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
+from ...layouts.kv.format import KV_FORMATS
+from ...serving_check.artifact_figures import PARTS
+from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.policy import declarable, declared_by
 from .name_patterns import compiled, full_match
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 
-from .machine.cores import available_cores
+from ..machine.cores import available_cores
 
 FILES_AT_ONCE = 8
 CHUNK_BYTES = 1 << 20

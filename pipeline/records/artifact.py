@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..base.atomic_files import PARTIAL_SUFFIX, write_json
-from ..base.batch_invariance import NUMERICS, TUNED
-from ..base.errors import UserError
-from ..base.untrusted_files import read_json_object
-from ..base.untrusted_names import file_refusal, require_file, require_inside
-from ..layouts.choosing.plan import LayoutPlan
-from ..serving_check.artifact_figures import PARTS
-from ..serving_check.engine.options import UNQUANTIZED
+from ...base.atomic_files import PARTIAL_SUFFIX, write_json
+from ...base.batch_invariance import NUMERICS, TUNED
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
+from ...base.untrusted_names import file_refusal, require_file, require_inside
+from ...layouts.choosing.plan import LayoutPlan
+from ...serving_check.artifact_figures import PARTS
+from ...serving_check.engine.options import UNQUANTIZED
 from .file_digests import digest_of, sha256_of_all
 
 MANIFEST_NAME = "scalegate.json"

@@ -11,7 +11,7 @@ from re import _constants as kinds  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from ..base.errors import UserError
+from ...base.errors import UserError
 
 MAX_PATTERN = 4096
 MAX_NAME = 160

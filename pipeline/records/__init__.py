@@ -1,0 +1,1 @@
+"""What is written down about an artifact and read again: manifest, recipe, signature, comparison."""
