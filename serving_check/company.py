@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .engines import Endpoint
+from .adapters import Endpoint
 from .settings import DOCUMENTED
 
 MOST_PROBES = 8

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..base.stage_clock import StageClock
+from .adapters import Endpoint
+from .adapters.one_server import refuse_one_address, refuse_shared_counter
+from .adapters.taking_turns import TakingTurns
 from .answer_figures import ServedText, TokenText
 from .checks.canary import Continuation, continuations
 from .checks.compilations import Compilations, compilations
@@ -18,9 +21,6 @@ from .checks.loads import packed_layers, packed_on
 from .checks.reached import most_running
 from .checks.stalls import check_stalls, m_in_doubt, m_to_watch
 from .company import CompanyFigures
-from .engines import Endpoint
-from .engines.one_server import refuse_one_address, refuse_shared_counter
-from .engines.taking_turns import TakingTurns
 from .evidence import PackedLayers, RepeatedPrompts
 from .interleaving import Rival, Servers, measure, workload_spec
 from .measurement import MeasuredM

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+from .adapters.all_engines import find_engine
 from .coded_load import uncoded
-from .engines.all_engines import find_engine
 from .settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
 from .verdict import Verdict
 

@@ -6,8 +6,8 @@ Which repeats are sent, and in which order, is `interleaving.py`.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from .adapters import Endpoint
 from .answer_figures import ServedText, TokenText, served_texts, spread_evenly
-from .engines import Endpoint
 from .measurement import Repeat
 from .workload import WorkloadResult, WorkloadSpec
 

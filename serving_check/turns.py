@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from ..base.errors import UserError
 from ..base.progress import progress_bar
+from .adapters import Endpoint
+from .adapters.taking_turns import TakingTurns
 from .checks.compilations import Compilations, compilations
 from .curve import binding_decisions_of, rival_decisions_of, sequential_test
-from .engines import Endpoint
-from .engines.taking_turns import TakingTurns
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .measurement import Block, MeasuredM, Repeat
 from .repeats import Repeats

@@ -20,7 +20,7 @@ from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.recipe import load_recipe, shipped_recipes
 from scalegate.pipeline.validation.held_out import read_held_out
-from scalegate.serving_check.engines.all_engines import ENGINES
+from scalegate.serving_check.adapters.all_engines import ENGINES
 from scalegate.serving_check.quality import score
 
 from .serving_check.gate_samples import sample_verdict

@@ -14,8 +14,8 @@ from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import CONVENTIONS, EXPORTS
 from scalegate.pipeline.records.engine_commands import engines
 from scalegate.pipeline.validation.servers import sized_options
-from scalegate.serving_check.engines.all_engines import ENGINES, engine_named
-from scalegate.serving_check.engines.engine import CardCommand
+from scalegate.serving_check.adapters.all_engines import ENGINES, engine_named
+from scalegate.serving_check.adapters.engine import CardCommand
 from scalegate.serving_check.settings import WorkloadSettings
 
 NAME = "one_more"

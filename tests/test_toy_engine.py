@@ -13,10 +13,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from scalegate.serving_check.engines import SubprocessEndpoint
-from scalegate.serving_check.engines.engine import ENGINES, Availability, CardCommand, Engine, ServerJob
-from scalegate.serving_check.engines.ready_line import ready_line
-from scalegate.serving_check.engines.series import Series
+from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters.engine import ENGINES, Availability, CardCommand, Engine, ServerJob
+from scalegate.serving_check.adapters.ready_line import ready_line
+from scalegate.serving_check.adapters.series import Series
 from scalegate.tests.forked_command import run_pipeline
 
 pytestmark = pytest.mark.long

@@ -15,7 +15,7 @@ import torch
 from scalegate import LLM, SamplingParams
 from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
 from scalegate.layouts.kv.layer import KVScales
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 from scalegate.tests.forked_command import run_pipeline
 
 pytestmark = pytest.mark.long

@@ -90,14 +90,14 @@ class EngineWord(click.ParamType):
     name = "engine"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        from ...serving_check.engines.all_engines import ENGINES
+        from ...serving_check.adapters.all_engines import ENGINES
 
         return f"[{'|'.join(ENGINES)}]"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from ...serving_check.engines.all_engines import ENGINES
+        from ...serving_check.adapters.all_engines import ENGINES
 
         return completions(ENGINES, incomplete)
 

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from ...base.stage_clock import in_words
+from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import SIZED
-from ...serving_check.engines.placement import Placement
 from .engine_options import EngineWord, RecipeWord, Registered, engine_options, exports
 from .exit_status import INTERRUPTED
 from .push import print_result

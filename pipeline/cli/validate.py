@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import SIZED
-from ...serving_check.engines.placement import Placement
 from .engine_options import EngineWord, engine_options
 from .exit_status import INTERRUPTED
 

@@ -19,8 +19,8 @@ from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.installed import installed_version
 from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
-from ...serving_check.engines.all_engines import ENGINES
-from ...serving_check.engines.engine import Availability
+from ...serving_check.adapters.all_engines import ENGINES
+from ...serving_check.adapters.engine import Availability
 from ..conventions.all_conventions import CONVENTIONS
 from ..machine.tested_stack import Untested, untested_packages
 

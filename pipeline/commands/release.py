@@ -14,10 +14,10 @@ from typing import Any
 from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
 from ...base.options import flag, from_given, takes
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
+from ...serving_check.adapters.placement import PLACEMENT, Placement
 from ...serving_check.coded_load import default_input_len
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
-from ...serving_check.engines.all_engines import DEFAULT_ENGINE
-from ...serving_check.engines.placement import PLACEMENT, Placement
 from ...serving_check.policy import Declared, declared_by, weaker_settings
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
 from ...serving_check.verdict import Verdict

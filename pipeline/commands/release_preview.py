@@ -12,8 +12,8 @@ import torch
 
 from ...base.errors import UserError
 from ...base.options import takes
+from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
-from ...serving_check.engines.placement import Placement
 from ...serving_check.policy import declared_by
 from ...serving_check.record import parse_verdict
 from ...serving_check.statistics import LOOKS

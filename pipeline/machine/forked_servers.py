@@ -8,9 +8,9 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
+from ...serving_check.adapters.placement import VISIBLE
 from ...serving_check.engine.options import AUTO
-from ...serving_check.engines.all_engines import DEFAULT_ENGINE
-from ...serving_check.engines.placement import VISIBLE
 from ...serving_check.server.fork_server import ADDRESS, fork_server
 
 ROOT = __package__.removesuffix("pipeline")

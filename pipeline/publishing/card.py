@@ -16,9 +16,9 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from ...base.batch_invariance import TUNED
 from ...base.options import flag, words_of
 from ...base.untrusted_files import read_json_object
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.coded_load import default_input_len
 from ...serving_check.engine.options import ARTIFACT_ONLY, UNQUANTIZED
-from ...serving_check.engines.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.policy import first_lines
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ...serving_check.task_scores import TaskScore

@@ -6,9 +6,9 @@ Only engines that read the checkpoint's convention are named; whether they are f
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ...serving_check.adapters.all_engines import ENGINES
+from ...serving_check.adapters.engine import CardCommand
 from ...serving_check.engine.options import UNQUANTIZED
-from ...serving_check.engines.all_engines import ENGINES
-from ...serving_check.engines.engine import CardCommand
 
 # transformers 5.23.0 takes no zero points in compressed-tensors checkpoints, whoever made them: it expects
 # `weight_zero_point` in another shape. 5.17, 5.20 and 5.22 load them.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...base.errors import UserError
+from ...serving_check.adapters.all_engines import engine_named
+from ...serving_check.adapters.engine import MemoryGrant
+from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import EngineOptions
-from ...serving_check.engines.all_engines import engine_named
-from ...serving_check.engines.engine import MemoryGrant
-from ...serving_check.engines.placement import Placement
 from ..checkpoints.checkpoint import Checkpoint
 
 SHARE_OF_FREE = 0.92

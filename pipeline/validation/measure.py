@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...layouts.choosing.plan import device_model
+from ...serving_check.adapters.all_engines import engine_named
+from ...serving_check.adapters.engine import Engine
 from ...serving_check.checks.loads import weights_in
 from ...serving_check.curve import curve_of
 from ...serving_check.engine.options import EngineOptions
-from ...serving_check.engines.all_engines import engine_named
-from ...serving_check.engines.engine import Engine
 from ...serving_check.environment import describe_environment
 from ...serving_check.evidence import Evidence, Loaded
 from ...serving_check.gate import Served

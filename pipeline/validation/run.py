@@ -9,9 +9,9 @@ from pathlib import Path
 from ...base.errors import UserError
 from ...base.options import flag, words_of
 from ...base.stage_clock import StageClock, in_words
+from ...serving_check.adapters.all_engines import engine_named
+from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import EngineOptions
-from ...serving_check.engines.all_engines import engine_named
-from ...serving_check.engines.placement import Placement
 from ...serving_check.policy import declared_by, first_lines, weaker_settings
 from ...serving_check.record import parse_verdict
 from ...serving_check.settings import Bounds, WorkloadSettings

@@ -14,10 +14,10 @@ import torch
 
 from ...base.errors import UserError
 from ...base.options import OptionValue, flag, from_given
+from ...serving_check.adapters.all_engines import engine_named
+from ...serving_check.adapters.engine import MemoryGrant, Server, ServerJob
+from ...serving_check.adapters.placement import ANYWHERE, Placement
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, UNQUANTIZED, EngineOptions
-from ...serving_check.engines.all_engines import engine_named
-from ...serving_check.engines.engine import MemoryGrant, Server, ServerJob
-from ...serving_check.engines.placement import ANYWHERE, Placement
 from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
 from ..checkpoints.checkpoint import Checkpoint

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from ...base.errors import UserError
+from ...serving_check.adapters import Endpoint
+from ...serving_check.adapters.starting import restart, starting
+from ...serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
+from ...serving_check.adapters.taking_turns import TakingTurns
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
 from ...serving_check.company import CompanyFigures, compare_in_company
-from ...serving_check.engines import Endpoint
-from ...serving_check.engines.starting import restart, starting
-from ...serving_check.engines.subprocess_endpoint import SubprocessEndpoint
-from ...serving_check.engines.taking_turns import TakingTurns
 from ...serving_check.gate import Served, serve_and_measure, serve_in_turns
 from ...serving_check.interleaving import Rival
 from ...serving_check.task_scores import TaskScore

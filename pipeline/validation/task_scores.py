@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UserError
-from ...serving_check.engines import Endpoint
+from ...serving_check.adapters import Endpoint
 from ...serving_check.task_scores import TaskScore
 from ..checkpoints.checkpoint import Checkpoint
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..engines import Endpoint
+from ..adapters import Endpoint
 from ..evidence import ScoredText
 from ..settings import Bounds
 from ..verdict import CheckResult, finite

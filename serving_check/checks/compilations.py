@@ -6,8 +6,8 @@ The server's own monitor says so; from outside such a pause looks like any other
 from collections import Counter
 from collections.abc import Mapping
 
-from ..engines.prometheus_text import labelled
-from ..engines.series import SCALEGATE_SERIES, Series
+from ..adapters.prometheus_text import labelled
+from ..adapters.series import SCALEGATE_SERIES, Series
 from ..verdict import CheckResult
 
 NAME = "compilations in traffic"

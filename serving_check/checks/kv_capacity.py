@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ...base.errors import UserError
-from ..engines.prometheus_text import labelled
-from ..engines.series import SCALEGATE_SERIES, Series
+from ..adapters.prometheus_text import labelled
+from ..adapters.series import SCALEGATE_SERIES, Series
 from ..settings import WorkloadSettings
 from ..verdict import CheckResult, CurvePoint, ServingFigures
 

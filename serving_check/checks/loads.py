@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ...layouts.modules.merged_linear import layers_of
-from ..engines.prometheus_text import labelled
-from ..engines.series import SCALEGATE_SERIES, Series
+from ..adapters.prometheus_text import labelled
+from ..adapters.series import SCALEGATE_SERIES, Series
 from ..evidence import Loaded, PackedLayers
 from ..verdict import CheckResult
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..engines.prometheus_text import total
-from ..engines.series import SCALEGATE_SERIES, Series
+from ..adapters.prometheus_text import total
+from ..adapters.series import SCALEGATE_SERIES, Series
 from ..verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "M reached"

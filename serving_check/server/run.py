@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 
 from ...base.errors import UserError
-from ..engines.ready_line import ready_line
+from ..adapters.ready_line import ready_line
 from .app import create_app
 from .connection import Connection, allow_open_files
 from .engine_child import Describe, EngineFactory

@@ -6,8 +6,8 @@ Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from ..engines.prometheus_text import total
-from ..engines.series import SCALEGATE_SERIES, Series
+from ..adapters.prometheus_text import total
+from ..adapters.series import SCALEGATE_SERIES, Series
 
 
 @dataclass(frozen=True)

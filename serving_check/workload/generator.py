@@ -16,9 +16,9 @@ import aiohttp
 from tqdm import tqdm
 
 from ...base.progress import progress_bar
-from ..engines.endpoint import Endpoint
-from ..engines.prometheus_text import by_label, parse_metrics, total
-from ..engines.series import Series
+from ..adapters.endpoint import Endpoint
+from ..adapters.prometheus_text import by_label, parse_metrics, total
+from ..adapters.series import Series
 from .answers import read_answer
 from .engine_work import EngineWork, difference
 from .prompts import prompts

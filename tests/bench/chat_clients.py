@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 
 RESULTS = Path(__file__).parent / "results" / "chat_clients.json"
 TEMPLATE = (

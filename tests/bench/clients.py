@@ -22,8 +22,8 @@ from typing import Any
 
 import openai
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import total
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import total
 from transformers import AutoTokenizer
 
 RESULTS = Path(__file__).parent / "results" / "clients.json"

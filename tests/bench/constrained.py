@@ -21,7 +21,7 @@ import aiohttp
 import jsonschema
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,

@@ -28,8 +28,8 @@ import aiohttp
 import psutil
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import by_label, total
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import by_label, total
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.bench.clients import with_chat_template

@@ -25,8 +25,8 @@ from typing import Any
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
-from scalegate.serving_check.engines import SubprocessEndpoint
-from scalegate.serving_check.engines.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict

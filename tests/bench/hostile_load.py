@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"
 RESULT = Path(__file__).parent / "results" / "hostile_load.json"

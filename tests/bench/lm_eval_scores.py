@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.validation.task_scores import evaluate, paired_scores
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 
 RESULTS = Path(__file__).parent / "results" / "lm_eval_scores.json"
 CONTEXT = 512

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import total
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import total
 
 RESULTS = Path(__file__).parent / "results" / "load_clients.json"
 PROMPT, OUTPUT = 128, 32

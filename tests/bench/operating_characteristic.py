@@ -28,7 +28,7 @@ from typing import Any
 
 from scalegate.base.atomic_files import write_json
 from scalegate.serving_check import interleaving
-from scalegate.serving_check.engines import Endpoint
+from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec

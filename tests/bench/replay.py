@@ -23,7 +23,7 @@ from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
-from scalegate.serving_check.engines.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.verdict import Verdict
 from transformers import AutoModelForCausalLM, Qwen3Config

@@ -25,9 +25,9 @@ from typing import Any
 import aiohttp
 from scalegate.base.atomic_files import write_json
 from scalegate.base.batch_invariance import NUMERICS
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import total
 from scalegate.serving_check.checks.compilations import compilations
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import total
 from scalegate.serving_check.workload.engine_work import EngineWork, difference
 from transformers import AutoTokenizer
 

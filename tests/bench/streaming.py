@@ -22,9 +22,9 @@ from typing import Any
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 from scalegate.base.atomic_files import write_json
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.server.model_description import ModelDescription
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload

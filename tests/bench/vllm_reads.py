@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.serving_check.engines.external_command import LOOPBACK, free_port
-from scalegate.serving_check.engines.series import VLLM_SERIES
-from scalegate.serving_check.engines.subprocess_endpoint import SubprocessEndpoint
+from scalegate.serving_check.adapters.external_command import LOOPBACK, free_port
+from scalegate.serving_check.adapters.series import VLLM_SERIES
+from scalegate.serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 from scalegate.tests.bench.interchange import BOUND, TOOLS, nats_per_token, write_windows
 

@@ -9,7 +9,7 @@ from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.records.recipe import shipped_recipes
-from scalegate.serving_check.engines.all_engines import ENGINES
+from scalegate.serving_check.adapters.all_engines import ENGINES
 
 
 def offered(words: list[str], incomplete: str = "") -> list[str]:

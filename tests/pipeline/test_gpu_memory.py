@@ -17,8 +17,8 @@ from scalegate.pipeline.validation.gpu_memory import (
     plan_memory,
 )
 from scalegate.pipeline.validation.servers import may_start_at_once, sides_of
+from scalegate.serving_check.adapters.placement import VISIBLE, Placement, only_these
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.engines.placement import VISIBLE, Placement, only_these
 
 ON_GPU = EngineOptions(device="cuda", kv_cache_tokens=1 << 20)
 QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from scalegate.layouts.packing.installed import NOT_INSTALLED
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # Without -S, Python itself adds the folder where Scalegate is installed.

@@ -14,8 +14,8 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.quantization.shards import launch
 from scalegate.pipeline.quantization.shards.ranks import OtherRankFailed
 from scalegate.pipeline.validation.servers import effective_options, sized_options
+from scalegate.serving_check.adapters.placement import Placement, gpus_here
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.engines.placement import Placement, gpus_here
 
 from ..serving_check.gate_samples import sample_verdict
 

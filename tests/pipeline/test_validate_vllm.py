@@ -13,8 +13,8 @@ from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation import by_layers, serving
 from scalegate.pipeline.validation.gpu_memory import MemoryPlan
 from scalegate.pipeline.validation.servers import server_of
+from scalegate.serving_check.adapters.taking_turns import TakingTurns
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.engines.taking_turns import TakingTurns
 from scalegate.serving_check.record import read_verdict
 from scalegate.serving_check.statistics import LOOKS, TURN_LOOKS
 from scalegate.serving_check.turns import LEAST_BLOCKS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scalegate.serving_check.engines import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint
 
 HIDING = Path(__file__).parents[1] / "without_triton"
 COMMAND = [sys.executable, "-P", "-m", "scalegate.pipeline"]

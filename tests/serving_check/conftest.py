@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.answer_figures import AnswerFigures
 from scalegate.serving_check.artifact_figures import KindErrors, ModuleError, TextFigures, WeightFigures
-from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.environment import describe_environment
 from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText, TextScore
 from scalegate.serving_check.measurement import Block, MeasuredM, Repeat

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.layouts.choosing.plan import LayoutPlan, Measurement, ShapeChoice
+from scalegate.serving_check.adapters.prometheus_text import parse_metrics
 from scalegate.serving_check.checks.canary import Continuation, check_canary, scored
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
 from scalegate.serving_check.checks.diagnosis import diagnose
@@ -16,7 +17,6 @@ from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
 from scalegate.serving_check.curve import curve_point
-from scalegate.serving_check.engines.prometheus_text import parse_metrics
 from scalegate.serving_check.evidence import Loaded
 from scalegate.serving_check.judge import judge
 from scalegate.serving_check.measurement import MeasuredM, decoding_together

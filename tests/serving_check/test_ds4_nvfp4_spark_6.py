@@ -11,8 +11,8 @@ from pathlib import Path
 import openai
 import pytest
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import by_label
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import by_label
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
 pytestmark = pytest.mark.alone

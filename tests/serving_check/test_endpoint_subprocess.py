@@ -16,16 +16,16 @@ from urllib.request import urlopen
 import psutil
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.serving_check.adapters import SubprocessEndpoint, UrlEndpoint
+from scalegate.serving_check.adapters.engine import MemoryGrant, ServerJob
+from scalegate.serving_check.adapters.external_command import free_port
+from scalegate.serving_check.adapters.placement import Placement
+from scalegate.serving_check.adapters.prometheus_text import by_label, parse_metrics, total
+from scalegate.serving_check.adapters.sglang import SGLANG
+from scalegate.serving_check.adapters.subprocess_endpoint import LogReader
+from scalegate.serving_check.adapters.vllm import VLLM
+from scalegate.serving_check.adapters.vllm_log import COMPILATIONS, ending_of
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.engines import SubprocessEndpoint, UrlEndpoint
-from scalegate.serving_check.engines.engine import MemoryGrant, ServerJob
-from scalegate.serving_check.engines.external_command import free_port
-from scalegate.serving_check.engines.placement import Placement
-from scalegate.serving_check.engines.prometheus_text import by_label, parse_metrics, total
-from scalegate.serving_check.engines.sglang import SGLANG
-from scalegate.serving_check.engines.subprocess_endpoint import LogReader
-from scalegate.serving_check.engines.vllm import VLLM
-from scalegate.serving_check.engines.vllm_log import COMPILATIONS, ending_of
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 
 pytestmark = pytest.mark.long

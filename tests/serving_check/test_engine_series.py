@@ -4,13 +4,13 @@ from dataclasses import fields
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from scalegate.serving_check.adapters.prometheus_text import labels_of, parse_metrics
+from scalegate.serving_check.adapters.series import SCALEGATE_SERIES, VLLM_SERIES, Series
 from scalegate.serving_check.checks.compilations import compilations
 from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
 from scalegate.serving_check.checks.loads import packed_layers, packed_on
 from scalegate.serving_check.checks.reached import most_running
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, StepTimes
-from scalegate.serving_check.engines.prometheus_text import labels_of, parse_metrics
-from scalegate.serving_check.engines.series import SCALEGATE_SERIES, VLLM_SERIES, Series
 from scalegate.serving_check.server.metrics import Metrics
 from scalegate.serving_check.workload.engine_work import EngineWork
 

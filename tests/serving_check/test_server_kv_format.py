@@ -5,8 +5,8 @@ import json
 
 import httpx
 import pytest
-from scalegate.serving_check.engines import SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
+from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import parse_metrics, total
 
 REQUESTS, OUTPUT = 9, 32
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.commands.serve import serve
-from scalegate.serving_check.engines import SubprocessEndpoint
-from scalegate.serving_check.engines.prometheus_text import parse_metrics, total
-from scalegate.serving_check.engines.ready_line import find_base_url
+from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters.prometheus_text import parse_metrics, total
+from scalegate.serving_check.adapters.ready_line import find_base_url
 from scalegate.serving_check.server.run import bind
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")

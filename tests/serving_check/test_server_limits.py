@@ -20,8 +20,8 @@ import psutil
 import pytest
 import uvicorn
 from scalegate.base.errors import UserError
-from scalegate.serving_check.engines import SubprocessEndpoint
-from scalegate.serving_check.engines.ready_line import find_base_url
+from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters.ready_line import find_base_url
 from scalegate.serving_check.server.connection import Connection
 from scalegate.serving_check.server.fork_server import ADDRESS
 from scalegate.serving_check.server.limits import ServerLimits

@@ -88,7 +88,7 @@ def test_what_is_no_usable_schema_is_refused(client, response_format, message):
 
 
 def test_calls_that_are_required_come_whole_and_streamed(example_checkpoint, serve_command, tmp_path):
-    from scalegate.serving_check.engines import SubprocessEndpoint
+    from scalegate.serving_check.adapters import SubprocessEndpoint
 
     template = tmp_path / "template.jinja"
     template.write_text(TOOLS_TEMPLATE)

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.serving_check.engines import SubprocessEndpoint
-from scalegate.serving_check.engines.starting import restart, starting
+from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters.starting import restart, starting
 
 COUNTING_SERVER = Path(__file__).with_name("counting_server.py")
 

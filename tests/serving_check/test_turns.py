@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.endpoint import is_healthy
+from scalegate.serving_check.adapters.taking_turns import TakingTurns
 from scalegate.serving_check.answer_figures import TokenText
 from scalegate.serving_check.curve import curve_of, took_turns
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.engines.endpoint import is_healthy
-from scalegate.serving_check.engines.taking_turns import TakingTurns
 from scalegate.serving_check.gate import serve_in_turns
 from scalegate.serving_check.interleaving import SEEDS_PER_M
 from scalegate.serving_check.measurement import MeasuredM

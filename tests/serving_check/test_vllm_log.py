@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from scalegate.serving_check.adapters.vllm import VLLM
+from scalegate.serving_check.adapters.vllm_log import COMPILATIONS, compilations_in, failure_of, stage_of
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
-from scalegate.serving_check.engines.vllm import VLLM
-from scalegate.serving_check.engines.vllm_log import COMPILATIONS, compilations_in, failure_of, stage_of
 
 PREFIX = "(EngineCore pid=1) "
 TRACEBACK = PREFIX + "Traceback (most recent call last):\n" + PREFIX + '  File "core.py", line 1, in run\n'

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from scalegate.base.errors import UserError
-from scalegate.serving_check.engines import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.workload import (
     RequestRecord,
     WorkloadResult,

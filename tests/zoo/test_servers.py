@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.decode_throughput import NAME as DECODE_THROUGHPUT
-from scalegate.serving_check.engines import Endpoint
 from scalegate.serving_check.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
