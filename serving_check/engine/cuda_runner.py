@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...base.batch_invariance import Numerics
-from . import triton_settings
 from .attention import AttentionLayer
 from .buckets import mixed_buckets, mixed_warm_up_buckets
-from .cuda_graphs import CudaGraphs
+from .compiling import triton_settings
+from .compiling.cuda_graphs import CudaGraphs
 from .device_copies import to_device
 from .forward import Forward
 from .jit_monitor import JitEvent, report

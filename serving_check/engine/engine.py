@@ -22,7 +22,7 @@ from ...layouts.modules.linear import packed_layers
 from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
 from .attention import attention_layers, context_length, unsupported
 from .buckets import decode_buckets
-from .compiled_layers import restore_layers
+from .compiling.compiled_layers import restore_layers
 from .cpu_runner import CpuRunner
 from .cuda_runner import CudaRunner
 from .device_copies import DeviceToHostCopy

@@ -16,8 +16,8 @@ from ...base.batch_invariance import Numerics
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import LayerKV
 from .attention import LAYER_INDEX, Attention, AttentionLayer, PagedAttention, token_by_token
-from .compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
-from .cross_layer_fusion import fuse_across_layers
+from .compiling.compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
+from .compiling.cross_layer_fusion import fuse_across_layers
 
 
 class Forward:

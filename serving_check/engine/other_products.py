@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ...layouts.modules.experts import PackedExperts
 from ...layouts.modules.linear import QuantizedLinear
-from . import own_product_pass
 from .attention import attention_layers
-from .compiled_layers import model_layers
+from .compiling import own_product_pass
+from .compiling.compiled_layers import model_layers
 
 aten = torch.ops.aten
 PRODUCTS = {

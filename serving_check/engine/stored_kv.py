@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.kv.layer import KVScales
 from .attention import attention_layers
-from .cuda_graphs import CudaGraphs
+from .compiling.cuda_graphs import CudaGraphs
 from .forward import Forward
 from .kv_pool import KVPool, pages_for
 from .request import SamplingParams

@@ -75,7 +75,8 @@ def in_a_process(model: str, way: str) -> dict[str, float]:
 
 def step_milliseconds(model_name: str, way: dict) -> dict[str, float]:
     """Decode steps at contexts of some 300 tokens, by the number of requests."""
-    from scalegate.serving_check.engine import compiled_layers, forward
+    from scalegate.serving_check.engine import forward
+    from scalegate.serving_check.engine.compiling import compiled_layers
     from scalegate.serving_check.engine.engine import Engine
     from scalegate.serving_check.engine.options import EngineOptions
     from scalegate.tests.bench import serving

@@ -3,13 +3,17 @@
 import pytest
 import torch
 from scalegate.serving_check.engine.attention import attention_layers
-from scalegate.serving_check.engine.compiled_layers import (
+from scalegate.serving_check.engine.compiling.compiled_layers import (
     TUNINGS,
     CompiledLayers,
     model_layers,
     restore_layers,
 )
-from scalegate.serving_check.engine.cross_layer_fusion import Carry, PrecomputedNorm, fuse_across_layers
+from scalegate.serving_check.engine.compiling.cross_layer_fusion import (
+    Carry,
+    PrecomputedNorm,
+    fuse_across_layers,
+)
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from scalegate.layouts.modules.merged_linear import MergedLinear
-from scalegate.serving_check.engine.compiled_layers import TUNINGS, CompiledLayers
+from scalegate.serving_check.engine.compiling.compiled_layers import TUNINGS, CompiledLayers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import torch
 import torch._inductor.config
-from scalegate.serving_check.engine.inplace_barriers import BARRIER, barriers_in_loops
+from scalegate.serving_check.engine.compiling.inplace_barriers import BARRIER, barriers_in_loops
 from torch import Tensor
 
 from .test_engine_pdl import Write, written  # noqa: F401

@@ -6,7 +6,7 @@ import torch
 from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.layouts.kv.attention_metadata import AttentionMetadata
 from scalegate.serving_check.engine.attention import LAYER_INDEX, attention_layers
-from scalegate.serving_check.engine.compiled_layers import TUNINGS
+from scalegate.serving_check.engine.compiling.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.forward import Forward
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sequence import Sequence

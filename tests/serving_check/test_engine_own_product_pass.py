@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from scalegate.serving_check.engine.graph_passes import options
-from scalegate.serving_check.engine.own_product_pass import replace_products
+from scalegate.serving_check.engine.compiling.graph_passes import options
+from scalegate.serving_check.engine.compiling.own_product_pass import replace_products
 from torch import Tensor, fx
 
 from .test_engine_top_k_pass import OnCuda, targets

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 import torch._inductor.config
 import triton
-from scalegate.serving_check.engine import pdl
+from scalegate.serving_check.engine.compiling import pdl
 from torch import Tensor
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.runtime.hints import DeviceProperties

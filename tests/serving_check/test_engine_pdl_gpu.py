@@ -10,9 +10,10 @@ from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
 from scalegate.layouts.packing.all_layouts import LAYOUTS
-from scalegate.serving_check.engine import compiled_layers, forward
+from scalegate.serving_check.engine import forward
 from scalegate.serving_check.engine.attention import attention_layers
-from scalegate.serving_check.engine.compiled_layers import TUNINGS
+from scalegate.serving_check.engine.compiling import compiled_layers
+from scalegate.serving_check.engine.compiling.compiled_layers import TUNINGS
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

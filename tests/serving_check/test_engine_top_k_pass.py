@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from scalegate.serving_check.engine.graph_passes import options
-from scalegate.serving_check.engine.top_k_pass import replace_top_k
+from scalegate.serving_check.engine.compiling.graph_passes import options
+from scalegate.serving_check.engine.compiling.top_k_pass import replace_top_k
 from torch import fx
 
 

@@ -1,7 +1,7 @@
 """Triton's settings before the first kernel: those of torch's compiler, whichever a release has."""
 
 import pytest
-from scalegate.serving_check.engine import triton_settings
+from scalegate.serving_check.engine.compiling import triton_settings
 from torch._inductor.runtime import compile_tasks
 
 MAKERS = ("_set_triton_ptxas_path", "_set_triton_libdevice_path")

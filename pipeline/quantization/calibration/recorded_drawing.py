@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ....serving_check.engine.cuda_graphs import CudaGraphs
+from ....serving_check.engine.compiling.cuda_graphs import CudaGraphs
 
 IMPLEMENTATION = "scalegate_drawing"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -16,8 +16,9 @@ from scalegate.layouts.kv.kvarn.cpu import KVarNCpuLayerKV
 from scalegate.layouts.kv.kvarn.cuda import KVarNCudaLayerKV
 from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.layouts.kv.layer import PoolSize, StoredPages, Workspaces
-from scalegate.serving_check.engine import cuda_graphs, device_copies
+from scalegate.serving_check.engine import device_copies
 from scalegate.serving_check.engine.attention import attention_layers
+from scalegate.serving_check.engine.compiling import cuda_graphs
 from scalegate.serving_check.engine.cuda_runner import CudaRunner
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...layouts.modules.linear import QuantizedLinear
+from ....layouts.modules.linear import QuantizedLinear
 
 
 @dataclass

@@ -7,7 +7,7 @@ request decodes. Not for anything but rows that the kernel serves; the rest stay
 import torch
 from torch import Tensor, fx, library
 
-from ...kernels.sampling.top_k import serves, top_k
+from ....kernels.sampling.top_k import serves, top_k
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ...base.batch_invariance import Numerics
-from ...base.errors import UserError
+from ....base.batch_invariance import Numerics
+from ....base.errors import UserError
 from . import graph_passes, pdl
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 from .inplace_barriers import barriers_in_loops

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ...base.batch_invariance import Numerics
+from ....base.batch_invariance import Numerics
 from . import inplace_barriers, own_product_pass, top_k_pass
 
 

@@ -9,8 +9,8 @@ import functools
 import torch
 from torch import Tensor, fx, library
 
-from ...kernels.invariant_matmul import invariant_matmul, semaphores_of
-from ...layouts.packing.invariant_linear import DTYPES
+from ....kernels.invariant_matmul import invariant_matmul, semaphores_of
+from ....layouts.packing.invariant_linear import DTYPES
 
 aten = torch.ops.aten
 WEIGHT_AT = {aten.linear: 1, aten.mm: 1, aten.addmm: 2}

@@ -1,0 +1,1 @@
+"""The engine's compiled layers and CUDA graphs."""
