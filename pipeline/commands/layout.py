@@ -16,7 +16,7 @@ from ...layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name, kerne
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Problem
-from ...serving_check.engine.kv_timing import time_kv_formats
+from ...serving_check.engine.offline.kv_timing import time_kv_formats
 from ...serving_check.engine.options import UNQUANTIZED
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.kv_cache import kv_cache_of

@@ -8,7 +8,7 @@ import torch
 from ...layouts.choosing.choose import choose
 from ...layouts.choosing.plan import KVMeasurement, LayoutPlan
 from ...serving_check.checks.diagnosis import Diagnosis, diagnose, kv_sentence
-from ...serving_check.engine.kv_timing import time_kv_formats
+from ...serving_check.engine.offline.kv_timing import time_kv_formats
 from ...serving_check.engine.options import UNQUANTIZED
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype

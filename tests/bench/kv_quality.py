@@ -27,7 +27,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.calibration.kv_scales import largest_keys_and_values
-from scalegate.serving_check.engine.stored_kv import OverStoredKV
+from scalegate.serving_check.engine.offline.stored_kv import OverStoredKV
 from scalegate.serving_check.quality import comparison_of, read_texts, token_figures, token_windows
 from torch import Tensor, nn
 from tqdm import tqdm

@@ -18,7 +18,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.report.kv_table import kv_table, pays
 from scalegate.serving_check.checks.diagnosis import kv_sentence
-from scalegate.serving_check.engine import kv_timing
+from scalegate.serving_check.engine.offline import kv_timing
 
 FLUSH_SECONDS = 0.016
 

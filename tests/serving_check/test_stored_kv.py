@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
-from scalegate.serving_check.engine.stored_kv import OverStoredKV
+from scalegate.serving_check.engine.offline.stored_kv import OverStoredKV
 from scalegate.serving_check.quality import compare
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.progress import progress_bar
-from ...layouts.choosing.plan import KVMeasurement
-from ...layouts.choosing.timing import TimingBudget, interleaved_microseconds
-from ...layouts.kv.format import KV_FORMATS, KVFormat
-from .attention import AttentionLayer
-from .kv_pool import KVPool, free_memory, pages_for
-from .options import UNQUANTIZED
-from .request import SamplingParams
-from .sequence import Sequence as Request
-from .step_input import StepBuffers
+from ....base.progress import progress_bar
+from ....layouts.choosing.plan import KVMeasurement
+from ....layouts.choosing.timing import TimingBudget, interleaved_microseconds
+from ....layouts.kv.format import KV_FORMATS, KVFormat
+from ..attention import AttentionLayer
+from ..kv_pool import KVPool, free_memory, pages_for
+from ..options import UNQUANTIZED
+from ..request import SamplingParams
+from ..sequence import Sequence as Request
+from ..step_input import StepBuffers
 
 MEMORY_SHARE = 0.2
 """Of what is free, for the keys and values of one M and context in all formats together."""

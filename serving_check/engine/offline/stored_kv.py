@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ...layouts.kv.format import KV_FORMATS
-from ...layouts.kv.layer import KVScales
-from .attention import attention_layers
-from .compiling.cuda_graphs import CudaGraphs
-from .forward import Forward
-from .kv_pool import KVPool, pages_for
-from .request import SamplingParams
-from .scheduler import PrefillChunk
-from .sequence import Sequence
-from .step_input import StepBuffers, StepShape
+from ....layouts.kv.format import KV_FORMATS
+from ....layouts.kv.layer import KVScales
+from ..attention import attention_layers
+from ..compiling.cuda_graphs import CudaGraphs
+from ..forward import Forward
+from ..kv_pool import KVPool, pages_for
+from ..request import SamplingParams
+from ..scheduler import PrefillChunk
+from ..sequence import Sequence
+from ..step_input import StepBuffers, StepShape
 
 
 class OverStoredKV(nn.Module):

@@ -1,0 +1,1 @@
+"""The engine's storage of keys and values, without a server."""
