@@ -11,9 +11,9 @@ from ...base.batch_invariance import CPU_ROWS, Numerics
 from .attention import AttentionLayer
 from .forward import Forward
 from .kv_pool import KVPool
-from .logit_adjustments import LogitAdjustments
 from .model_runner import StepResult
-from .sampler import SamplingBatch, sample
+from .sampling.logit_adjustments import LogitAdjustments
+from .sampling.sampler import SamplingBatch, sample
 from .scheduler import PrefillChunk, Schedule
 from .sequence import Sequence
 from .step_clock import StepClock

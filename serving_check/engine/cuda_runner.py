@@ -21,9 +21,9 @@ from .device_copies import to_device
 from .forward import Forward
 from .jit_monitor import JitEvent, report
 from .kv_pool import KVPool
-from .logit_adjustments import LogitAdjustments
 from .model_runner import StepResult
-from .sampling_rows import SamplingRows
+from .sampling.logit_adjustments import LogitAdjustments
+from .sampling.sampling_rows import SamplingRows
 from .scheduler import MOST_SCORED, PrefillChunk, Schedule
 from .sequence import Sequence
 from .step_clock import StepClock

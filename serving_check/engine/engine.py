@@ -33,7 +33,7 @@ from .model_runner import ModelRunner, StepResult
 from .options import EngineOptions
 from .other_products import other_products
 from .request import EngineCapacity, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
-from .sampler import prompt_logprobs, token_logprobs
+from .sampling.sampler import prompt_logprobs, token_logprobs
 from .scheduler import PrefillChunk, Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
 

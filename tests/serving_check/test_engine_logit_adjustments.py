@@ -4,9 +4,9 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
-from scalegate.serving_check.engine.logit_adjustments import LogitAdjustments
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.serving_check.engine.sampling.logit_adjustments import LogitAdjustments
 from scalegate.serving_check.engine.sequence import Sequence
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation.logits_process import (

@@ -8,7 +8,7 @@ from scalegate.base.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.serving_check.engine.sampler import (
+from scalegate.serving_check.engine.sampling.sampler import (
     SamplingBatch,
     first_argmax,
     sample,

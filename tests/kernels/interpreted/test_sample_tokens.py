@@ -8,7 +8,7 @@ import torch
 from scalegate.kernels.sampling import sample_tokens as module
 from scalegate.kernels.sampling.sample_tokens import sample_tokens
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.serving_check.engine.sampler import SamplingBatch, sample
+from scalegate.serving_check.engine.sampling.sampler import SamplingBatch, sample
 from scalegate.serving_check.engine.sequence import Sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from .device_copies import to_device
-from .grammar import masked
-from .sequence import Sequence
+from ..device_copies import to_device
+from ..grammar import masked
+from ..sequence import Sequence
 
 
 class LogitAdjustments:

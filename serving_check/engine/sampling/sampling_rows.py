@@ -9,9 +9,9 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from ...kernels.sampling.sample_tokens import sample_tokens
-from .device_copies import to_device
-from .sequence import Sequence
+from ....kernels.sampling.sample_tokens import sample_tokens
+from ..device_copies import to_device
+from ..sequence import Sequence
 
 
 class SamplingRows:

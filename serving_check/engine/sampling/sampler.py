@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .device_copies import to_device
-from .request import TokenLogprobs
-from .sequence import Sequence
+from ..device_copies import to_device
+from ..request import TokenLogprobs
+from ..sequence import Sequence
 
 FULL_MANTISSA = 1 << 24
 BISECTIONS = 30

@@ -1,0 +1,1 @@
+"""Drawing tokens: parameters of rows, adjusted logits, the sampler."""
