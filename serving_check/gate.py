@@ -13,17 +13,17 @@ from ..base.stage_clock import StageClock
 from .adapters import Endpoint
 from .adapters.one_server import refuse_one_address, refuse_shared_counter
 from .adapters.taking_turns import TakingTurns
-from .answer_figures import ServedText, TokenText
 from .checks.canary import Continuation, continuations
 from .checks.compilations import Compilations, compilations
 from .checks.kv_capacity import kv_cache_tokens, require_capacity
 from .checks.loads import packed_layers, packed_on
 from .checks.reached import most_running
 from .checks.stalls import check_stalls, m_in_doubt, m_to_watch
-from .company import CompanyFigures
-from .evidence import PackedLayers, RepeatedPrompts
+from .evidence.answer_figures import ServedText, TokenText
+from .evidence.company import CompanyFigures
+from .evidence.evidence import PackedLayers, RepeatedPrompts
+from .evidence.measurement import MeasuredM
 from .interleaving import Rival, Servers, measure, workload_spec
-from .measurement import MeasuredM
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .settings import Bounds, WorkloadSettings
 from .statistics import LOOKS

@@ -12,8 +12,8 @@ from ..base.progress import progress_bar
 from ..base.stage_clock import StageClock, in_words
 from .adapters import Endpoint
 from .checks.stalls import surely_stalls
-from .curve import binding_decisions_of, rival_decisions_of, sequential_test
-from .measurement import Block, MeasuredM
+from .evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
+from .evidence.measurement import Block, MeasuredM
 from .repeats import Repeats
 from .settings import Bounds, WorkloadSettings
 from .statistics import (

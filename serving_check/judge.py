@@ -24,10 +24,10 @@ from .checks.streamed import check_streamed
 from .checks.text_files import check_text_files
 from .checks.throughput import check_throughput
 from .checks.weights import check_weights, largest_errors
-from .curve import curve_of, took_turns
-from .evidence import Evidence
+from .evidence.curve import curve_of, took_turns
+from .evidence.evidence import Evidence
+from .evidence.verdict import CheckResult, CurvePoint, Status, overall_status
 from .settings import Bounds, WorkloadSettings
-from .verdict import CheckResult, CurvePoint, Status, overall_status
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from .adapters.all_engines import find_engine
-from .coded_load import uncoded
+from .evidence.coded_load import uncoded
+from .evidence.verdict import Verdict
 from .settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
-from .verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quality_figures import Comparison
+from .evidence.quality_figures import Comparison
 
 BFLOAT16_ROUNDING = 2.0**-8
 """Largest relative error of a number rounded to bfloat16."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .adapters import Endpoint
-from .answer_figures import ServedText, TokenText, served_texts, spread_evenly
-from .measurement import Repeat
+from .evidence.answer_figures import ServedText, TokenText, served_texts, spread_evenly
+from .evidence.measurement import Repeat
 from .workload import WorkloadResult, WorkloadSpec
 
 Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]

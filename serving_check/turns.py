@@ -15,9 +15,9 @@ from ..base.progress import progress_bar
 from .adapters import Endpoint
 from .adapters.taking_turns import TakingTurns
 from .checks.compilations import Compilations, compilations
-from .curve import binding_decisions_of, rival_decisions_of, sequential_test
+from .evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
+from .evidence.measurement import Block, MeasuredM, Repeat
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
-from .measurement import Block, MeasuredM, Repeat
 from .repeats import Repeats
 from .settings import WorkloadSettings
 from .statistics import GROUP, TURN_LOOKS, Decision

@@ -14,8 +14,8 @@ from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...serving_check.checks.weights import check_weights
 from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.evidence.quality_figures import Comparison as Predictions
 from ...serving_check.quality import compare as compare_predictions
-from ...serving_check.quality_figures import Comparison as Predictions
 from ...serving_check.settings import QUALITY_TOKENS
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint

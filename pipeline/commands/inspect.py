@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UserError
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.verdict import Verdict
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight

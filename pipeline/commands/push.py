@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...base.errors import UserError
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.verdict import Verdict
 from ..publishing.bundle import collect_bundle
 from ..publishing.card import write_card
 from ..publishing.examination import examine

@@ -16,11 +16,11 @@ from ...base.errors import UserError
 from ...base.options import flag, from_given, takes
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
 from ...serving_check.adapters.placement import PLACEMENT, Placement
-from ...serving_check.coded_load import default_input_len
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
+from ...serving_check.evidence.coded_load import default_input_len
+from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.policy import Declared, declared_by, weaker_settings
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
-from ...serving_check.verdict import Verdict
 from ..checkpoints.checkpoint import open_checkpoint
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.examination import examine

@@ -15,10 +15,10 @@ from ...base.options import from_given, takes
 from ...base.stage_clock import StageClock
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, engine_named
 from ...serving_check.adapters.placement import PLACEMENT, Placement
-from ...serving_check.coded_load import default_input_len
 from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
+from ...serving_check.evidence.coded_load import default_input_len
+from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
-from ...serving_check.verdict import Verdict
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import open_checkpoint
 from ..conventions.kv_cache import kv_cache_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UserError
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.verdict import Verdict
 from ..checkpoints.download import download_checkpoint
 from ..publishing.bundle import CARD_NAME
 from ..publishing.card import write_card

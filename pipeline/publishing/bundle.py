@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.verdict import Verdict
 from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..records.file_digests import sha256_of
 

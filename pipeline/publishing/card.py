@@ -17,12 +17,12 @@ from ...base.batch_invariance import TUNED
 from ...base.options import flag, words_of
 from ...base.untrusted_files import read_json_object
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, find_engine
-from ...serving_check.coded_load import default_input_len
 from ...serving_check.engine.options import ARTIFACT_ONLY, UNQUANTIZED
+from ...serving_check.evidence.coded_load import default_input_len
+from ...serving_check.evidence.task_scores import TaskScore
+from ...serving_check.evidence.verdict import CurvePoint, Verdict
 from ...serving_check.policy import first_lines
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
-from ...serving_check.task_scores import TaskScore
-from ...serving_check.verdict import CurvePoint, Verdict
 from ..checkpoints.base_metadata import carried
 from ..checkpoints.config_sections import refuse_malformed
 from ..conventions.plain import NAME as PLAIN

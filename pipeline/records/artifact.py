@@ -19,8 +19,8 @@ from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import file_refusal, require_file, require_inside
 from ...layouts.choosing.plan import LayoutPlan
-from ...serving_check.artifact_figures import PARTS
 from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.evidence.artifact_figures import PARTS
 from .file_digests import digest_of, sha256_of_all
 
 MANIFEST_NAME = "scalegate.json"

@@ -22,8 +22,8 @@ from ...layouts.formats.int4 import Int4
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import WeightFormat, parameter_names, spec_to_json
 from ...layouts.kv.format import KV_FORMATS
-from ...serving_check.artifact_figures import PARTS
 from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.evidence.artifact_figures import PARTS
 from ...serving_check.policy import declarable, declared_by
 from .name_patterns import compiled, full_match
 

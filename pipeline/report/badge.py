@@ -2,7 +2,7 @@
 
 from html import escape
 
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.verdict import Verdict
 
 COLOURS = {"pass": "#1b6e3c", "fail": "#b3261e", "inconclusive": "#8a5a00"}
 LEFT = "scalegate"

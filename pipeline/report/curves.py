@@ -7,8 +7,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from ...serving_check.measurement import Block, Repeat
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.measurement import Block, Repeat
+from ...serving_check.evidence.verdict import Verdict
 from .names import ARTIFACT_COLOUR, BASELINE_COLOUR, FLOOR_COLOUR, RIVAL_COLOUR
 
 DIGITS = 5

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ...serving_check.verdict import ServingFigures, Verdict
+from ...serving_check.evidence.verdict import ServingFigures, Verdict
 from .names import ARTIFACT_COLOUR, BASELINE_COLOUR, FLOOR_COLOUR, RIVAL_COLOUR
 
 DOTS_PER_INCH = 130

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ...base.errors import UserError
-from ...serving_check.answer_figures import TokenText
 from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.evidence.answer_figures import TokenText
 from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer

@@ -16,11 +16,11 @@ from ...base.progress import progress_bar
 from ...layouts.modules.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.modules.linear import QuantizedLinear, packed_layers
 from ...layouts.modules.merged_linear import MergedLinear
-from ...serving_check.answer_figures import ServedText
 from ...serving_check.checks.served_text import text_score
 from ...serving_check.engine.offline.stored_kv import OverStoredKV
 from ...serving_check.engine.options import UNQUANTIZED
-from ...serving_check.evidence import Loaded, TextScore
+from ...serving_check.evidence.answer_figures import ServedText
+from ...serving_check.evidence.evidence import Loaded, TextScore
 from ...serving_check.quality import Comparison, compare, continuation_nats, greedy_gaps
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of

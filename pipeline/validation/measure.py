@@ -11,14 +11,14 @@ from ...layouts.choosing.plan import device_model
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.engine import Engine
 from ...serving_check.checks.loads import weights_in
-from ...serving_check.curve import curve_of
 from ...serving_check.engine.options import EngineOptions
-from ...serving_check.environment import describe_environment
-from ...serving_check.evidence import Evidence, Loaded
+from ...serving_check.evidence.curve import curve_of
+from ...serving_check.evidence.environment import describe_environment
+from ...serving_check.evidence.evidence import Evidence, Loaded
+from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.gate import Served
 from ...serving_check.judge import judge
 from ...serving_check.policy import weaker
-from ...serving_check.verdict import Verdict
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from .rival import describe_rival

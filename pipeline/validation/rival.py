@@ -6,7 +6,7 @@ Opens it and says whether a comparison makes sense; measuring is `serving_check/
 from pathlib import Path
 
 from ...base.errors import UserError
-from ...serving_check.verdict import Subject
+from ...serving_check.evidence.verdict import Subject
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..records.artifact import MANIFEST_NAME, Artifact
 from .subject import describe_subject

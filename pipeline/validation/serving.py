@@ -18,10 +18,10 @@ from ...serving_check.adapters.starting import restart, starting
 from ...serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
 from ...serving_check.adapters.taking_turns import TakingTurns
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
-from ...serving_check.company import CompanyFigures, compare_in_company
+from ...serving_check.evidence.company import CompanyFigures, compare_in_company
+from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.gate import Served, serve_and_measure, serve_in_turns
 from ...serving_check.interleaving import Rival
-from ...serving_check.task_scores import TaskScore
 from ...serving_check.turns import require_groups
 from .gpu_memory import Side, plan_memory
 from .run import Run

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from ...serving_check.verdict import Subject
+from ...serving_check.evidence.verdict import Subject
 from ..checkpoints.baseline import weights_digest
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...base.errors import UserError
 from ...serving_check.adapters import Endpoint
-from ...serving_check.task_scores import TaskScore
+from ...serving_check.evidence.task_scores import TaskScore
 from ..checkpoints.checkpoint import Checkpoint
 
 CONTEXT = 2048

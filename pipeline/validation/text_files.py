@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file
-from ...serving_check.artifact_figures import TextDifference
+from ...serving_check.evidence.artifact_figures import TextDifference
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 

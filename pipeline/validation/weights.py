@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...base.progress import progress_bar
 from ...layouts.formats.weight_format import Weight
-from ...serving_check.artifact_figures import ChangedTensor, KindErrors, ModuleError, WeightFigures
+from ...serving_check.evidence.artifact_figures import ChangedTensor, KindErrors, ModuleError, WeightFigures
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...serving_check.verdict import Verdict
+from ...serving_check.evidence.verdict import Verdict
 from ..records.artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..records.file_digests import sha256_of
 from ..records.sensitivity_table import shown

@@ -1,7 +1,7 @@
 """Whether answers are the same bits alone and under load, where a server claims to be batch-invariant."""
 
-from ..company import COMPANIES, CompanyFigures
-from ..verdict import CheckResult
+from ..evidence.company import COMPANIES, CompanyFigures
+from ..evidence.verdict import CheckResult
 
 NAME = "batch invariance"
 SHOWN = 90

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..adapters import Endpoint
-from ..evidence import ScoredText
+from ..evidence.evidence import ScoredText
+from ..evidence.verdict import CheckResult, finite
 from ..settings import Bounds
-from ..verdict import CheckResult, finite
 
 NAME = "canary text"
 LEAST_VARIETY = 0.5

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ..adapters.prometheus_text import labelled
 from ..adapters.series import SCALEGATE_SERIES, Series
-from ..verdict import CheckResult
+from ..evidence.verdict import CheckResult
 
 NAME = "compilations in traffic"
 SHOWN = 3

@@ -5,7 +5,7 @@ The decision is `curve.steady_decisions_of`; this words it.
 
 from collections.abc import Mapping, Sequence
 
-from ..verdict import CheckResult, CurvePoint, Status, SteadyPoint
+from ..evidence.verdict import CheckResult, CurvePoint, Status, SteadyPoint
 from ..workload.spec import MILLISECONDS
 
 NAME = "decode throughput"

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ..measurement import MeasuredM, Repeat
-from ..verdict import CheckResult
+from ..evidence.measurement import MeasuredM, Repeat
+from ..evidence.verdict import CheckResult
 
 NAME = "no failed requests"
 SHOWN = 3

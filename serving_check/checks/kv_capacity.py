@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from ...base.errors import UserError
 from ..adapters.prometheus_text import labelled
 from ..adapters.series import SCALEGATE_SERIES, Series
+from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 from ..settings import WorkloadSettings
-from ..verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "KV capacity"
 FULL = 0.9

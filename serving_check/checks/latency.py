@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
+from ..evidence.measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
+from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
 from ..trimmed_mean import interval
-from ..verdict import CheckResult, Status
 from ..workload import percentile
 from .streamed import Stream, is_streamed
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from ...layouts.modules.merged_linear import layers_of
 from ..adapters.prometheus_text import labelled
 from ..adapters.series import SCALEGATE_SERIES, Series
-from ..evidence import Loaded, PackedLayers
-from ..verdict import CheckResult
+from ..evidence.evidence import Loaded, PackedLayers
+from ..evidence.verdict import CheckResult
 
 NAME = "loads"
 SHOWN = 3

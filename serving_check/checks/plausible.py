@@ -5,9 +5,9 @@ The bound is physics with slack: a decode step reads every weight once, so the b
 
 from collections.abc import Sequence
 
-from ..evidence import Loaded, RepeatedPrompts
+from ..evidence.evidence import Loaded, RepeatedPrompts
+from ..evidence.verdict import CheckResult, CurvePoint, Status
 from ..settings import Bounds
-from ..verdict import CheckResult, CurvePoint, Status
 from .streamed import is_streamed, stream_of
 
 NAME = "plausible speed"

@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..quality_figures import Comparison
+from ..evidence.quality_figures import Comparison
+from ..evidence.verdict import CheckResult, Status, finite
 from ..settings import Bounds
-from ..verdict import CheckResult, Status, finite
 
 NAME = "quality"
 BEYOND_ROUNDING_KL, BEYOND_ROUNDING_AGREEMENT = 0.5, 0.5

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..adapters.prometheus_text import total
 from ..adapters.series import SCALEGATE_SERIES, Series
-from ..verdict import CheckResult, CurvePoint, ServingFigures
+from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "M reached"
 

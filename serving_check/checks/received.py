@@ -5,8 +5,8 @@ Throughput counts what `usage` says, so what `usage` says has to be true.
 
 from collections.abc import Sequence
 
-from ..measurement import MeasuredM, answers_of
-from ..verdict import CheckResult
+from ..evidence.measurement import MeasuredM, answers_of
+from ..evidence.verdict import CheckResult
 
 NAME = "tokens received"
 LEAST_COUNTED = 0.9

@@ -6,7 +6,7 @@ beat IQ2_XXS from M = 4 on.
 
 from collections.abc import Sequence
 
-from ..verdict import CheckResult, CurvePoint, RivalPoint, Status
+from ..evidence.verdict import CheckResult, CurvePoint, RivalPoint, Status
 
 NAME = "rival"
 

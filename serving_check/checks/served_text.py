@@ -7,12 +7,12 @@ was written by another model or by a kernel that is wrong for a batch, or was ch
 import math
 from collections.abc import Mapping, Sequence
 
-from ..answer_figures import AnswerFigures
-from ..evidence import TextScore
-from ..measurement import MeasuredM, answers_of
+from ..evidence.answer_figures import AnswerFigures
+from ..evidence.evidence import TextScore
+from ..evidence.measurement import MeasuredM, answers_of
+from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
 from ..statistics import chance_of_as_many
-from ..verdict import CheckResult, Status
 
 NAME = "served text"
 CHANCE = 0.05

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..gaps import Gap
-from ..measurement import MeasuredM, Repeat
+from ..evidence.gaps import Gap
+from ..evidence.measurement import MeasuredM, Repeat
+from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
 from ..statistics import chance_of_as_many
-from ..verdict import CheckResult, Status
 
 NAME = "stalls"
 LONGER = 3.0

@@ -6,7 +6,7 @@ Without that, TTFT is the whole request and TPOT is nothing, and every other lat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..verdict import CheckResult, CurvePoint, ServingFigures
+from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "streamed"
 LEAST_OF_BASELINE = 0.25

@@ -3,8 +3,8 @@
 Quantizing changes none of them. What an artifact changes on purpose, its recipe declares under `changes`.
 """
 
-from ..artifact_figures import TextFigures
-from ..verdict import CheckResult
+from ..evidence.artifact_figures import TextFigures
+from ..evidence.verdict import CheckResult
 
 NAME = "tokenizer and templates"
 

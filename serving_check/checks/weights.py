@@ -7,8 +7,8 @@ another tool's, where nothing is recorded, the modules that stand out from their
 import math
 from collections.abc import Iterator
 
-from ..artifact_figures import KindErrors, ModuleError, WeightFigures
-from ..verdict import CheckResult
+from ..evidence.artifact_figures import KindErrors, ModuleError, WeightFigures
+from ..evidence.verdict import CheckResult
 
 NAME = "weights"
 TOLERANCE = 1e-3

@@ -37,7 +37,7 @@ from scalegate.pipeline.commands.quantize import MAX_SHARD_BYTES, quantize
 from scalegate.pipeline.machine.cores import available_cores
 from scalegate.pipeline.quantization.shards.work_record import FINISHED_SUFFIX, PARTS_FOLDER
 from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
-from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.evidence.environment import describe_environment
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 

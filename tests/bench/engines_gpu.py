@@ -44,7 +44,7 @@ from scalegate.base.atomic_files import write_json
 from scalegate.base.untrusted_files import read_json_object
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.serving_check.adapters.prometheus_text import parse_metrics, total
-from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.evidence.environment import describe_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.bench.verdict_gpu import EXAMPLE, make_checkpoint

@@ -27,9 +27,9 @@ from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import SubprocessEndpoint
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
-from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.evidence.environment import describe_environment
+from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.settings import WorkloadSettings
-from scalegate.serving_check.verdict import Verdict
 
 SLOWED_SERVER = Path(__file__).parent.parent / "serving_check" / "slowed_server.py"
 RESULT = Path(__file__).parent / "results" / "gate.json"

@@ -21,7 +21,7 @@ from typing import Any
 
 from scalegate.base.atomic_files import write_json
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.evidence.environment import describe_environment
 from scalegate.serving_check.workload import WorkloadSpec
 from scalegate.serving_check.workload.generator import run_workload
 

@@ -24,8 +24,8 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.settings import WorkloadSettings
-from scalegate.serving_check.verdict import Verdict
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "qwen3-pycode-5m"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.pipeline.commands.validate import validate
-from scalegate.serving_check.verdict import Verdict
+from scalegate.serving_check.evidence.verdict import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.bench.nvfp4_engine import checkpoints

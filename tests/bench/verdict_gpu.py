@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.evidence.environment import describe_environment
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.environment import describe_environment
+from scalegate.serving_check.evidence.environment import describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).parent / "results" / "verdict_time.json"

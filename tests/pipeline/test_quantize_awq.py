@@ -19,7 +19,7 @@ from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import AWQ, AWQ_GPTQ, Recipe
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights
-from scalegate.serving_check.verdict import CheckResult
+from scalegate.serving_check.evidence.verdict import CheckResult
 from torch import nn
 
 NORM = "model.layers.0.input_layernorm.weight"

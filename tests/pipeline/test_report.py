@@ -13,8 +13,8 @@ from py_mini_racer import MiniRacer
 from scalegate.pipeline.report.plots import draw_plots
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.pipeline.report.write import render_report, write_files
-from scalegate.serving_check.measurement import output_throughput
-from scalegate.serving_check.verdict import CheckResult, Verdict
+from scalegate.serving_check.evidence.measurement import output_throughput
+from scalegate.serving_check.evidence.verdict import CheckResult, Verdict
 
 from ..serving_check.gate_samples import sample_verdict
 

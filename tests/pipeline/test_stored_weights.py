@@ -13,8 +13,8 @@ from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe, load_recipe
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
-from scalegate.serving_check.artifact_figures import WeightFigures
 from scalegate.serving_check.checks.weights import check_weights
+from scalegate.serving_check.evidence.artifact_figures import WeightFigures
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 MIXED = """

@@ -15,7 +15,7 @@ from scalegate.pipeline.report.write import render_report
 from scalegate.pipeline.validation import task_scores
 from scalegate.pipeline.validation.task_scores import evaluate, paired_scores, public_tasks
 from scalegate.serving_check.adapters import Endpoint
-from scalegate.serving_check.task_scores import TaskScore
+from scalegate.serving_check.evidence.task_scores import TaskScore
 
 from ..serving_check.gate_samples import sample_verdict
 

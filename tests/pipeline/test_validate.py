@@ -23,8 +23,8 @@ from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.pipeline.records.signature import check_signature
 from scalegate.serving_check.adapters import SubprocessEndpoint
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.record import read_verdict
-from scalegate.serving_check.verdict import Verdict
 
 pytestmark = pytest.mark.long
 

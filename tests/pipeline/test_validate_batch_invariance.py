@@ -12,8 +12,8 @@ from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.publishing.examination import examine
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
+from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.record import read_verdict
-from scalegate.serving_check.verdict import Verdict
 
 RECIPE = "format: int4\nbatch_invariance: pin\n"
 

@@ -7,15 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from scalegate.serving_check.adapters import Endpoint
-from scalegate.serving_check.answer_figures import AnswerFigures
-from scalegate.serving_check.artifact_figures import KindErrors, ModuleError, TextFigures, WeightFigures
-from scalegate.serving_check.environment import describe_environment
-from scalegate.serving_check.evidence import Evidence, Loaded, ScoredText, TextScore
-from scalegate.serving_check.measurement import Block, MeasuredM, Repeat
-from scalegate.serving_check.quality_figures import Comparison
+from scalegate.serving_check.evidence.answer_figures import AnswerFigures
+from scalegate.serving_check.evidence.artifact_figures import (
+    KindErrors,
+    ModuleError,
+    TextFigures,
+    WeightFigures,
+)
+from scalegate.serving_check.evidence.environment import describe_environment
+from scalegate.serving_check.evidence.evidence import Evidence, Loaded, ScoredText, TextScore
+from scalegate.serving_check.evidence.measurement import Block, MeasuredM, Repeat
+from scalegate.serving_check.evidence.quality_figures import Comparison
+from scalegate.serving_check.evidence.verdict import Subject, Verdict
 from scalegate.serving_check.record import judged_again
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.verdict import Subject, Verdict
 from scalegate.serving_check.workload import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
 # Ports that refuse at once: a name that no server knows is looked for during seconds.

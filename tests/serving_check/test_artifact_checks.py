@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.serving_check import quality
-from scalegate.serving_check.artifact_figures import (
+from scalegate.serving_check.checks.quality import check_quality
+from scalegate.serving_check.checks.text_files import check_text_files
+from scalegate.serving_check.checks.weights import check_weights
+from scalegate.serving_check.evidence.artifact_figures import (
     ChangedTensor,
     KindErrors,
     ModuleError,
     TextDifference,
     TextFigures,
 )
-from scalegate.serving_check.checks.quality import check_quality
-from scalegate.serving_check.checks.text_files import check_text_files
-from scalegate.serving_check.checks.weights import check_weights
-from scalegate.serving_check.quality_figures import Comparison
+from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.settings import Bounds
 
 from .gate_samples import SOUND_WEIGHTS

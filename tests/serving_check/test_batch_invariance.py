@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.checks.batch_invariance import check_batch_invariance
-from scalegate.serving_check.company import CompanyFigures, compare_in_company
+from scalegate.serving_check.evidence.company import CompanyFigures, compare_in_company
 from scalegate.tests.serving_check import drifting_products
 
 pytestmark = pytest.mark.numeric

@@ -16,14 +16,14 @@ from scalegate.serving_check.checks.loads import check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
-from scalegate.serving_check.curve import curve_point
-from scalegate.serving_check.evidence import Loaded
+from scalegate.serving_check.evidence.curve import curve_point
+from scalegate.serving_check.evidence.evidence import Loaded
+from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
+from scalegate.serving_check.evidence.quality_figures import Comparison
+from scalegate.serving_check.evidence.verdict import overall_status
 from scalegate.serving_check.judge import judge
-from scalegate.serving_check.measurement import MeasuredM, decoding_together
-from scalegate.serving_check.quality_figures import Comparison
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import GROUP, SequentialTest, decide
-from scalegate.serving_check.verdict import overall_status
 
 from .gate_samples import load_result, measured_m, sample_evidence, sample_verdict
 

@@ -7,7 +7,6 @@ import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.adapters.one_server import refuse_one_address, refuse_shared_counter
-from scalegate.serving_check.answer_figures import AnswerFigures, TokenText, answer_figures, spread_evenly
 from scalegate.serving_check.checks.latency import check_latency
 from scalegate.serving_check.checks.loads import check_loads
 from scalegate.serving_check.checks.plausible import check_plausible
@@ -15,10 +14,16 @@ from scalegate.serving_check.checks.received import check_received
 from scalegate.serving_check.checks.served_text import check_served_text, text_score
 from scalegate.serving_check.checks.stalls import check_stalls, m_in_doubt
 from scalegate.serving_check.checks.streamed import check_streamed
-from scalegate.serving_check.curve import curve_of
-from scalegate.serving_check.evidence import Loaded, RepeatedPrompts, TextScore
-from scalegate.serving_check.gaps import Gap, LongestGaps, longest_gaps
-from scalegate.serving_check.measurement import MeasuredM, Repeat
+from scalegate.serving_check.evidence.answer_figures import (
+    AnswerFigures,
+    TokenText,
+    answer_figures,
+    spread_evenly,
+)
+from scalegate.serving_check.evidence.curve import curve_of
+from scalegate.serving_check.evidence.evidence import Loaded, RepeatedPrompts, TextScore
+from scalegate.serving_check.evidence.gaps import Gap, LongestGaps, longest_gaps
+from scalegate.serving_check.evidence.measurement import MeasuredM, Repeat
 from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadSpec

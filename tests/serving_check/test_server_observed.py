@@ -11,8 +11,8 @@ from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
 from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
 from scalegate.serving_check.checks.reached import check_reached, most_running
-from scalegate.serving_check.curve import serving_figures
-from scalegate.serving_check.measurement import Repeat
+from scalegate.serving_check.evidence.curve import serving_figures
+from scalegate.serving_check.evidence.measurement import Repeat
 from scalegate.serving_check.settings import Bounds
 from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
 

@@ -13,11 +13,11 @@ from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.adapters.endpoint import is_healthy
 from scalegate.serving_check.adapters.taking_turns import TakingTurns
-from scalegate.serving_check.answer_figures import TokenText
-from scalegate.serving_check.curve import curve_of, took_turns
+from scalegate.serving_check.evidence.answer_figures import TokenText
+from scalegate.serving_check.evidence.curve import curve_of, took_turns
+from scalegate.serving_check.evidence.measurement import MeasuredM
 from scalegate.serving_check.gate import serve_in_turns
 from scalegate.serving_check.interleaving import SEEDS_PER_M
-from scalegate.serving_check.measurement import MeasuredM
 from scalegate.serving_check.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import GROUP, TURN_LOOKS

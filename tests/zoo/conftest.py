@@ -18,10 +18,10 @@ from scalegate.pipeline.validation.in_process import (
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.artifact_figures import TextFigures
 from scalegate.serving_check.checks.canary import scored
-from scalegate.serving_check.curve import curve_of
-from scalegate.serving_check.evidence import Evidence
+from scalegate.serving_check.evidence.artifact_figures import TextFigures
+from scalegate.serving_check.evidence.curve import curve_of
+from scalegate.serving_check.evidence.evidence import Evidence
 from scalegate.serving_check.gate import serve_and_measure
 from scalegate.serving_check.judge import Judgement, judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings

@@ -16,13 +16,13 @@ from scalegate.pipeline.validation.in_process import take_figures
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
-from scalegate.serving_check.artifact_figures import TextFigures
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.text_files import check_text_files
 from scalegate.serving_check.checks.weights import check_weights, largest_errors
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.evidence.artifact_figures import TextFigures
+from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.settings import Bounds
-from scalegate.serving_check.verdict import CheckResult
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .artifacts import EXPERTS, INT4, NVFP4

@@ -17,9 +17,9 @@ from scalegate.pipeline.records.artifact import SIGNATURE_NAME, Artifact, record
 from scalegate.pipeline.records.comparison import ComparedModel, Comparison
 from scalegate.pipeline.records.recipe import load_recipe
 from scalegate.pipeline.validation.servers import effective_options, sized_options
+from scalegate.serving_check.evidence.task_scores import TaskScore
+from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.task_scores import TaskScore
-from scalegate.serving_check.verdict import CheckResult
 from scalegate.tests.pipeline.publishing.passed_artifact import (
     INT4,
     curve_point,

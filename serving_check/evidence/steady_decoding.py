@@ -7,7 +7,7 @@ unnoticed. Not for whole requests, whose throughput is `Repeat.output_throughput
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from .workload import WorkloadResult
+from ..workload import WorkloadResult
 
 LEAST_TOKENS = 8
 """Of each request, in the parts of a repeat that count: fewer say little."""

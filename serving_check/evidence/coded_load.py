@@ -4,8 +4,8 @@ A format that codes whole pages keeps short contexts as they came. A load of suc
 codes: their kernel could take a second, and writing a page could be a loop in Python.
 """
 
-from ..layouts.kv.format import KV_FORMATS, PageCodedKVFormat
-from .settings import WorkloadSettings
+from ...layouts.kv.format import KV_FORMATS, PageCodedKVFormat
+from ..settings import WorkloadSettings
 
 ANSWERED_BEFORE = 32
 """Tokens of an answer before it fills a page, of the prompts that are chosen here."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .settings import DOCUMENTED
-from .workload import WorkloadResult
+from ..settings import DOCUMENTED
+from ..workload import WorkloadResult
 
 DIGITS = 4
 

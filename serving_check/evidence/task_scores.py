@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .settings import DOCUMENTED
+from ..settings import DOCUMENTED
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..settings import DOCUMENTED
+from ..statistics import GROUP, block_log_ratio
+from ..workload import RequestRecord, WorkloadResult, percentile
+from ..workload.engine_work import EngineWork
 from .answer_figures import AnswerFigures, TokenText, answer_figures
 from .gaps import NO_GAPS, LongestGaps, longest_gaps
-from .settings import DOCUMENTED
-from .statistics import GROUP, block_log_ratio
 from .steady_decoding import steady_decoding
-from .workload import RequestRecord, WorkloadResult, percentile
-from .workload.engine_work import EngineWork
 
 SLOWEST = 95
 """The percentile of a repeat's requests that stands for its slowest: one straggler is not yet a pattern."""

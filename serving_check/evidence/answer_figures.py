@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .settings import DOCUMENTED
-from .workload import RequestRecord, WorkloadResult
+from ..settings import DOCUMENTED
+from ..workload import RequestRecord, WorkloadResult
 
 T = TypeVar("T")
 LEAST_RETOKENIZED = 0.8

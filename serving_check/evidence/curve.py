@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
+from ..settings import Bounds, WorkloadSettings
+from ..statistics import LOOKS, Decision, SequentialTest, decide, decide_all, is_hopeless
+from ..workload import percentile
+from ..workload.engine_work import EngineWork
 from .measurement import MeasuredM, Repeat, decoding_throughput, output_throughput
-from .settings import Bounds, WorkloadSettings
-from .statistics import LOOKS, Decision, SequentialTest, decide, decide_all, is_hopeless
 from .verdict import CurvePoint, RivalPoint, ServingFigures, SteadyPoint, finite
-from .workload import percentile
-from .workload.engine_work import EngineWork
 
 
 def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:

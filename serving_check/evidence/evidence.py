@@ -7,11 +7,11 @@ check adds what it needs here, as plain data, and is one more line in `judge`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..settings import DOCUMENTED
 from .artifact_figures import TextFigures, WeightFigures
 from .company import CompanyFigures
 from .measurement import MeasuredM
 from .quality_figures import Comparison
-from .settings import DOCUMENTED
 
 PackedLayers = Mapping[str, int] | None
 """How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where a server does not

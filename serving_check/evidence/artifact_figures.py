@@ -5,7 +5,7 @@ Data only. `pipeline/validation/` reads the files, `checks/weights.py` and `chec
 
 from dataclasses import dataclass
 
-from .settings import DOCUMENTED
+from ..settings import DOCUMENTED
 
 
 @dataclass(frozen=True)

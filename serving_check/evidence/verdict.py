@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from ..base.atomic_files import write_json
-from ..base.options import OptionValue
+from ...base.atomic_files import write_json
+from ...base.options import OptionValue
+from ..settings import DOCUMENTED, Bounds, WorkloadSettings
 from .evidence import Evidence
-from .settings import DOCUMENTED, Bounds, WorkloadSettings
 from .task_scores import TaskScore
 
 Status = Literal["pass", "fail", "inconclusive"]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import Endpoint
-from .settings import DOCUMENTED
+from ..adapters import Endpoint
+from ..settings import DOCUMENTED
 
 MOST_PROBES = 8
 LONGEST_ANSWER = 32
