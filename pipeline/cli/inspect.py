@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 
 from ...layouts.choosing.plan import LayoutPlan
-from ...serving_check.policy import first_lines
+from ...serving_check.gate.policy import first_lines
 from ..commands.inspect import Inspection, inspect
 from ..report.kv_table import pays
 

@@ -19,7 +19,7 @@ from ...serving_check.adapters.placement import PLACEMENT, Placement
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.policy import Declared, declared_by, weaker_settings
+from ...serving_check.gate.policy import Declared, declared_by, weaker_settings
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
 from ..checkpoints.checkpoint import open_checkpoint
 from ..machine.tested_stack import warn_if_untested

@@ -21,7 +21,7 @@ from ...serving_check.engine.options import ARTIFACT_ONLY, UNQUANTIZED
 from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.evidence.verdict import CurvePoint, Verdict
-from ...serving_check.policy import first_lines
+from ...serving_check.gate.policy import first_lines
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ..checkpoints.base_metadata import carried
 from ..checkpoints.config_sections import refuse_malformed

@@ -24,7 +24,7 @@ from ...layouts.formats.weight_format import WeightFormat, parameter_names, spec
 from ...layouts.kv.format import KV_FORMATS
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.artifact_figures import PARTS
-from ...serving_check.policy import declarable, declared_by
+from ...serving_check.gate.policy import declarable, declared_by
 from .name_patterns import compiled, full_match
 
 RECIPE_FOLDER = Path(__file__).parent / "recipes"

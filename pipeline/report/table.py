@@ -5,7 +5,7 @@ import textwrap
 from ...serving_check.evidence.curve import took_turns
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.evidence.verdict import CurvePoint, Verdict
-from ...serving_check.policy import first_lines
+from ...serving_check.gate.policy import first_lines
 
 MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open", "unknown": "n/a"}
 INDENT = 8

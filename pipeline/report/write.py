@@ -10,7 +10,7 @@ import jinja2
 
 from ...base.atomic_files import atomic_path
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.policy import first_lines
+from ...serving_check.gate.policy import first_lines
 from .badge import draw_badge
 from .curves import curves_of
 from .names import BADGE_NAME, PAGE_NAME, PLOT_TITLES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...base.progress import progress_bar
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.evidence.evidence import Loaded
-from ...serving_check.gate import Served
+from ...serving_check.gate.gate import Served
 from ...serving_check.quality import compare
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.layer_stream import LayerStream

@@ -9,7 +9,7 @@ from ...serving_check.checks.canary import scored
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.artifact_figures import TextFigures, WeightFigures
 from ...serving_check.evidence.evidence import ScoredText, TextScore
-from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT, Served
+from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, Served
 from ..conventions.kv_cache import kv_cache_of
 from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
 from .held_out import HeldOutText, read_held_out, window_for

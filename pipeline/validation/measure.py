@@ -16,9 +16,9 @@ from ...serving_check.evidence.curve import curve_of
 from ...serving_check.evidence.environment import describe_environment
 from ...serving_check.evidence.evidence import Evidence, Loaded
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.gate import Served
-from ...serving_check.judge import judge
-from ...serving_check.policy import weaker
+from ...serving_check.gate.gate import Served
+from ...serving_check.gate.judge import judge
+from ...serving_check.gate.policy import weaker
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from .rival import describe_rival

@@ -1,6 +1,6 @@
 """The checkpoint that an artifact must be faster than: given by the user, or made by the recipe's own rival.
 
-Opens it and says whether a comparison makes sense; measuring is `serving_check/interleaving.py`.
+Opens it and says whether a comparison makes sense; measuring is `serving_check/gate/interleaving.py`.
 """
 
 from pathlib import Path

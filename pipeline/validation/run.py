@@ -12,8 +12,8 @@ from ...base.stage_clock import StageClock, in_words
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import EngineOptions
-from ...serving_check.policy import declared_by, first_lines, weaker_settings
-from ...serving_check.record import parse_verdict
+from ...serving_check.gate.policy import declared_by, first_lines, weaker_settings
+from ...serving_check.gate.record import parse_verdict
 from ...serving_check.settings import Bounds, WorkloadSettings
 from ...serving_check.statistics import LOOKS
 from ..checkpoints.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.engine import MemoryGrant, Server, ServerJob
 from ...serving_check.adapters.placement import ANYWHERE, Placement
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, UNQUANTIZED, EngineOptions
-from ...serving_check.gate import CANARY_LENGTH, CANARY_PROMPT
+from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of

@@ -20,9 +20,9 @@ from ...serving_check.adapters.taking_turns import TakingTurns
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
 from ...serving_check.evidence.company import CompanyFigures, compare_in_company
 from ...serving_check.evidence.task_scores import TaskScore
-from ...serving_check.gate import Served, serve_and_measure, serve_in_turns
-from ...serving_check.interleaving import Rival
-from ...serving_check.turns import require_groups
+from ...serving_check.gate.gate import Served, serve_and_measure, serve_in_turns
+from ...serving_check.gate.interleaving import Rival
+from ...serving_check.gate.turns import require_groups
 from .gpu_memory import Side, plan_memory
 from .run import Run
 from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of

@@ -2,7 +2,7 @@
 
     python -P tests/bench/operating_characteristic.py --runs 1000 [--noise gaussian ...]
 
-The gate's own measuring loop (`serving_check/interleaving.py`) on servers that are random numbers. Each
+The gate's own measuring loop (`serving_check/gate/interleaving.py`) on servers that are random numbers. Each
 repeat's throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts
 (one repeat in forty at half speed); or the artifact's server quickens and slows from one block to the next,
 as an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step
@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check import interleaving
 from scalegate.serving_check.adapters import Endpoint
-from scalegate.serving_check.repeats import Repeats
+from scalegate.serving_check.gate import interleaving
+from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 

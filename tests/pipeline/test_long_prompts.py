@@ -9,7 +9,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.held_out import read_held_out, window_for
 from scalegate.pipeline.validation.servers import sized_options
-from scalegate.serving_check.policy import weaker_settings
+from scalegate.serving_check.gate.policy import weaker_settings
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
 from scalegate.serving_check.workload.prompts import prompts
 from scalegate.serving_check.workload.spec import WorkloadSpec

@@ -13,7 +13,7 @@ from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.publishing.examination import examine
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
 from scalegate.serving_check.evidence.verdict import Verdict
-from scalegate.serving_check.record import read_verdict
+from scalegate.serving_check.gate.record import read_verdict
 
 RECIPE = "format: int4\nbatch_invariance: pin\n"
 

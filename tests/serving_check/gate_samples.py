@@ -19,7 +19,7 @@ from scalegate.serving_check.evidence.evidence import Evidence, Loaded, ScoredTe
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import Subject, Verdict
-from scalegate.serving_check.record import judged_again
+from scalegate.serving_check.gate.record import judged_again
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 

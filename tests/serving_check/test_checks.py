@@ -21,7 +21,7 @@ from scalegate.serving_check.evidence.evidence import Loaded
 from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import overall_status
-from scalegate.serving_check.judge import judge
+from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import GROUP, SequentialTest, decide
 

@@ -3,7 +3,7 @@
 import pytest
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.serving_check.evidence.coded_load import default_input_len, uncoded
-from scalegate.serving_check.policy import weaker_settings
+from scalegate.serving_check.gate.policy import weaker_settings
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 
 

@@ -9,10 +9,10 @@ import pytest
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.evidence import Evidence, Loaded
 from scalegate.serving_check.evidence.quality_figures import Comparison
-from scalegate.serving_check.gate import canary_prompts
-from scalegate.serving_check.interleaving import Servers, measure, workload_spec
-from scalegate.serving_check.judge import judge
-from scalegate.serving_check.repeats import Repeats
+from scalegate.serving_check.gate.gate import canary_prompts
+from scalegate.serving_check.gate.interleaving import Servers, measure, workload_spec
+from scalegate.serving_check.gate.judge import judge
+from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
 from scalegate.serving_check.workload.prompts import prompts

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.serving_check.policy import (
+from scalegate.serving_check.gate.policy import (
     POLICY,
     ReleasePolicy,
     declared_by,

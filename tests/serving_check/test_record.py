@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.serving_check.record import contradictions, read_verdict
+from scalegate.serving_check.gate.record import contradictions, read_verdict
 
 from .gate_samples import sample_verdict
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from scalegate.serving_check.evidence.curve import curve_of
 from scalegate.serving_check.evidence.measurement import MeasuredM
 from scalegate.serving_check.evidence.verdict import CheckResult
-from scalegate.serving_check.interleaving import Rival, Servers, measure
-from scalegate.serving_check.judge import judge
-from scalegate.serving_check.repeats import Repeats
+from scalegate.serving_check.gate.interleaving import Rival, Servers, measure
+from scalegate.serving_check.gate.judge import judge
+from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 from .gate_samples import ARTIFACT, BASELINE, RIVAL, sample_evidence, simulated_run

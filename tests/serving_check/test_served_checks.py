@@ -24,7 +24,7 @@ from scalegate.serving_check.evidence.curve import curve_of
 from scalegate.serving_check.evidence.evidence import Loaded, RepeatedPrompts, TextScore
 from scalegate.serving_check.evidence.gaps import Gap, LongestGaps, longest_gaps
 from scalegate.serving_check.evidence.measurement import MeasuredM, Repeat
-from scalegate.serving_check.repeats import Repeats
+from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadSpec
 from scalegate.serving_check.workload.answers import Answer, read_answer

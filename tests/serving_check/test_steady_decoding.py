@@ -8,11 +8,11 @@ from scalegate.serving_check.checks.decode_throughput import NAME
 from scalegate.serving_check.evidence.curve import binding_decisions_of
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM
 from scalegate.serving_check.evidence.steady_decoding import steady_decoding
-from scalegate.serving_check.interleaving import Servers, measure
-from scalegate.serving_check.judge import judge
-from scalegate.serving_check.policy import weaker
-from scalegate.serving_check.record import contradictions
-from scalegate.serving_check.repeats import Repeats
+from scalegate.serving_check.gate.interleaving import Servers, measure
+from scalegate.serving_check.gate.judge import judge
+from scalegate.serving_check.gate.policy import weaker
+from scalegate.serving_check.gate.record import contradictions
+from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec

@@ -16,12 +16,12 @@ from scalegate.serving_check.adapters.taking_turns import TakingTurns
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.curve import curve_of, took_turns
 from scalegate.serving_check.evidence.measurement import MeasuredM
-from scalegate.serving_check.gate import serve_in_turns
-from scalegate.serving_check.interleaving import SEEDS_PER_M
-from scalegate.serving_check.repeats import Repeats
+from scalegate.serving_check.gate.gate import serve_in_turns
+from scalegate.serving_check.gate.interleaving import SEEDS_PER_M
+from scalegate.serving_check.gate.repeats import Repeats
+from scalegate.serving_check.gate.turns import LEAST_BLOCKS, Turns
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics import GROUP, TURN_LOOKS
-from scalegate.serving_check.turns import LEAST_BLOCKS, Turns
 from scalegate.serving_check.workload import run_workload
 
 from .gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run

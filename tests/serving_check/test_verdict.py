@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.evidence.verdict import SCHEMA_PATH, CheckResult, json_schema, overall_status
-from scalegate.serving_check.record import read_verdict
+from scalegate.serving_check.gate.record import read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 from .gate_samples import sample_verdict

@@ -22,8 +22,8 @@ from scalegate.serving_check.checks.canary import scored
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.curve import curve_of
 from scalegate.serving_check.evidence.evidence import Evidence
-from scalegate.serving_check.gate import serve_and_measure
-from scalegate.serving_check.judge import Judgement, judge
+from scalegate.serving_check.gate.gate import serve_and_measure
+from scalegate.serving_check.gate.judge import Judgement, judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
 from .servers import M

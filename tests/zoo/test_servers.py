@@ -6,7 +6,7 @@ import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.decode_throughput import NAME as DECODE_THROUGHPUT
-from scalegate.serving_check.judge import Judgement
+from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics import LOOKS
 from scalegate.tests.exhaustive import exhaustive_but

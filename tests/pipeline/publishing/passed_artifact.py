@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "serving_check"))
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact, record_files
 from scalegate.serving_check.evidence.verdict import CurvePoint, ServingFigures, Verdict
-from scalegate.serving_check.policy import declared_by
+from scalegate.serving_check.gate.policy import declared_by
 from scalegate.serving_check.settings import Bounds
 from scalegate.tests.serving_check.gate_samples import sample_verdict
 

@@ -18,7 +18,7 @@ from scalegate.pipeline.commands.push import push
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
 from scalegate.pipeline.validation.weights import compare_weights
-from scalegate.serving_check.record import judged_again
+from scalegate.serving_check.gate.record import judged_again
 from scalegate.tests.pipeline.publishing.passed_artifact import PLOTS, give_verdict, passing_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

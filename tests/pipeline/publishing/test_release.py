@@ -16,7 +16,7 @@ from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENT
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.record import judged_again, read_verdict
+from scalegate.serving_check.gate.record import judged_again, read_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json, give_verdict, passing_verdict

@@ -5,29 +5,29 @@ A pure function, called once when a verdict is given and again whenever one is r
 
 from dataclasses import dataclass
 
-from .checks.batch_invariance import check_batch_invariance
-from .checks.canary import check_canary
-from .checks.compilations import check_compilations
-from .checks.decode_throughput import check_decode_throughput
-from .checks.failures import check_failures
-from .checks.kv_capacity import check_kv_capacity
-from .checks.latency import check_latency
-from .checks.loads import check_loads
-from .checks.plausible import check_plausible
-from .checks.quality import check_quality
-from .checks.reached import check_reached
-from .checks.received import check_received
-from .checks.rival import check_rival
-from .checks.served_text import check_served_text
-from .checks.stalls import check_stalls
-from .checks.streamed import check_streamed
-from .checks.text_files import check_text_files
-from .checks.throughput import check_throughput
-from .checks.weights import check_weights, largest_errors
-from .evidence.curve import curve_of, took_turns
-from .evidence.evidence import Evidence
-from .evidence.verdict import CheckResult, CurvePoint, Status, overall_status
-from .settings import Bounds, WorkloadSettings
+from ..checks.batch_invariance import check_batch_invariance
+from ..checks.canary import check_canary
+from ..checks.compilations import check_compilations
+from ..checks.decode_throughput import check_decode_throughput
+from ..checks.failures import check_failures
+from ..checks.kv_capacity import check_kv_capacity
+from ..checks.latency import check_latency
+from ..checks.loads import check_loads
+from ..checks.plausible import check_plausible
+from ..checks.quality import check_quality
+from ..checks.reached import check_reached
+from ..checks.received import check_received
+from ..checks.rival import check_rival
+from ..checks.served_text import check_served_text
+from ..checks.stalls import check_stalls
+from ..checks.streamed import check_streamed
+from ..checks.text_files import check_text_files
+from ..checks.throughput import check_throughput
+from ..checks.weights import check_weights, largest_errors
+from ..evidence.curve import curve_of, took_turns
+from ..evidence.evidence import Evidence
+from ..evidence.verdict import CheckResult, CurvePoint, Status, overall_status
+from ..settings import Bounds, WorkloadSettings
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..base.batch_invariance import TUNED
-from ..base.errors import UserError
-from ..base.untrusted_files import read_json_object
-from .evidence.environment import package_versions
-from .evidence.measurement import MeasuredM, Repeat
-from .evidence.verdict import SCHEMA_VERSION, Verdict
+from ...base.batch_invariance import TUNED
+from ...base.errors import UserError
+from ...base.untrusted_files import read_json_object
+from ..evidence.environment import package_versions
+from ..evidence.measurement import MeasuredM, Repeat
+from ..evidence.verdict import SCHEMA_VERSION, Verdict
+from ..settings import WorkloadSettings
 from .judge import Judgement, judge
 from .policy import weaker
-from .settings import WorkloadSettings
 
 TOLERANCE = 1e-6
 """Relative, of a figure made again: another machine's `exp` may round otherwise."""

@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..base.errors import UserError
-from ..base.progress import progress_bar
-from .adapters import Endpoint
-from .adapters.taking_turns import TakingTurns
-from .checks.compilations import Compilations, compilations
-from .evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
-from .evidence.measurement import Block, MeasuredM, Repeat
+from ...base.errors import UserError
+from ...base.progress import progress_bar
+from ..adapters import Endpoint
+from ..adapters.taking_turns import TakingTurns
+from ..checks.compilations import Compilations, compilations
+from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
+from ..evidence.measurement import Block, MeasuredM, Repeat
+from ..settings import WorkloadSettings
+from ..statistics import GROUP, TURN_LOOKS, Decision
+from ..workload import WorkloadSpec
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .repeats import Repeats
-from .settings import WorkloadSettings
-from .statistics import GROUP, TURN_LOOKS, Decision
-from .workload import WorkloadSpec
 
 ARTIFACT, BASELINE, RIVAL = "artifact", "baseline", "rival"
 LEAST_BLOCKS = TURN_LOOKS[0] * GROUP

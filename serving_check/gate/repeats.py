@@ -6,10 +6,10 @@ Which repeats are sent, and in which order, is `interleaving.py`.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from .adapters import Endpoint
-from .evidence.answer_figures import ServedText, TokenText, served_texts, spread_evenly
-from .evidence.measurement import Repeat
-from .workload import WorkloadResult, WorkloadSpec
+from ..adapters import Endpoint
+from ..evidence.answer_figures import ServedText, TokenText, served_texts, spread_evenly
+from ..evidence.measurement import Repeat
+from ..workload import WorkloadResult, WorkloadSpec
 
 Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
 

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ..base.progress import progress_bar
-from ..base.stage_clock import StageClock, in_words
-from .adapters import Endpoint
-from .checks.stalls import surely_stalls
-from .evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
-from .evidence.measurement import Block, MeasuredM
-from .repeats import Repeats
-from .settings import Bounds, WorkloadSettings
-from .statistics import (
+from ...base.progress import progress_bar
+from ...base.stage_clock import StageClock, in_words
+from ..adapters import Endpoint
+from ..checks.stalls import surely_stalls
+from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
+from ..evidence.measurement import Block, MeasuredM
+from ..settings import Bounds, WorkloadSettings
+from ..statistics import (
     GROUP,
     LOOKS,
     Decision,
@@ -26,7 +25,8 @@ from .statistics import (
     is_hopeless,
     needs_new_servers,
 )
-from .workload import WorkloadSpec
+from ..workload import WorkloadSpec
+from .repeats import Repeats
 
 WARMUP_PART = 4
 """A warm-up gives one token for so many of a measured repeat."""

@@ -9,26 +9,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..base.stage_clock import StageClock
-from .adapters import Endpoint
-from .adapters.one_server import refuse_one_address, refuse_shared_counter
-from .adapters.taking_turns import TakingTurns
-from .checks.canary import Continuation, continuations
-from .checks.compilations import Compilations, compilations
-from .checks.kv_capacity import kv_cache_tokens, require_capacity
-from .checks.loads import packed_layers, packed_on
-from .checks.reached import most_running
-from .checks.stalls import check_stalls, m_in_doubt, m_to_watch
-from .evidence.answer_figures import ServedText, TokenText
-from .evidence.company import CompanyFigures
-from .evidence.evidence import PackedLayers, RepeatedPrompts
-from .evidence.measurement import MeasuredM
+from ...base.stage_clock import StageClock
+from ..adapters import Endpoint
+from ..adapters.one_server import refuse_one_address, refuse_shared_counter
+from ..adapters.taking_turns import TakingTurns
+from ..checks.canary import Continuation, continuations
+from ..checks.compilations import Compilations, compilations
+from ..checks.kv_capacity import kv_cache_tokens, require_capacity
+from ..checks.loads import packed_layers, packed_on
+from ..checks.reached import most_running
+from ..checks.stalls import check_stalls, m_in_doubt, m_to_watch
+from ..evidence.answer_figures import ServedText, TokenText
+from ..evidence.company import CompanyFigures
+from ..evidence.evidence import PackedLayers, RepeatedPrompts
+from ..evidence.measurement import MeasuredM
+from ..settings import Bounds, WorkloadSettings
+from ..statistics import LOOKS
+from ..workload import run_workload
 from .interleaving import Rival, Servers, measure, workload_spec
 from .repeats import Repeats, Runner, deadline_from, tpot_of
-from .settings import Bounds, WorkloadSettings
-from .statistics import LOOKS
 from .turns import ARTIFACT, BASELINE, Turns
-from .workload import run_workload
 
 CANARY_LENGTH = 32
 CANARY_PROMPT = 32

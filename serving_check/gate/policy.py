@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from .adapters.all_engines import find_engine
-from .evidence.coded_load import uncoded
-from .evidence.verdict import Verdict
-from .settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
+from ..adapters.all_engines import find_engine
+from ..evidence.coded_load import uncoded
+from ..evidence.verdict import Verdict
+from ..settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
 
 
 @dataclass(frozen=True)

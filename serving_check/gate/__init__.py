@@ -1,0 +1,1 @@
+"""The gate: measures two servers in turn until every M is decided, and judges."""
