@@ -16,7 +16,7 @@ from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ...serving_check.gate.policy import declared_by
 from ...serving_check.gate.record import parse_verdict
-from ...serving_check.statistics import LOOKS
+from ...serving_check.statistics.decide import LOOKS
 from ..checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..machine.device import resolve_device, resolve_dtype

@@ -15,7 +15,7 @@ from ...serving_check.engine.options import EngineOptions
 from ...serving_check.gate.policy import declared_by, first_lines, weaker_settings
 from ...serving_check.gate.record import parse_verdict
 from ...serving_check.settings import Bounds, WorkloadSettings
-from ...serving_check.statistics import LOOKS
+from ...serving_check.statistics.decide import LOOKS
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..records.artifact import VERDICT_NAME, Artifact

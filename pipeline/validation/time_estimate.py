@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from ...serving_check.settings import WorkloadSettings
-from ...serving_check.statistics import LOOKS
+from ...serving_check.statistics.decide import LOOKS
 
 SAMPLE_WIDTH, SAMPLE_NUMBERS = 4096, 1 << 24
 """Of the weight that is timed: too large for most caches, and quickly made."""

@@ -8,7 +8,7 @@ from statistics import median
 from ..evidence.measurement import MeasuredM, Repeat, slowest_tpot, slowest_ttft
 from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
-from ..trimmed_mean import interval
+from ..statistics.trimmed_mean import interval
 from ..workload import percentile
 from .streamed import Stream, is_streamed
 

@@ -12,7 +12,7 @@ from ..evidence.evidence import TextScore
 from ..evidence.measurement import MeasuredM, answers_of
 from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
-from ..statistics import chance_of_as_many
+from ..statistics.decide import chance_of_as_many
 
 NAME = "served text"
 CHANCE = 0.05

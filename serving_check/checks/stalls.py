@@ -14,7 +14,7 @@ from ..evidence.gaps import Gap
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
-from ..statistics import chance_of_as_many
+from ..statistics.decide import chance_of_as_many
 
 NAME = "stalls"
 LONGER = 3.0

@@ -6,7 +6,7 @@ The decision is `statistics.py`; this words it, and names the layer to blame fro
 from collections.abc import Mapping, Sequence
 
 from ..evidence.verdict import CheckResult, CurvePoint, Status
-from ..statistics import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
+from ..statistics.decide import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
 
 NAME = "throughput"
 HOPELESS_SENTENCE = "So far below the floor that a first look and a second were enough. "

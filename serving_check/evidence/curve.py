@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from ..settings import Bounds, WorkloadSettings
-from ..statistics import LOOKS, Decision, SequentialTest, decide, decide_all, is_hopeless
+from ..statistics.decide import LOOKS, Decision, SequentialTest, decide, decide_all, is_hopeless
 from ..workload import percentile
 from ..workload.engine_work import EngineWork
 from .measurement import MeasuredM, Repeat, decoding_throughput, output_throughput

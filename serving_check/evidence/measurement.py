@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..settings import DOCUMENTED
-from ..statistics import GROUP, block_log_ratio
+from ..statistics.decide import GROUP, block_log_ratio
 from ..workload import RequestRecord, WorkloadResult, percentile
 from ..workload.engine_work import EngineWork
 from .answer_figures import AnswerFigures, TokenText, answer_figures

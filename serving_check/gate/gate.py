@@ -24,7 +24,7 @@ from ..evidence.company import CompanyFigures
 from ..evidence.evidence import PackedLayers, RepeatedPrompts
 from ..evidence.measurement import MeasuredM
 from ..settings import Bounds, WorkloadSettings
-from ..statistics import LOOKS
+from ..statistics.decide import LOOKS
 from ..workload import run_workload
 from .interleaving import Rival, Servers, measure, workload_spec
 from .repeats import Repeats, Runner, deadline_from, tpot_of

@@ -15,7 +15,7 @@ from ..checks.stalls import surely_stalls
 from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
 from ..evidence.measurement import Block, MeasuredM
 from ..settings import Bounds, WorkloadSettings
-from ..statistics import (
+from ..statistics.decide import (
     GROUP,
     LOOKS,
     Decision,

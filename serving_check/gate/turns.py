@@ -18,7 +18,7 @@ from ..checks.compilations import Compilations, compilations
 from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
 from ..evidence.measurement import Block, MeasuredM, Repeat
 from ..settings import WorkloadSettings
-from ..statistics import GROUP, TURN_LOOKS, Decision
+from ..statistics.decide import GROUP, TURN_LOOKS, Decision
 from ..workload import WorkloadSpec
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .repeats import Repeats

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.statistics import GROUP, SequentialTest, decide_all
+from scalegate.serving_check.statistics.decide import GROUP, SequentialTest, decide_all
 
 RESULT = Path(__file__).parent / "results" / "turns_characteristic.json"
 MS, FLOOR, CLEAR = 3, 0.93, 1.5

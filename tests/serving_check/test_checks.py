@@ -23,7 +23,7 @@ from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import overall_status
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import GROUP, SequentialTest, decide
+from scalegate.serving_check.statistics.decide import GROUP, SequentialTest, decide
 
 from .gate_samples import load_result, measured_m, sample_evidence, sample_verdict
 

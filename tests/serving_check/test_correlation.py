@@ -5,7 +5,12 @@ import math
 import random
 
 import pytest
-from scalegate.serving_check.correlation import LARGEST, autoregression, random_walk, upper_correlation
+from scalegate.serving_check.statistics.correlation import (
+    LARGEST,
+    autoregression,
+    random_walk,
+    upper_correlation,
+)
 
 
 def series(rho: float, count: int, generator: random.Random) -> list[float]:

@@ -14,7 +14,7 @@ from scalegate.serving_check.gate.interleaving import Servers, measure, workload
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import LOOKS
+from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.serving_check.workload.prompts import prompts
 
 from .gate_samples import ARTIFACT, BASELINE, simulated_run

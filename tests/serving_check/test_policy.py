@@ -15,7 +15,7 @@ from scalegate.serving_check.gate.policy import (
     weaker_settings,
 )
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import LOOKS
+from scalegate.serving_check.statistics.decide import LOOKS
 
 from .gate_samples import sample_verdict
 

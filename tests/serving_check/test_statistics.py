@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
-from scalegate.serving_check.statistics import (
+from scalegate.serving_check.statistics.decide import (
     TURN_ERROR,
     WIDEST,
     SequentialTest,
@@ -17,7 +17,7 @@ from scalegate.serving_check.statistics import (
     decide_all,
     is_hopeless,
 )
-from scalegate.serving_check.trimmed_mean import interval, student_t_quantile
+from scalegate.serving_check.statistics.trimmed_mean import interval, student_t_quantile
 
 MS = 6
 RUNS = 60

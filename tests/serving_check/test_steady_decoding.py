@@ -14,7 +14,7 @@ from scalegate.serving_check.gate.policy import weaker
 from scalegate.serving_check.gate.record import contradictions
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import LOOKS
+from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
 from .gate_samples import ARTIFACT, BASELINE, answered, load_result, sample_evidence, sample_verdict

@@ -21,7 +21,7 @@ from scalegate.serving_check.gate.interleaving import SEEDS_PER_M
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.gate.turns import LEAST_BLOCKS, Turns
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics import GROUP, TURN_LOOKS
+from scalegate.serving_check.statistics.decide import GROUP, TURN_LOOKS
 from scalegate.serving_check.workload import run_workload
 
 from .gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run

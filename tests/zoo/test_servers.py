@@ -8,7 +8,7 @@ from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.decode_throughput import NAME as DECODE_THROUGHPUT
 from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
-from scalegate.serving_check.statistics import LOOKS
+from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.tests.exhaustive import exhaustive_but
 
 from .conftest import LONG_PROMPTS, LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo

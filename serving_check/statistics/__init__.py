@@ -1,0 +1,1 @@
+"""When repeats decide: tests of ratios, their correlation, trimmed means."""
