@@ -286,8 +286,8 @@ def test_a_circle_of_modules_is_seen(line):
 
 def test_a_circle_through_a_package_that_an_import_runs_is_seen():
     """`engine_work` imports no `endpoint`, but the package of a file that it does import, does."""
-    (circle,) = circles(planted("serving_check.engines.endpoint", "from ..workload import engine_work"))
-    engines = f"{PROJECT}.serving_check.engines"
+    (circle,) = circles(planted("serving_check.adapters.endpoint", "from ..workload import engine_work"))
+    engines = f"{PROJECT}.serving_check.adapters"
     assert {f"{engines}.endpoint", f"{engines}.{INIT}"} < set(circle)
 
 

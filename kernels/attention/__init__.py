@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: decode and prefill kernels, and those of coded pages in rooms of their own."""
+"""Attention over paged keys and values: decode, prefill, and rooms for pages of coded ones."""

@@ -1,6 +1,6 @@
 """Token sampling (temperature, top-k, top-p, min-p) with settings of each row's own; Triton, for CUDA graphs.
 
-What `serving_check/engine/sampling/sampler.py` does with torch on a CPU, in one launch whatever the rows ask for.
+What the engine's `sampling/sampler.py` does with torch on a CPU, in one launch whatever the rows ask for.
 Settings are read from where their request has them: a captured graph draws for any mixture.
 
     logits       [B, V]         bf16, fp16 or fp32

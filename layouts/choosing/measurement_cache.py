@@ -62,7 +62,7 @@ def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[st
 
 @cache
 def _own_source() -> str:
-    return source_digest(Path(__file__).resolve().parents[1])
+    return source_digest(Path(__file__).resolve().parents[2])
 
 
 def source_digest(root: Path) -> str:

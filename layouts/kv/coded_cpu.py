@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.attention import reference as paged_attention
+from ...kernels.attention import reference
 from ...kernels.attention.reference import AttentionOptions, TokenGroup
 from ...kernels.hadamard import rotate_reference
 from .attention_metadata import AttentionMetadata
@@ -80,7 +80,7 @@ class CodedCpuLayerKV:
 
         query = query.to(dtype)
         groups = self._groups.of(metadata, options.sliding_window, query)
-        output = self._turned(paged_attention.attend_over(query, groups, gather, options, sinks))
+        output = self._turned(reference.attend_over(query, groups, gather, options, sinks))
         return with_padding(output[..., :value_dim].to(dtype), padded)
 
     def _turned(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...kernels.attention import reference as paged_attention
+from ...kernels.attention import reference
 from ...kernels.attention.reference import AttentionOptions, GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .layer import StoredPages, Workspaces
@@ -33,12 +33,12 @@ def _decoding(host: HostMetadata, window: int | None, like: Tensor) -> list[Toke
     if not host.num_decodes:
         return []
     table, seq_lens = host.block_table[: host.num_decodes], host.seq_lens[: host.num_decodes]
-    return paged_attention.decode_groups(table, seq_lens, host.page_size, window, like)
+    return reference.decode_groups(table, seq_lens, host.page_size, window, like)
 
 
 def _prompts(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
     return [
-        paged_attention.prefill_group(
+        reference.prefill_group(
             chunk.first_token, chunk.start, chunk.count, chunk.pages, host.page_size, window, like
         )
         for chunk in host.requests(host.num_decodes)
@@ -49,7 +49,7 @@ def _one_by_one(host: HostMetadata, window: int | None, like: Tensor) -> list[To
     """A group for each token: torch's product then sees a shape that follows from its context alone, whether
     it came with a prompt or was decoded."""
     return [
-        paged_attention.prefill_group(
+        reference.prefill_group(
             request.first_token + index,
             request.start + index,
             1,
@@ -84,9 +84,9 @@ class CpuLayerKV:
         count, padded = on_host(metadata).num_tokens, query.shape[0]
         if count < padded:
             query, key, value, slots = query[:count], key[:count], value[:count], slots[:count]
-        paged_attention.append(stored.key_pages, key, slots, stored.key_scale)
-        paged_attention.append(stored.value_pages, value, slots, stored.value_scale)
-        output = paged_attention.attend(
+        reference.append(stored.key_pages, key, slots, stored.key_scale)
+        reference.append(stored.value_pages, value, slots, stored.value_scale)
+        output = reference.attend(
             query,
             stored.key_pages,
             stored.value_pages,

@@ -1,6 +1,6 @@
 """Measures the layouts for a checkpoint's layers on this device, and records the plan in the artifact.
 
-Not for measuring itself: that is `layouts/choosing/choose.py`. A plan that was made here, with these versions, stands.
+`layouts/choosing/choose.py` measures. A plan that was made here, with these versions, stands.
 """
 
 from collections.abc import Mapping, Sequence

@@ -27,7 +27,7 @@ from ...serving_check.evidence.artifact_figures import PARTS
 from ...serving_check.gate.policy import declarable, declared_by
 from .name_patterns import compiled, full_match
 
-RECIPE_FOLDER = Path(__file__).parent / "recipes"
+RECIPE_FOLDER = Path(__file__).parents[1] / "recipes"
 KEEP, QUANTIZE = "keep", "quantize"
 DATA_FREE, GPTQ, AWQ, AWQ_GPTQ = "data-free", "gptq", "awq", "awq-gptq"
 METHODS = (DATA_FREE, GPTQ, AWQ, AWQ_GPTQ)

@@ -1,6 +1,6 @@
 """How long the gate's requests take at least, from a product that is timed here; no server is started.
 
-Not for what a run has measured: `serving_check/gate/interleaving.py` tells from its first blocks what is to come.
+While a run measures, `serving_check/gate/interleaving.py` tells from its first blocks what is to come.
 """
 
 import time

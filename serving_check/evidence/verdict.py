@@ -22,7 +22,7 @@ CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
 """Unknown is what the engine that was chosen cannot tell: shown, and decides nothing."""
 
 SCHEMA_VERSION = 3
-SCHEMA_PATH = Path(__file__).parent / "schema" / "serving_check.schema.json"
+SCHEMA_PATH = Path(__file__).parents[1] / "schema" / "serving_check.schema.json"
 EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
 
 

@@ -178,7 +178,7 @@ def test_nothing_is_orphaned_when_the_parent_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     parent = (
         "import sys, time; from pathlib import Path;"
-        "from scalegate.serving_check.engines import SubprocessEndpoint;"
+        "from scalegate.serving_check.adapters import SubprocessEndpoint;"
         f"SubprocessEndpoint({COMMAND!r}, 'counting', log=Path({str(log)!r})).start();"
         "print('up', flush=True); time.sleep(600)"
     )

@@ -1,4 +1,4 @@
-"""One layer's KVarN pages on the CPU. Not for the kernels, which are in `kernels/low_bit_kv/`."""
+"""One layer's KVarN pages on the CPU. Not for the kernels, which are in `kernels/attention/kvarn/`."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention import reference as paged_attention
+from ....kernels.attention import reference
 from ....kernels.attention.kvarn.cpu.compiled import kernels, numbers
 from ....kernels.attention.reference import AttentionOptions, TokenGroup
 from ..attention_metadata import AttentionMetadata, RequestTokens
@@ -131,7 +131,7 @@ class KVarNCpuLayerKV:
             held[1, :, :, max(start - begin, 0) : end - begin] = seen[:, max(start, begin) :].transpose(1, 2)
         for group in groups:
             stop = start + len(query[group.tokens])
-            output[group.tokens] = paged_attention.attend_group(
+            output[group.tokens] = reference.attend_group(
                 query[group.tokens], seen[:1, :stop], seen[1:, :stop], group, options, sinks
             )
             for page in range(max(start // size, 1), stop // size):

@@ -1,4 +1,4 @@
-"""One layer's KVarN pages on a GPU. Not for the kernels, which are in `kernels/low_bit_kv/`."""
+"""One layer's KVarN pages on a GPU. Not for the kernels, which are in `kernels/attention/kvarn/`."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention import reference as paged_attention
+from ....kernels.attention import reference
 from ....kernels.attention.reference import TokenGroup
 from ..attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
 from ..cpu import on_host
@@ -106,7 +106,7 @@ def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGro
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, max(start // size + 1, 2) * size)
-        yield paged_attention.prefill_group(
+        yield reference.prefill_group(
             start - chunk.start, start, stop - start, np.zeros(1, np.int32), stop, None, query
         )
         start = stop

@@ -1,6 +1,6 @@
 """The CPU kernels of KVarN, compiled for a model's dtype before anything is served.
 
-Not for what they compute, which is in `kvarn_decode_cpu.py` and `kvarn_pages_cpu.py`. Signatures are given,
+Not for what they compute, which is in `decode.py` and `pages.py`. Signatures are given,
 so nothing else is ever compiled: other arguments are an error. What was compiled stays on disk, beside the
 source or in the user's cache folder, where either can be written to.
 """
@@ -17,13 +17,10 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from .. import reference as kvarn
-from . import decode as kvarn_decode_cpu
-from . import lanes
-from . import pages as kvarn_pages_cpu
-from . import tile as kvarn_tile_cpu
+from .. import reference
+from . import decode, lanes, pages, tile
 
-MODULES = (kvarn, kvarn_decode_cpu, kvarn_pages_cpu, kvarn_tile_cpu, lanes)
+MODULES = (reference, decode, pages, tile, lanes)
 NUMBERS = {torch.float32: types.float32, torch.bfloat16: types.int16, torch.float16: types.uint16}
 AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 Kernel = Callable[..., None]
@@ -41,14 +38,25 @@ class Kernels(NamedTuple):
 def kernels(dtype: torch.dtype) -> Kernels:
     """dtype: float32, bfloat16 or float16"""
     number, at = NUMBERS[dtype], types.int64
-    pages = [*[_array(types.int16, 4)] * 2, *[_array(types.uint16, 4)] * 2]
+    page_types = [*[_array(types.int16, 4)] * 2, *[_array(types.uint16, 4)] * 2]
     tokens, flat, step = _array(number, 3), _array(number, 1), _array(types.int64, 1)
     table, sinks, factor = _array(types.int32, 2), _array(types.float32, 1), types.float64
-    decode = [*[tokens] * 4, _array(number, 6), *pages, table, *[step] * 3, at, at, factor, factor, sinks]
+    decode_types = [
+        *[tokens] * 4,
+        _array(number, 6),
+        *page_types,
+        table,
+        *[step] * 3,
+        at,
+        at,
+        factor,
+        factor,
+        sinks,
+    ]
     return Kernels(
-        _compiled(kvarn_decode_cpu.decode, decode),
-        _compiled(kvarn_pages_cpu.code_page, [flat, flat, *[at] * 5, *pages]),
-        _compiled(kvarn_pages_cpu.read_pages, [_array(types.int32, 1), tokens, tokens, *pages]),
+        _compiled(decode.decode, decode_types),
+        _compiled(pages.code_page, [flat, flat, *[at] * 5, *page_types]),
+        _compiled(pages.read_pages, [_array(types.int32, 1), tokens, tokens, *page_types]),
     )
 
 
