@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from .serving_check.engine.request import SamplingParams
 
 _WHERE = {
-    "LLM": "pipeline.llm",
-    "Generation": "pipeline.llm",
+    "LLM": "pipeline.commands.llm",
+    "Generation": "pipeline.commands.llm",
     "SamplingParams": "serving_check.engine.request",
     "EngineOptions": "serving_check.engine.options",
-    "UserError": "layouts.errors",
-    "adopt": "pipeline.adopt",
-    "quantize": "pipeline.quantize",
-    "layout": "pipeline.layout",
-    "validate": "pipeline.validate",
-    "push": "pipeline.push",
-    "release": "pipeline.release",
-    "serve": "pipeline.serve",
-    "sign": "pipeline.sign",
-    "verify": "pipeline.verify",
+    "UserError": "base.errors",
+    "adopt": "pipeline.commands.adopt",
+    "quantize": "pipeline.commands.quantize",
+    "layout": "pipeline.commands.layout",
+    "validate": "pipeline.commands.validate",
+    "push": "pipeline.commands.push",
+    "release": "pipeline.commands.release",
+    "serve": "pipeline.commands.serve",
+    "sign": "pipeline.commands.sign",
+    "verify": "pipeline.commands.verify",
 }
 
 __all__ = [

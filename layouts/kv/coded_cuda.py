@@ -1,4 +1,4 @@
-"""One layer's int4 or NVFP4 tokens on a GPU. Not for the kernels, which are in `kernels/attention/per_token/`."""
+"""One layer's int4 or NVFP4 tokens on a GPU. Kernels are in `kernels/attention/per_token/`."""
 
 from typing import Any
 

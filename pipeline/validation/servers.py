@@ -1,7 +1,7 @@
 """The servers of a validation: what each is asked to hold, and what of it the verdict records.
 
-Starts nothing; how a server is started is for its engine (`serving_check/adapters/`) to say. Sizes that nobody
-gave are those of the workload, alike on both sides.
+Starts nothing; how a server is started is for its engine (`serving_check/adapters/`) to say. Sizes that
+nobody gave are those of the workload, alike on both sides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
