@@ -2,7 +2,7 @@
 
     python -P tests/bench/turns_characteristic.py --runs 1000 [--only errors]
 
-Group after group, as `serving_check/gate/turns.py` measures them and with the gate's decision, of servers that
+Group after group, as `serving_check/gate/turns.py` measures them and with its decision, of servers that
 are random numbers, at three Ms, floor 0.93. A block's log ratio has gaussian noise, and each start makes a
 server faster or slower, by 0.5% unless a row says otherwise. A group lasts some 40 s, most of them a start,
 so what correlates groups is the machine:
