@@ -60,7 +60,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from .layouts.packing.installed import own_version
+        from .base.installed import own_version
 
         return own_version()
     if name not in _WHERE:

@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 QUICK=(tests/test_lock.py tests/test_registries.py tests/test_toy_format.py tests/layouts
-    tests/pipeline/test_tested_stack.py tests/pipeline/test_recipe.py tests/serving_check/test_server_completions.py)
+    tests/pipeline/machine/test_tested_stack.py tests/pipeline/records/test_recipe.py tests/serving_check/server/test_completions.py)
 LOGS=.venv/pythons
 
 find_python() { # an entry of PATH may be a shim that has none

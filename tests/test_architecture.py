@@ -15,7 +15,7 @@ PROJECT = "scalegate"
 INIT = "__init__"
 REST = "the rest"
 
-FLOORS = ["kernels", "layouts", "serving_check", "pipeline"]
+FLOORS = ["base", "kernels", "layouts", "serving_check", "pipeline"]
 """Lowest first: code imports from its own floor and from those before it."""
 
 ROOMS = {

@@ -59,7 +59,7 @@ class Tuning:
 
 
 TUNING = Tuning(gate_up_splits=2, down_splits=1, prefetch=True)
-"""What is served. `tests/bench/experts_one_token.py` times it beside CANDIDATES."""
+"""What is served. `tests/bench/kernels/experts_one_token.py` times it beside CANDIDATES."""
 CANDIDATES = (
     TUNING,
     Tuning(gate_up_splits=2, down_splits=1, prefetch=False),

@@ -39,9 +39,9 @@ TILES = (
 )
 """By bucket of rows an expert gets, see `tile.py`; k is a tile of words.
 
-As tuned on an H200 for Qwen3-30B-A3B's shapes in INT4 (`tests/bench/experts.py --tune`). Few experts fill the
-device with small tiles; with more rows, large ones read x less often. The last spills a little, and is the
-fastest.
+As tuned on an H200 for Qwen3-30B-A3B's shapes in INT4 (`tests/bench/kernels/experts.py --tune`). Few experts
+fill the device with small tiles; with more rows, large ones read x less often. The last spills a little,
+and is the fastest.
 """
 REUSED_FROM = 64
 """Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""

@@ -41,7 +41,7 @@
 What the bytes are is the formats' own: each has a folder beside this one, with a decoder and its packing.
 
 Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
-M; what chose them is measured, by `tests/bench/int4_tuning.py`.
+M; what chose them is measured, by `tests/bench/kernels/int4_tuning.py`.
 """
 
 import torch

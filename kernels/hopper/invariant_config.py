@@ -2,7 +2,7 @@
 
 The tile depends on the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. How
 many splits depends on the shape of the weight alone, so that a row's bits do not depend on what comes with
-it. Costs were measured on one H200 (`tests/bench/results/int4_kernel_log.md`).
+it. Costs were measured on one H200 (`tests/bench/results/kernels/int4_kernel_log.md`).
 """
 
 from dataclasses import dataclass

@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...base.errors import UserError
+from ...base.installed import kernel_versions
 from ...base.progress import progress_bar
 from ..packing.all_layouts import LAYOUTS
 from ..packing.layout import ExpertsLayout, Problem
 from .explain import lowest_ratio, mean_ratio
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
-from .plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
+from .plan import LayoutPlan, ShapeChoice, device_name
 
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""

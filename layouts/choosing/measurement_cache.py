@@ -13,9 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from ...base.atomic_files import write_json
+from ...base.installed import kernel_versions
 from ..packing.layout import Problem
 from .measure import ShapeMeasurements
-from .plan import Measurement, device_name, kernel_versions
+from .plan import Measurement, device_name
 
 CACHE_VARIABLE = "SCALEGATE_CACHE"
 _SOURCE_FOLDERS = ("layouts", "kernels")

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from ..packing.installed import installed_version
+from ...base.installed import kernel_versions
 from ..packing.layout import Problem
 
-KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite", "mslk")
-"""Distributions that bring kernels: another version of one may measure differently."""
 THREADS = " x"
 """Between a CPU's model and the number of threads in use."""
 
@@ -185,9 +183,3 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
-
-
-def kernel_versions() -> dict[str, str]:
-    """The installed versions of everything a measurement depends on."""
-    found = {package: installed_version(package) for package in KERNEL_PACKAGES}
-    return {package: version for package, version in found.items() if version is not None}

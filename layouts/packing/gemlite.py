@@ -7,9 +7,9 @@ each bucket of M when that M first comes, so every bucket has to be warmed up be
 import torch
 from torch import Tensor
 
+from ...base.installed import installed_package
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.weight_format import Weight
-from .installed import installed_package
 from .int4_affine import int4_of, require_int4
 from .layout import PackedWeight, Problem, Serves
 

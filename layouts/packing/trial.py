@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..choosing.plan import kernel_versions
+from ...base.installed import kernel_versions
 from .layout import AnyLayout, Experts, ExpertsLayout, Problem
 from .routing import Routing
 

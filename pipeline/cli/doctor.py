@@ -4,7 +4,7 @@ import json
 
 import click
 
-from ...layouts.packing.installed import NOT_INSTALLED
+from ...base.installed import NOT_INSTALLED
 from ..commands.doctor import Diagnosis, LayoutState, doctor
 from ..machine.tested_stack import as_sentence
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ...base.gc_threshold import search_rarely
-from ...layouts.packing.installed import own_version
+from ...base.installed import own_version
 from .exit_status import run
 
 COMMANDS = {

@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 from ...base.errors import UserError
+from ...base.installed import NOT_INSTALLED, installed_version
 from ...layouts.formats.weight_format import spec_to_json
-from ...layouts.packing.installed import NOT_INSTALLED, installed_version
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import open_baseline, remember_source, weights_digest
 from ..checkpoints.checkpoint import open_checkpoint

@@ -13,11 +13,11 @@ import psutil
 import torch
 from huggingface_hub import constants, get_token
 
+from ...base.installed import installed_version
 from ...layouts.choosing.plan import device_name
 from ...layouts.formats.all_formats import WEIGHT_FORMATS
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
-from ...layouts.packing.installed import installed_version
 from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
 from ...serving_check.adapters.all_engines import ENGINES
 from ...serving_check.adapters.engine import Availability

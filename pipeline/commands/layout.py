@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from ...base.errors import UserError
+from ...base.installed import kernel_versions
 from ...layouts.choosing.choose import choose, forced_for, ms_to_measure
-from ...layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name, kernel_versions
+from ...layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Problem

@@ -17,8 +17,8 @@ import torch
 
 from ...base.atomic_files import PARTIAL_SUFFIX
 from ...base.errors import UserError
+from ...base.installed import NOT_INSTALLED, installed_version
 from ...layouts.formats.weight_format import spec_to_json
-from ...layouts.packing.installed import NOT_INSTALLED, installed_version
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import remember_source, weights_digest
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint

@@ -11,7 +11,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from ...layouts.packing.installed import installed_version
+from ...base.installed import installed_version
 
 SAID = "SCALEGATE_UNTESTED_SAID"
 """The environment variable that keeps the processes of a command from saying it again."""

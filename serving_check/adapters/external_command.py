@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...base.errors import UserError
-from ...layouts.packing.installed import installed_version
+from ...base.installed import installed_version
 from ..engine.options import AUTO, UNQUANTIZED
 from .engine import Availability, ServerJob
 from .placement import only_these

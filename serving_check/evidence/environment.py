@@ -5,9 +5,9 @@ import platform
 
 import torch
 
+from ...base.installed import installed_version
 from ...base.options import OptionValue
 from ...layouts.choosing.plan import device_name
-from ...layouts.packing.installed import installed_version
 from .verdict import Environment
 
 PACKAGES = (

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...layouts.packing.installed import own_version
+from ...base.installed import own_version
 from .admission import Admission
 from .engine_client import EngineClient
 from .errors import ApiError, engine_unavailable, install_handlers

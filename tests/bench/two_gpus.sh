@@ -37,11 +37,11 @@ lane() {
 }
 engines() {
   local name=$1 cores=$2 gpus=$3 limit=$4; shift 4
-  lane "$name" "$cores" "$gpus" "$limit" python3 -P tests/bench/engines_gpu.py "$@" --folder "$WORK/tmp" --logs "$LOGS/$name"
+  lane "$name" "$cores" "$gpus" "$limit" python3 -P tests/bench/gate/engines_gpu.py "$@" --folder "$WORK/tmp" --logs "$LOGS/$name"
 }
 quantizing() {
   local name=$1 cores=$2 gpus=$3 limit=$4; shift 4
-  lane "$name" "$cores" "$gpus" "$limit" python3 -P tests/bench/distributed_quantize.py "$@" --folder "$WORK/tmp"
+  lane "$name" "$cores" "$gpus" "$limit" python3 -P tests/bench/quantization/distributed_quantize.py "$@" --folder "$WORK/tmp"
 }
 
 made_8b() { [ -f "$WORK/qwen3-8b/int4-hqq/scalegate.json" ]; }
@@ -58,7 +58,7 @@ part() {
       --out "$OUT/engines_failures.json" ;;
     load-generators)
       made_8b && ln -sfn "$WORK/qwen3-8b/source" "$WORK/name/qwen3-8b" && model=$WORK/name/qwen3-8b
-      lane load-generators "$cores" "$gpu" "$(left 14)" python3 -P tests/bench/load_generators.py "$model" \
+      lane load-generators "$cores" "$gpu" "$(left 14)" python3 -P tests/bench/server/load_generators.py "$model" \
         --device cuda --m 64 1 32 --rounds 3 --vllm vllm --folder "$WORK/tmp" --out "$OUT/load_generators.json" ;;
     two-gpus)
       made_8b || engines make-8b "$ALL" 0 "$(left 14)" --only --make qwen3-8b --made "$WORK"

@@ -1,6 +1,1 @@
 """Lets the tests of this folder import `hopper_compiler.py`."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

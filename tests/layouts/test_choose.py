@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.base.installed import kernel_versions
 from scalegate.layouts.choosing import choose as choose_module
 from scalegate.layouts.choosing.choose import choose, default_layout, default_ms, pick
 from scalegate.layouts.choosing.explain import explain_slow_layout
 from scalegate.layouts.choosing.measure import ShapeMeasurements, measure
 from scalegate.layouts.choosing.measurement_cache import source_digest
-from scalegate.layouts.choosing.plan import LayoutPlan, Measurement, device_name, kernel_versions
+from scalegate.layouts.choosing.plan import LayoutPlan, Measurement, device_name
 from scalegate.layouts.choosing.time_limit import OutOfTime, time_limit
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.layouts.formats.int4 import Int4

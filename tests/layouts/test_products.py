@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scalegate.base.installed import installed_package
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
@@ -12,7 +13,6 @@ from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.packing.all_layouts import LAYOUTS
-from scalegate.layouts.packing.installed import installed_package
 from scalegate.layouts.packing.layout import Experts, Problem
 from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 

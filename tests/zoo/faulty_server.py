@@ -19,8 +19,6 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import StepOutput
 from scalegate.serving_check.server import app
 from scalegate.serving_check.server.generation import Delta, Generation
-
-sys.path.insert(0, str(Path(__file__).parent))
 from scalegate.tests.zoo.servers import Traffic, of
 
 

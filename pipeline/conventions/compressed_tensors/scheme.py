@@ -1,8 +1,8 @@
 """The scheme seam: how compressed-tensors stores one weight format, and how a config group says so.
 
 One file in this folder for each scheme, registered by its weight format's name; `all_schemes.py` lists them.
-Their library is not used: the bytes are written and read here, and `tests/bench/interchange.py` compares with
-it in an environment of its own.
+Their library is not used: the bytes are written and read here, and `interchange.py` among the benches
+compares with it in an environment of its own.
 """
 
 from collections.abc import Mapping

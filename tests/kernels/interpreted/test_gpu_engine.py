@@ -1,7 +1,7 @@
 """The engine's GPU steps without a GPU: kernels interpreted, graphs replayed by calling what they hold.
 
 Decode graphs, mixed batches and paged kernels must give the tokens that the CPU engine gives. Where there is
-a GPU, tests/serving_check/test_engine_gpu.py has the real thing; see conftest.py.
+a GPU, tests/serving_check/engine/test_gpu.py has the real thing; see conftest.py.
 """
 
 import copy

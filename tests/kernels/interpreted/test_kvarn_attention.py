@@ -14,8 +14,8 @@ from scalegate.kernels.attention.kvarn.prefill import kvarn_prefill
 from scalegate.kernels.attention.prefill import tiles_of
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.tests.exhaustive import exhaustive_but
-from scalegate.tests.kernels import kvarn_contexts
-from scalegate.tests.kernels.kvarn_contexts import Contexts, hold
+from scalegate.tests.kernels.attention import kvarn_contexts
+from scalegate.tests.kernels.attention.kvarn_contexts import Contexts, hold
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHORT = 64 if DEVICE.type == "cuda" else 16

@@ -1,15 +1,10 @@
 """A checkpoint, an artifact that has passed, and a file beside them that no test may change."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "publishing"))
-
 from scalegate.tests.pipeline.hostile.hostile_input import VICTIM
 from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact
 

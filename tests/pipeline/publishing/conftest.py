@@ -1,14 +1,10 @@
 """A fake Hub, a small artifact that has passed, and a way to run the real command against the two."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from scalegate.tests.pipeline.publishing.fake_hub import FakeHub
 from scalegate.tests.pipeline.publishing.forked_pipeline import Finished, ForkedCommand
 from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact

@@ -2,18 +2,14 @@
 
 import hashlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from scalegate.pipeline.records.file_digests import sha256_of
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "serving_check"))
-
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact, record_files
+from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.serving_check.evidence.verdict import CurvePoint, ServingFigures, Verdict
 from scalegate.serving_check.gate.policy import declared_by
 from scalegate.serving_check.settings import Bounds

@@ -1,0 +1,178 @@
+"""How often the gate's throughput decision is right: its error rates under every kind of noise we know of.
+
+    python -P tests/bench/gate/operating_characteristic.py --runs 1000 [--noise gaussian ...]
+
+The gate's own measuring loop (`serving_check/gate/interleaving.py`) on servers that are random numbers. Each
+repeat's throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts
+(one repeat in forty at half speed); or the artifact's server quickens and slows from one block to the next,
+as an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step
+of the walk; floor 0.93, M = 1 to 32.
+
+Three questions a row. How often does the verdict pass where one M is at 0.90, or exactly at the floor, and
+the others are clear of it (the worst case for a wrong pass)? And what becomes of one at 1.0 at every M?
+Exit status 1 where a bar is missed: a pass at 0.90 in over 2%, at the floor in over 5%, a fail at 1.0 in over
+1%, and fewer than 80% of passes at 1.0 with 10% gaussian noise.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalegate.base.atomic_files import write_json
+from scalegate.serving_check.adapters import Endpoint
+from scalegate.serving_check.gate import interleaving
+from scalegate.serving_check.gate.repeats import Repeats
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
+
+RESULT = Path(__file__).parents[1] / "results" / "gate" / "operating_characteristic.json"
+ARTIFACT, BASELINE = Endpoint("http://artifact", "artifact"), Endpoint("http://baseline", "baseline")
+WORKLOAD = WorkloadSettings(input_len=1, output_len=64)
+FLOOR = 0.93
+CLEAR = 1.5
+CASES = {
+    "one M at 0.90": (0.90, CLEAR),
+    "one M at the floor": (FLOOR, CLEAR),
+    "all at 1.0": (1.0, 1.0),
+}
+ROWS = [
+    *(("gaussian", noise) for noise in (0.02, 0.05, 0.10, 0.15, 0.20)),
+    *(("heavy tails", noise) for noise in (0.03, 0.10)),
+    *(("bursts", noise) for noise in (0.03, 0.10)),
+    *(("AR .5", noise) for noise in (0.02, 0.05, 0.10)),
+    *(("AR .8", noise) for noise in (0.02, 0.05, 0.10)),
+    *(("random walk", noise) for noise in (0.01, 0.03, 0.10)),
+]
+MOST_WRONG = {
+    ("one M at 0.90", "pass"): 0.02,
+    ("one M at the floor", "pass"): 0.05,
+    ("all at 1.0", "fail"): 0.01,
+}
+LEAST_PASSED = {("gaussian", 0.10): 0.80}
+
+
+@dataclass
+class Servers:
+    """Stands for `run_workload`: a baseline of 100 tok/s, an artifact at `ratios[M]` of it."""
+
+    ratios: dict[int, float]
+    noise: str
+    scale: float
+    random: random.Random
+
+    def __post_init__(self) -> None:
+        self.walks = {m: self._walk() for m in self.ratios}
+
+    def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
+        log_speed = self._own_noise()
+        if endpoint is ARTIFACT:
+            log_speed += math.log(self.ratios[spec.m]) + next(self.walks[spec.m])
+        request = RequestRecord(0.0, 0.0, (), 1.0, spec.output_len, 1)
+        duration = spec.output_len / 100 / math.exp(log_speed)
+        return WorkloadResult(spec, duration, (request,), (), {spec.m: 1}, None)
+
+    def _own_noise(self) -> float:
+        gauss = self.random.gauss(0, 1)
+        if self.noise == "gaussian":
+            return self.scale * gauss
+        if self.noise == "heavy tails":
+            return self.scale * gauss / math.sqrt(self.random.gammavariate(1.25, 0.8))
+        if self.noise == "bursts":
+            return self.scale * gauss - (math.log(2) if self.random.random() < 0.025 else 0.0)
+        return 0.0
+
+    def _walk(self) -> Iterator[float]:
+        """What the artifact's server adds to its log speed, block by block."""
+        state = 0.0
+        if self.noise.startswith("AR"):
+            rho = float(self.noise.removeprefix("AR "))
+            state = self.scale * self.random.gauss(0, 1)
+            while True:
+                yield state
+                state = rho * state + math.sqrt(1 - rho**2) * self.scale * self.random.gauss(0, 1)
+        while True:
+            yield state
+            if self.noise == "random walk":
+                state += self.scale * self.random.gauss(0, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=1000, help="of each case in each row")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--noise", nargs="+", choices=sorted({noise for noise, _ in ROWS}))
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    chosen = [row for row in ROWS if not options.noise or row[0] in options.noise]
+    rows = [row for row in kept_rows(options.out) if (row["noise"], row["scale"]) not in chosen]
+    with ProcessPoolExecutor(options.processes) as pool:
+        for row in pool.map(row_of, *zip(*chosen, strict=True), [options.runs] * len(chosen)):
+            rows.append(row)
+            rows.sort(key=lambda row: ROWS.index((row["noise"], row["scale"])))
+            write_json(options.out, {"floor": FLOOR, "rows": rows})
+            print(sentence(row), flush=True)
+    missed = [miss for row in rows for miss in missed_bars(row)]
+    if missed:
+        sys.exit("\n".join(missed))
+
+
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """Those of an earlier call, of which `--noise` makes some anew."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
+    """Shares of the verdicts in each case, and blocks an M that they took."""
+    row: dict[str, Any] = {"noise": noise, "scale": scale, "runs": runs}
+    for case, (first, others) in CASES.items():
+        generator = random.Random(f"{noise} {scale} {case}")
+        verdicts: Counter[str] = Counter()
+        blocks = 0
+        for _ in range(runs):
+            ratios = {m: first if m == WORKLOAD.ms[0] else others for m in WORKLOAD.ms}
+            servers = Servers(ratios, noise, scale, generator)
+            repeats = Repeats(servers, ARTIFACT, BASELINE, None)
+            sides = interleaving.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
+            measured, decisions = interleaving.measure(sides, Bounds(throughput_floor=FLOOR), progress=False)
+            statuses = {decision.status for decision in decisions}
+            verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
+            blocks += sum(len(one.blocks) for one in measured)
+        shares = {status: verdicts[status] / runs for status in ("pass", "fail", "inconclusive")}
+        row[case] = shares | {"blocks_per_m": round(blocks / runs / len(WORKLOAD.ms), 1)}
+    return row
+
+
+def sentence(row: dict[str, Any]) -> str:
+    cells = [
+        f"{case}: {cell['pass']:.3f} pass, {cell['fail']:.3f} fail, {cell['blocks_per_m']} blocks"
+        for case in CASES
+        for cell in [row[case]]
+    ]
+    return f"{row['noise']:12} {row['scale']:.2f}  " + "  ".join(cells)
+
+
+def missed_bars(row: dict[str, Any]) -> list[str]:
+    name = f"{row['noise']} {row['scale']}"
+    missed = [
+        f"{name}, {case}: {status} in {row[case][status]:.1%}, bar {bar:.0%}"
+        for (case, status), bar in MOST_WRONG.items()
+        if row[case][status] > bar
+    ]
+    least = LEAST_PASSED.get((row["noise"], row["scale"]), 0.0)
+    if row["all at 1.0"]["pass"] < least:
+        missed.append(f"{name}: passes at 1.0 in {row['all at 1.0']['pass']:.1%}, bar {least:.0%}")
+    return missed
+
+
+if __name__ == "__main__":
+    main()

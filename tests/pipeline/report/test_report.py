@@ -1,0 +1,160 @@
+"""The report: a page that needs nothing but itself, readable plots, a table that fits a terminal."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.image import imread
+from py_mini_racer import MiniRacer
+from scalegate.pipeline.report.plots import draw_plots
+from scalegate.pipeline.report.table import verdict_table
+from scalegate.pipeline.report.write import render_report, write_files
+from scalegate.serving_check.evidence.measurement import output_throughput
+from scalegate.serving_check.evidence.verdict import CheckResult, Verdict
+
+from ...serving_check.gate_samples import sample_verdict
+
+FAILED = CheckResult(
+    "throughput", "fail", "lowest 0.400 [0.390, 0.410] at M=8", "at least 0.93", "kernel <slow> at M=8"
+)
+
+
+@pytest.fixture(scope="module")
+def verdict() -> Verdict:
+    return sample_verdict({1: 1.4, 2: 1.3, 4: 1.2, 8: 0.4, 16: 1.0, 32: 0.95}, checks=(FAILED,))
+
+
+def test_the_page_needs_nothing_but_itself(verdict: Verdict, tmp_path: Path):
+    write_files(tmp_path, render_report(verdict))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    sources = re.findall(r'src="([^"]*)"', page)
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"<link|@import|url\(|import\(|fetch", page)
+    assert "default-src 'none'" in page, "and the browser holds it to that"
+    assert len(page) < 600_000
+
+
+def test_the_page_links_to_what_was_measured_and_names_the_text(verdict: Verdict):
+    on_hub = replace(verdict, artifact=replace(verdict.artifact, name="org/it", revision="abc"))
+    page = render_report(on_hub)["report.html"].decode()
+    assert 'href="https://huggingface.co/org/it/tree/abc"' in page
+    assert "the source code that Scalegate brings, for quality and prompts" in page
+
+
+BROWSER = """
+class Element {
+  constructor(name) { Object.assign(this, { name, attributes: {}, children: [], on: {}, textContent: "" }); }
+  setAttribute(name, value) { this.attributes[name] = String(value); }
+  appendChild(child) { this.children.push(child); return child; }
+  replaceChildren(...children) { this.children = children; }
+  addEventListener(event, call) { this.on[event] = call; }
+  all() { return this.children.flatMap(child => [child, ...child.all()]); }
+}
+const places = {};
+const document = {
+  getElementById: id => places[id] ??= new Element(id),
+  createElement: name => new Element(name),
+  createElementNS: (_, name) => new Element(name),
+};
+const all = kind => places["curves-chart"].all().filter(each => each.attributes.class === kind);
+const press = text => places["curves-controls"].children.find(each => each.textContent === text).on.click();
+"""
+
+
+@pytest.fixture
+def browser(verdict: Verdict) -> MiniRacer:
+    """The page's own script, run on the page's own figures."""
+    page = render_report(verdict)["report.html"].decode()
+    figures = re.search(r'id="curves-data">(.*?)</script>', page, re.DOTALL)
+    script = re.search(r"<script>\n(.*?)</script>", page, re.DOTALL)
+    assert figures and script
+    engine = MiniRacer()
+    engine.eval(f"{BROWSER} document.getElementById('curves-data').textContent = {json.dumps(figures[1])};")
+    engine.eval(script[1])
+    return engine
+
+
+def test_every_block_is_a_dot_and_tells_its_figures(verdict: Verdict, browser: MiniRacer):
+    blocks = {one.m: len(one.blocks) for one in verdict.evidence.measured}
+    assert browser.eval("all('block').length") == sum(blocks.values())
+    browser.eval("all('block')[0].on.mouseenter()")
+    words = browser.eval("places['curves-words'].textContent")
+    assert words.startswith(f"M=1, block 1 of {blocks[1]}, at 0 s: artifact ÷ baseline 1.")
+    browser.eval("press('output tokens per second')")
+    assert browser.eval("all('block').length") == 2 * sum(blocks.values())
+    browser.eval("press('baseline')")
+    assert browser.eval("all('block').length") == sum(blocks.values()), "one side is hidden"
+    browser.eval("all('m')[2].on.click()")
+    assert browser.eval("all('block').length") == blocks[4], "one M is seen alone"
+
+
+def test_dots_lie_where_their_values_are(verdict: Verdict, browser: MiniRacer):
+    heights = json.loads(browser.eval("JSON.stringify(all('block').map(each => Number(each.attributes.cy)))"))
+    floor = float(browser.eval("all('floor')[0].attributes.y1"))
+    ratios = [
+        math.exp(value) for one in verdict.evidence.measured for value in one.log_ratios(output_throughput)
+    ]
+    below = [height > floor for height in heights]
+    assert below == [ratio < verdict.bounds.throughput_floor for ratio in ratios]
+    assert any(below) and not all(below)
+
+
+def test_the_badge_says_the_verdict_and_its_lowest_ratio(verdict: Verdict):
+    badge = render_report(verdict)["badge.svg"].decode()
+    assert ElementTree.fromstring(badge).tag.endswith("svg")
+    assert f"{verdict.status}, ≥ 0.40× to M=32" in badge
+
+
+def test_the_page_says_what_failed_and_escapes_it(verdict: Verdict, tmp_path: Path):
+    write_files(tmp_path, render_report(verdict))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "kernel &lt;slow&gt; at M=8" in page
+    assert verdict.command in page
+
+
+def test_every_plot_is_a_picture_and_the_same_verdict_gives_the_same_bytes(verdict: Verdict, tmp_path: Path):
+    write_files(tmp_path, render_report(verdict))
+    names = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert names == ["ratio.png", "throughput.png", "tpot.png", "ttft.png"]
+    for name, content in draw_plots(verdict).items():
+        assert imread(tmp_path / name).std() > 0.01
+        assert (tmp_path / name).read_bytes() == content
+
+
+def test_a_verdict_with_nothing_measured_still_has_a_page(verdict: Verdict, tmp_path: Path):
+    write_files(tmp_path, render_report(replace(verdict, curve=())))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["badge.svg", "report.html"]
+
+
+def test_the_table_fits_a_terminal_and_explains_only_what_did_not_pass(verdict: Verdict):
+    passed = CheckResult("quality", "pass", "mean KL 0.01", "KL at most 0.1", "exact")
+    table = verdict_table(replace(verdict, checks=(passed, FAILED)))
+    assert max(map(len, table.splitlines())) <= 120
+    assert "kernel <slow> at M=8" in table
+    assert "exact" not in table
+    assert table.splitlines()[-1].startswith("FAIL")
+
+
+def test_a_queue_beside_an_empty_kv_cache_is_seen_at_a_glance(verdict: Verdict, tmp_path: Path):
+    point = sample_verdict({82: 1.0}).curve[0]
+    capped = replace(
+        point.artifact,
+        running_mean=22.0,
+        waiting_max=60,
+        kv_usage_max=0.04,
+        step_ms=7.41,
+        host_ms=3.21,
+        device_idle_share=0.043,
+    )
+    shown = replace(verdict, curve=(replace(point, artifact=capped),))
+    row = next(line for line in verdict_table(shown).splitlines() if "22.0 / 82.0" in line)
+    assert " ".join(row.split()) == "82 22.0 / 82.0 60 / 0 4 / 3 0 / 0 7.4 / ? 3.21 / ? 4.3 / ?"
+    write_files(tmp_path, render_report(shown))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("What the servers did meanwhile") :])
+    assert cells[:10] == ["82", "artifact", "22.0", "?", "60", "4.0", "0", "7.41", "3.21", "4.3"]

@@ -1,0 +1,66 @@
+"""The release policy: what is weaker than it, what a recipe may lower, and what is then said first."""
+
+from dataclasses import fields
+
+import pytest
+from scalegate.base.errors import UserError
+from scalegate.serving_check.gate.policy import (
+    POLICY,
+    ReleasePolicy,
+    declared_by,
+    first_lines,
+    is_weaker,
+    lowered,
+    weaker,
+    weaker_settings,
+)
+from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
+from scalegate.serving_check.statistics.decide import LOOKS
+
+from ..gate_samples import sample_verdict
+
+
+def test_the_defaults_are_no_weaker_than_the_policy():
+    assert weaker_settings(WorkloadSettings(), Bounds(), QUALITY_TOKENS, {}, None) == []
+    assert POLICY.least_blocks <= LOOKS[0]
+    assert weaker(sample_verdict({1: 1.0, 8: 1.0, 32: 1.0})) == []
+
+
+@pytest.mark.parametrize("ms", [(1, 8, 32, 64, 128), (1, 2, 4, 8, 16, 32), (1, 8, 64)])
+def test_ms_of_a_gpu_and_of_a_laptop_are_enough(ms):
+    assert weaker_settings(WorkloadSettings(ms), Bounds(), QUALITY_TOKENS, {}, None) == []
+
+
+def test_every_bounds_name_says_in_which_direction_it_is_weaker():
+    names = [field.name for kind in (Bounds, ReleasePolicy) for field in fields(kind)]
+    assert [n for n in names if not n.startswith(("max_", "min_", "most_", "least_"))] == ["throughput_floor"]
+    assert is_weaker("throughput_floor", 0.8, 0.93) and is_weaker("max_mean_kl", 0.2, 0.1)
+    assert not is_weaker("throughput_floor", 1.0, 0.93) and not is_weaker("max_mean_kl", 0.05, 0.1)
+
+
+def test_a_recipe_lowers_openly_and_a_tighter_bound_is_not_a_lower_one():
+    declared = declared_by(
+        {"format": "int4", "throughput_floor": 0.8, "least_largest_m": 4, "max_mean_kl": 0.05}
+    )
+    assert declared == {"throughput_floor": 0.8, "max_mean_kl": 0.05, "least_largest_m": 4.0}
+    bounds = Bounds.from_recipe(declared)
+    assert weaker_settings(WorkloadSettings((1, 4)), bounds, QUALITY_TOKENS, declared, None) == []
+    assert len(weaker_settings(WorkloadSettings((1, 4)), bounds, QUALITY_TOKENS, {}, None)) == 2
+    assert lowered(declared) == [
+        "throughput floor 0.8 (the policy says 0.93)",
+        "least largest m 4 (the policy says 32)",
+    ]
+    with pytest.raises(UserError, match="least_largest_m"):
+        declared_by({"least_largest_m": "few"})
+
+
+def test_a_bound_below_what_the_recipe_declares_is_weaker_still():
+    declared = {"throughput_floor": 0.8}
+    bounds = Bounds(throughput_floor=0.7)
+    (said,) = weaker_settings(WorkloadSettings(), bounds, QUALITY_TOKENS, declared, None)
+    assert said == "throughput floor 0.7, the policy wants 0.8"
+    assert first_lines([said], declared) == [
+        f"Exploratory, not to be published: {said}.",
+        "The recipe lowers the release policy: throughput floor 0.8 (the policy says 0.93).",
+    ]
+    assert first_lines([], {}) == []
