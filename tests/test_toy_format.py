@@ -36,6 +36,7 @@ rules:
     format: unquantized
 throughput_floor: 0.01
 max_tpot_ratio: 1000
+max_itl_ratio: 1000
 max_ttft_ratio: 1000
 min_reached: 0.01
 min_top1_agreement: 0.5

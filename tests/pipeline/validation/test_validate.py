@@ -39,8 +39,10 @@ NO_NEW_SERVERS = 60
 
 @pytest.fixture(scope="module")
 def artifact(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In the layouts that are fast on this CPU, whatever its instructions."""
     folder = tmp_path_factory.mktemp("validate") / "artifact"
     quantize(str(example_checkpoint), "int4-hqq", out=folder, progress=False)
+    layout(folder, ms=(1, 4), progress=False)
     return folder
 
 
