@@ -9,13 +9,13 @@ import pytest
 from scalegate.base.registry import Registry
 
 REGISTERS = """
-from scalegate.layouts.kv_format import KV_FORMATS, TokenByToken
+from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
 
 assert "unquantized" in KV_FORMATS, "a look-up while plugins are loaded finds what is there"
 KV_FORMATS.add({name!r}, TokenByToken())
 print("imported", {name!r})
 """
-LISTS = "from scalegate.layouts.kv_format import KV_FORMATS; print(*KV_FORMATS); print(*KV_FORMATS)"
+LISTS = "from scalegate.layouts.kv.format import KV_FORMATS; print(*KV_FORMATS); print(*KV_FORMATS)"
 
 
 def python(program: str, plugins: str = "", path: Path | None = None) -> subprocess.CompletedProcess:
@@ -55,9 +55,9 @@ def test_an_installed_packages_entry_point_is_imported(tmp_path: Path):
 
 
 def test_adding_alone_imports_no_plugin(tmp_path: Path):
-    program = "from scalegate.layouts.registry import Registry; Registry('thing').add('a', 1)"
+    program = "from scalegate.base.registry import Registry; Registry('thing').add('a', 1)"
     assert python(program, "no_such_module").returncode == 0
-    looked_up = "from scalegate.layouts.registry import Registry; print('a' in Registry('thing'))"
+    looked_up = "from scalegate.base.registry import Registry; print('a' in Registry('thing'))"
     assert "no_such_module" in python(looked_up, "no_such_module").stderr
 
 

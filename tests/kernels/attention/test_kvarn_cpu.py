@@ -219,8 +219,8 @@ def test_a_kernel_is_compiled_where_no_folder_can_be_written_to(monkeypatch: pyt
 def test_numba_is_imported_for_kvarn_on_a_cpu_alone():
     code = """
 import sys, torch
-from scalegate.layouts.kv_format import KV_FORMATS
-from scalegate.layouts.kv_layer import KVShape, PoolSize, Workspaces
+from scalegate.layouts.kv.format import KV_FORMATS
+from scalegate.layouts.kv.layer import KVShape, PoolSize, Workspaces
 for name in ("int4_per_token_head", "kvarn_k4v2_g64"):
     shape, size = KVShape(1, 16, 16, torch.float32, 1), PoolSize(1, 64, 1, 1)
     KV_FORMATS[name].allocate(shape, size, torch.device("cpu"), None, Workspaces())

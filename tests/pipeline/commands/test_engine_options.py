@@ -39,7 +39,7 @@ import json, inspect, sys
 from dataclasses import dataclass
 from pathlib import Path
 from scalegate.serving_check.engine import options
-from scalegate.serving_check.options import option
+from scalegate.base.options import option
 
 @dataclass(frozen=True)
 class EngineOptions(options.EngineOptions):

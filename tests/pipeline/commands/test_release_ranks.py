@@ -26,7 +26,7 @@ RANK = f"""
 import os, signal
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.quantization import write_shards
-from scalegate.pipeline.quantize import quantize
+from scalegate.pipeline.commands.quantize import quantize
 
 quantize.__kwdefaults__["max_shard_bytes"] = {SHARD}
 carry_out, wrote = write_shards._carry_out, set()

@@ -78,7 +78,7 @@ def test_doctor_names_it(untested):
 def test_it_is_said_once_by_a_process_and_those_that_it_starts(untested, capfd):
     warn_if_untested()
     warn_if_untested()
-    child = "from scalegate.pipeline.tested_stack import warn_if_untested as warn; warn()"
+    child = "from scalegate.pipeline.machine.tested_stack import warn_if_untested as warn; warn()"
     subprocess.run([sys.executable, "-P", "-c", child], check=True)
     said = capfd.readouterr().err
     assert said.count("Warning: ") == 1 and as_sentence(untested_packages()) in said
