@@ -91,7 +91,7 @@ def test_a_card_shows_how_an_engine_serves_the_release(registered: bool):
 
 
 def test_there_is_no_registry_that_this_file_forgets():
-    modules = ["layouts.all_layouts", "layouts.kv_format", "pipeline.conventions.all_conventions"]
+    modules = ["layouts.packing.all_layouts", "layouts.kv.format", "pipeline.conventions.all_conventions"]
     modules += ["serving_check.adapters.all_engines"]
     found = [
         value
