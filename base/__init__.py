@@ -1,1 +1,1 @@
-"""What every room uses and none owns: errors, registries, files and names from outside, options, progress."""
+"""What every room uses and none owns: errors, registries, files and names from outside, options, log."""

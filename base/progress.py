@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .log import is_quiet
+
 LINE_SECONDS = 5.0
 """Between two lines; what is quicker says nothing."""
 LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt}, {elapsed} so far, {remaining} left{postfix}"
@@ -18,11 +20,12 @@ LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt}, {elapsed} so far, {remai
 def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, **options: Any) -> tqdm:
     """A bar on stderr that takes `options` as tqdm does.
 
-    shown: None on a terminal only; where false nothing is written
+    shown: None on a terminal only; nothing is written if it is false, or the command is quiet (`log.py`)
     """
     on_terminal = sys.stderr.isatty()
     kind = tqdm if on_terminal else ProgressLines
-    return kind(iterable, disable=not (on_terminal if shown is None else shown), **options)
+    shown = on_terminal if shown is None else shown
+    return kind(iterable, disable=is_quiet() or not shown, **options)
 
 
 class ProgressLines(tqdm):

@@ -3,18 +3,17 @@
 Progress bars are for whoever sits before them; these lines are for logs, and the seconds for the report.
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tqdm import tqdm
+from .log import logger
 
 
 @dataclass
 class StageClock:
-    """Lines go to stderr, each with the time since this was made; none where `shown` is false."""
+    """Lines go to the log, each with the time since this was made; none where `shown` is false."""
 
     shown: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
@@ -39,9 +38,7 @@ class StageClock:
 
     def say(self, text: str) -> None:
         if self.shown:
-            # Above a bar, where there is one.
-            tqdm.write(f"[{self.elapsed:4.0f} s] {text}", file=sys.stderr)
-            sys.stderr.flush()
+            logger.info(f"[{self.elapsed:4.0f} s] {text}")
 
 
 def in_words(seconds: float) -> str:

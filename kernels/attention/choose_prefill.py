@@ -9,7 +9,6 @@ Where it does not compile, with a Triton that it was not tested with, Triton's t
 says so.
 """
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.log import logger
 from ..device import compute_capability
 from ..triton_imports import triton
 from .hopper_prefill import hopper_prefill
@@ -86,10 +86,9 @@ def hopper_runs(
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
-        warnings.warn(
+        logger.warning(
             f"prompts are read by the slower of two kernels: that for Hopper does not run with Triton "
-            f"{getattr(triton, '__version__', None)}: {reason}",
-            stacklevel=2,
+            f"{getattr(triton, '__version__', None)}: {reason}"
         )
         return False
     return True

@@ -20,6 +20,7 @@ import torch
 
 from ...base.errors import UserError
 from ...base.installed import kernel_versions
+from ...base.log import logger
 from ...base.progress import progress_bar
 from ..packing.all_layouts import LAYOUTS
 from ..packing.layout import ExpertsLayout, Problem
@@ -131,7 +132,9 @@ def choose(
                 store(problem, ms, layouts, found)
             else:
                 bar.update(len(ms))
-            choices.append(pick(str(problem), tuple(names), found, forced_for(force, problem)))
+            choice = pick(str(problem), tuple(names), found, forced_for(force, problem))
+            logger.debug(f"{choice.shape}: {choice.layout}, {choice.reason}")
+            choices.append(choice)
     return LayoutPlan(device_name(device), kernel_versions(), tuple(choices))
 
 

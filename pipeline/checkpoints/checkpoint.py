@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file, require_inside
 from .config_sections import refuse_malformed, refuse_sizes
@@ -102,6 +103,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     headers = {shard: read_header(shard) for shard in _find_shards(folder)}
     tensors = _all_tensors(folder, headers)
     refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
+    logger.debug(f"{model}: {len(tensors)} tensors in {folder}")
     return Checkpoint(folder, model, commit, config, tensors, headers)
 
 

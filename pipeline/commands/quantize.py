@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
 from ...base.atomic_files import PARTIAL_SUFFIX
 from ...base.errors import UserError
 from ...base.installed import NOT_INSTALLED, installed_version
+from ...base.log import logger
 from ...layouts.formats.weight_format import spec_to_json
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import remember_source, weights_digest
@@ -379,4 +379,4 @@ def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> No
 
 def _notice(text: str, progress: bool) -> None:
     if progress:
-        click.echo(text, err=True)
+        logger.info(text)

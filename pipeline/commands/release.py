@@ -5,7 +5,6 @@ and belongs to the same model, recipe, device, workload and bytes. Each stage ha
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.options import flag, from_given, takes
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
 from ...serving_check.adapters.placement import PLACEMENT, Placement
@@ -434,4 +434,4 @@ def _changed_options(verdict: Verdict, asked: Asked) -> list[str]:
 def _note(result: ReleaseResult, name: str, skipped: bool, reason: str) -> None:
     """Record a stage, and say it at once: the next one may take hours."""
     result.stages.append(Stage(name, skipped, reason))
-    print(f"{name}: {'done before, skipped; ' if skipped else ''}{reason}", file=sys.stderr, flush=True)
+    logger.info(f"{name}: {'done before, skipped; ' if skipped else ''}{reason}")

@@ -4,7 +4,6 @@ The bounds are those of `pyproject.toml`, read from the installed distribution; 
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,6 +11,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from ...base.installed import installed_version
+from ...base.log import logger
 
 SAID = "SCALEGATE_UNTESTED_SAID"
 """The environment variable that keeps the processes of a command from saying it again."""
@@ -47,7 +47,7 @@ def warn_if_untested() -> None:
     untested = [] if SAID in os.environ else untested_packages()
     if untested:
         os.environ[SAID] = "1"
-        print(f"Warning: Scalegate was {as_sentence(untested)}", file=sys.stderr)
+        logger.warning(f"Scalegate was {as_sentence(untested)}")
 
 
 def _outside_bounds() -> Iterator[Untested]:

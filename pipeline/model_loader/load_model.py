@@ -4,7 +4,7 @@ One weight at a time is read, packed and put in its place, so nothing is held tw
 quantizers are not involved. Not for serving the model: that is the engine's.
 """
 
-import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...base.batch_invariance import Numerics
 from ...base.errors import UserError
+from ...base.log import logger
 from ...layouts.choosing.plan import LayoutPlan
 from ...layouts.packing.layout import Problem
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -74,10 +75,12 @@ def load_model(
         checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype), numerics
     )
     loader.load(progress)
+    for name, count in Counter(loader.layouts.values()).items():
+        logger.debug(f"{checkpoint.source}: {count} products in layout {name}")
     # A layout that was asked for by name needs no word.
     note = dequantized_note(loader.problems, loader.layouts) if progress and layout is None else None
     if note is not None:
-        print(f"Note: {note}", file=sys.stderr)
+        logger.warning(note)
     _refuse_unquantized(checkpoint, convention, stored, loader)
     return LoadedModel(
         model=skeleton,

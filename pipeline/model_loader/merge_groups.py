@@ -3,19 +3,16 @@
 Found by running the model's skeleton on torch's meta device, where nothing is computed: no data is read.
 """
 
-import logging
-
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from ...base.log import logger
 from ...layouts.modules.experts import is_experts
 from ...layouts.modules.merged_linear import layers_with_one_input
 from ...serving_check.engine.attention import attention_layers
 from ..checkpoints.checkpoint import Checkpoint
 from .skeleton import model_config
-
-logger = logging.getLogger(__name__)
 
 
 def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
@@ -34,7 +31,7 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
             return layers_with_one_input(model, lambda: attention_layers(model))
     except Exception as error:
         # Architectures fail here in their own ways, and none of them keeps a model from being loaded.
-        logger.debug("no merged projections for %s: %s", checkpoint.source, error)
+        logger.debug(f"no merged projections for {checkpoint.source}: {error}")
         return []
 
 

@@ -4,13 +4,13 @@ torch and the models of transformers are imported inside functions: the process 
 these functions, but never calls them, and needs neither library.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.server.model_description import ModelDescription, SamplingDefaults
 
@@ -44,7 +44,7 @@ def build_engine(
 
     kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)
     if largest_of(KV_FORMATS[kv_cache.kv_format]) is not None and not kv_cache.scales:
-        print("Note: no KV scales in the checkpoint; keys and values are stored unscaled.", file=sys.stderr)
+        logger.warning("no KV scales in the checkpoint; keys and values are stored unscaled")
     loaded = load_model(
         folder,
         device=resolve_device(options.device),

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 from torch import Tensor
 
 from ...base.atomic_files import write_json
+from ...base.log import logger
 from ...base.untrusted_files import read_json_object
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.linear_weights import EMBEDDING
@@ -55,7 +55,7 @@ class Reading:
 
     def say(self, text: str) -> None:
         if self.progress:
-            click.echo(text, err=True)
+            logger.warning(text)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...base.atomic_files import atomic_path, write_json
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
@@ -115,6 +116,7 @@ def write_shards(
                 # Before the shard has its name: one that has it is never made again, wherever a kill strikes.
                 file = FileRecord(partial.stat().st_size, sha256_of(partial))
                 record.finish(name, FinishedShard(file, modules))
+            logger.debug(f"{path}: {len(modules)} quantized modules, {file.size:,} bytes")
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:

@@ -2,11 +2,11 @@
 
 import contextlib
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.options import flag, words_of
 from ...base.stage_clock import StageClock, in_words
 from ...serving_check.adapters.all_engines import engine_named
@@ -132,7 +132,7 @@ def say_exploratory(run: Run) -> None:
     kv_cache_dtype = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
     weak = weaker_settings(run.workload, run.bounds, run.quality_tokens, run.declared, kv_cache_dtype)
     for line in first_lines(weak, {}) if run.manifest and run.progress else []:
-        print(f"Note: {line}", file=sys.stderr)
+        logger.warning(line)
 
 
 def outlook(run: Run) -> str:

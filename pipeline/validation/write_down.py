@@ -5,12 +5,12 @@ The verdict comes first and is bound to its report afterwards; what only decorat
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...base.log import logger
 from ...serving_check.evidence.verdict import Verdict
 from ..records.artifact import SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..records.file_digests import sha256_of
@@ -87,4 +87,4 @@ def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[
         done.append(what)
     except Exception as error:
         clean()
-        print(f"Note: {what} could not be written ({error}); the verdict stands.", file=sys.stderr)
+        logger.warning(f"{what} could not be written ({error}); the verdict stands")

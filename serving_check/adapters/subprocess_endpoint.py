@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.progress import progress_bar
 from .endpoint import Endpoint, first_model, is_healthy
 from .ready_line import find_base_url
@@ -88,6 +89,7 @@ class SubprocessEndpoint:
         if self._process is not None:
             raise RuntimeError(f"{self.name} is already started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        logger.debug(f"starting {self.name}; its log: {self.log}")
         environment = {**os.environ, **(self.env or {})}
         supervised = [sys.executable, "-S", "-P", str(SUPERVISOR), str(self.stop_timeout), *self.command]
         with open(self.log, "wb") as log:

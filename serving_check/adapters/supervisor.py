@@ -19,7 +19,7 @@ def main(grace_seconds: float, command: list[str]) -> int:
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
-        print(f"cannot start {command[0]}: {error.strerror}", flush=True)
+        sys.stdout.write(f"cannot start {command[0]}: {error.strerror}\n")
         return 127
     while process.poll() is None:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)

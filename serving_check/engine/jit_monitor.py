@@ -6,13 +6,14 @@ compiles inside Dynamo, as Inductor does, counts as Dynamo's.
 
 import functools
 import importlib.util
-import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
 from weakref import WeakSet
+
+from ...base.log import logger
 
 Kind = Literal[
     "triton compilation",
@@ -23,8 +24,6 @@ Kind = Literal[
     "graph capture",
 ]
 Mode = Literal["off", "warn", "error"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class JitMonitor:
     def notice(self, event: JitEvent) -> None:
         self.events.append(event)
         self._last = event
-        logger.warning("compiled while serving; %s", event)
+        logger.warning(f"compiled while serving; {event}")
 
     def take(self) -> tuple[JitEvent, ...]:
         """The events since the last call."""

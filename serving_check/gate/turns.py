@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.progress import progress_bar
 from ..adapters import Endpoint
 from ..adapters.taking_turns import TakingTurns
@@ -55,7 +56,7 @@ class Turns:
     """By the artifact's server in its turns, after its warm-up; None where nobody counts."""
     _met: set[str] = field(default_factory=set, init=False)
 
-    def measure(self, progress: bool = True, say: Callable[[str], None] = print) -> list[MeasuredM]:
+    def measure(self, progress: bool = True, say: Callable[[str], None] = logger.info) -> list[MeasuredM]:
         """Group after group over all undecided Ms. UserError where too few blocks are allowed to decide."""
         require_groups(self.workload)
         test = sequential_test(self.workload, self.floor)

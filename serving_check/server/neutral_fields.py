@@ -4,14 +4,14 @@ Clients send many of them always. Those without an effect on answers may hold an
 that would change an answer is refused, because a parameter that is silently ignored gives wrong results.
 """
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-LOG = logging.getLogger("scalegate.server")
+from ...base.log import logger
+
 MOST_NAMED = 16
 MOST_LOGGED = 1000
 """Names of unknown fields that the log mentions, each once, however many clients invent."""
@@ -132,7 +132,7 @@ class UnknownFields:
         for name in names[:MOST_NAMED]:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)
-                LOG.warning("a request holds the unknown parameter %s, which is ignored", name)
+                logger.warning(f"a request holds the unknown parameter {name}, which is ignored")
         more = "" if len(names) <= MOST_NAMED else f" and {len(names) - MOST_NAMED} more"
         return {
             "Warning": f'299 scalegate "unknown parameters ignored: {", ".join(names[:MOST_NAMED])}{more}"'

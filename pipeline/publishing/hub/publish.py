@@ -20,6 +20,7 @@ from huggingface_hub.utils import (
 from tqdm import tqdm
 
 from ....base.errors import UserError
+from ....base.log import is_quiet
 from ....base.progress import progress_bar
 from ..bundle import BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
@@ -248,7 +249,7 @@ def _token() -> str:
 @contextmanager
 def _client_progress_bars(progress: bool) -> Iterator[None]:
     """Show the Hub client's own bars, one per file, only where ours is shown too."""
-    hide = not (progress and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    hide = not (progress and not is_quiet() and sys.stderr.isatty()) and not are_progress_bars_disabled()
     if hide:
         disable_progress_bars()
     try:

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-import click
 from huggingface_hub import errors
 from huggingface_hub.utils import parse_ratelimit_headers
+
+from ....base.log import logger
 
 Result = TypeVar("Result")
 
@@ -39,7 +40,7 @@ def waiting_out_limits(call: Callable[[], Result]) -> Result:
             wait = USUAL_WAIT_SECONDS * 2 ** (tried - 1) if wait is None else wait
             if wait > MAX_WAIT_SECONDS:
                 raise
-        click.echo(f"the Hub's rate limit is reached; trying again in {wait:g} s", err=True)
+        logger.info(f"the Hub's rate limit is reached; trying again in {wait:g} s")
         time.sleep(wait)
     return call()
 

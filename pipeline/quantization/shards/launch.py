@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import torch
 from torch.distributed import TCPStore
 
 from ....base.errors import UserError
+from ....base.log import logger
 from ....base.options import words_of
 from ...machine.cores import available_cores
 from .ranks import FAULT, GO_ON, OtherRankFailed
@@ -94,7 +94,7 @@ def _first_failure(processes: dict[str, subprocess.Popen[bytes]]) -> int:
         killed = [name for name, status in statuses.items() if status is not None and status < 0]
         for name in killed:
             by = signal.Signals(-(statuses[name] or 0)).name
-            click.echo(f"Error: {name} was ended by {by}; {GO_ON}", err=True)
+            logger.error(f"{name} was ended by {by}; {GO_ON}")
             return FAULT
         if failed := [status for status in statuses.values() if status]:
             return failed[0]

@@ -9,7 +9,6 @@ tuned on the tokens it is traced with. Hence two compilations: one for decoding,
 
 import dataclasses
 import types
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self, cast
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ....base.batch_invariance import Numerics
 from ....base.errors import UserError
+from ....base.log import logger
 from . import graph_passes, pdl
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 from .inplace_barriers import barriers_in_loops
@@ -126,7 +126,7 @@ class CompiledLayers:
                 f"{name} cannot be compiled, so its bits would follow the batch: {reason}. "
                 "Leave --batch-invariance out"
             ) from error
-        warnings.warn(f"{name} is served uncompiled, and slower for it: {reason}", stacklevel=2)
+        logger.warning(f"{name} is served uncompiled, and slower for it: {reason}")
 
 
 class _CompiledForward:

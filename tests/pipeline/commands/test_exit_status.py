@@ -132,7 +132,7 @@ def test_a_report_that_cannot_be_written_costs_neither_verdict_nor_status(measur
     )
     assert result.exit_code == 1, result.output
     assert "FAIL" in result.stdout
-    assert "Note: the report's verdict could not be written" in result.stderr
+    assert "Warning: the report's verdict could not be written" in result.stderr
     assert replace(read_verdict(folder / VERDICT_NAME), report={}) == verdict
     assert Artifact.read(folder).verdict_sha256 == sha256_of(folder / VERDICT_NAME)
 
@@ -153,5 +153,5 @@ def test_a_verdict_that_cannot_be_written_leaves_no_older_one(measured, monkeypa
     monkeypatch.setattr(Verdict, "write", full_disk)
     result = CliRunner().invoke(main, ["validate", str(folder)])
     assert result.exit_code == 1
-    assert "Note: the artifact's verdict could not be written" in result.stderr
+    assert "Warning: the artifact's verdict could not be written" in result.stderr
     assert not (folder / VERDICT_NAME).exists()
