@@ -13,6 +13,7 @@ import click
 from ...base.gc_threshold import search_rarely
 from ...base.installed import own_version
 from .exit_status import run
+from .verbosity import VERBOSITY, with_verbosity
 
 COMMANDS = {
     "quantize": "Turn a checkpoint into a quantized one, shard by shard.",
@@ -54,7 +55,7 @@ class Commands(click.Group):
         if name not in COMMANDS:
             return None
         module = importlib.import_module(f"..cli.{name}", __package__)
-        return module.command
+        return with_verbosity(module.command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -62,7 +63,9 @@ class Commands(click.Group):
 
 
 @click.command(
-    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    params=[*VERBOSITY],
 )
 @click.version_option(own_version())
 def main() -> None:
