@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ...base.atomic_files import write_json
 from ...base.installed import kernel_versions
@@ -29,12 +32,25 @@ def cache_directory() -> Path:
 
 def cached(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> ShapeMeasurements | None:
     """What was measured before for exactly this problem, these Ms and layouts; None where nothing was."""
-    try:
-        value = json.loads(_path(problem, ms, layouts).read_text(encoding="utf-8"))
-        measurements = [Measurement(**one) for one in value["measurements"]]
-        return ShapeMeasurements(measurements, dict(value["refusals"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    entry = _read(_path(problem, ms, layouts))
+    return None if entry is None else entry[1]
+
+
+def cached_shapes(device: torch.device) -> dict[str, ShapeMeasurements]:
+    """All measurements that still hold on this device, of any model, by shape as plans write it.
+
+    For a shape that was measured at several sets of Ms, those of the largest set.
+    """
+    wanted = _machine(device)
+    shapes: dict[str, ShapeMeasurements] = {}
+    for path in sorted(cache_directory().glob("*.json")):
+        key, measured = _read(path) or ({}, ShapeMeasurements())
+        if not measured.measurements or any(key.get(name) != value for name, value in wanted.items()):
+            continue
+        known = shapes.get(str(key.get("shape")))
+        if known is None or len(known.measurements) < len(measured.measurements):
+            shapes[str(key.get("shape"))] = measured
+    return shapes
 
 
 def store(problem: Problem, ms: Sequence[int], layouts: Sequence[str], found: ShapeMeasurements) -> None:
@@ -45,20 +61,28 @@ def store(problem: Problem, ms: Sequence[int], layouts: Sequence[str], found: Sh
         return
 
 
+def _read(path: Path) -> tuple[dict[str, Any], ShapeMeasurements] | None:
+    """The key and the measurements in a file of the cache; None if it cannot be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        measurements = [Measurement(**fields) for fields in value["measurements"]]
+        return dict(value["key"]), ShapeMeasurements(measurements, dict(value["refusals"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _path(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> Path:
     key = json.dumps(_key(problem, ms, layouts), sort_keys=True)
     return cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[str, object]:
-    return {
-        "device": device_name(problem.device),
-        "versions": kernel_versions(),
-        "source": _own_source(),
-        "shape": str(problem),
-        "ms": list(ms),
-        "layouts": list(layouts),
-    }
+    return _machine(problem.device) | {"shape": str(problem), "ms": list(ms), "layouts": list(layouts)}
+
+
+def _machine(device: torch.device) -> dict[str, object]:
+    """What a measurement depends on besides its shape: after an update it is taken anew."""
+    return {"device": device_name(device), "versions": kernel_versions(), "source": _own_source()}
 
 
 @cache
