@@ -117,7 +117,8 @@ def test_an_option_that_it_has_not_is_refused(example_checkpoint: Path):
 
 
 def test_doctor_and_help_know_it():
-    assert "toy        yes: wound up and ready" in pipeline("doctor").stdout
+    assert "embedded, URL, toy;" in pipeline("doctor").stdout
+    assert "toy        yes: wound up and ready" in pipeline("doctor", "--verbose").stdout
     assert "[embedded|vllm|sglang|URL|toy]" in " ".join(pipeline("validate", "--help").stdout.split())
 
 

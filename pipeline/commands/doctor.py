@@ -1,10 +1,15 @@
 """What this machine can do: devices, versions, layouts, engines, Hub login, and what to install for the rest.
 
-Looks only at this machine: no request goes out, so nothing can hang.
+Looks only at this machine: no request goes out, so nothing can hang. Not for measuring (`layout.py`): speeds
+are those that a choice of layouts has left in the measurement cache.
 """
 
+import math
 import platform
+import re
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +19,12 @@ import torch
 from huggingface_hub import constants, get_token
 
 from ...base.installed import installed_version
-from ...layouts.choosing.plan import device_name
+from ...layouts.choosing.choose import pick
+from ...layouts.choosing.measurement_cache import cached_shapes
+from ...layouts.choosing.plan import ShapeChoice, device_name
 from ...layouts.formats.all_formats import WEIGHT_FORMATS
+from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
@@ -40,19 +49,21 @@ PACKAGES = (
 INSTALL = {
     "triton": "pip install triton (Linux), for kernels on CUDA",
     "humming-kernels": "pip install humming-kernels, for its INT4 and NVFP4 layouts on CUDA",
-    "mslk": "pip install mslk from the wheel index on pytorch.org, for its INT4 layout on Hopper",
     "gemlite": "pip install gemlite, for its INT4 layout on CUDA",
 }
+CUDA, HUB_TOKEN = "torch for a GPU", "a Hub token"
 PROBE_SHAPE = (4096, 4096)
 """A layer of an 8 B model: N and K that every layout takes whose kernel runs here at all."""
 PROBE_EXPERTS = Experts(128, 8)
 """What a layout of experts is asked with: as many as Qwen3's mixtures have."""
+PROBE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Device:
     name: str
     kind: str
+    """`cpu`, or torch's name of a GPU: `cuda:0`."""
     memory_bytes: int
     free_bytes: int
     detail: str
@@ -67,6 +78,26 @@ class LayoutState:
     device: str
     problem: str
     refusal: str | None
+    experts: bool
+    """Whether it is a layout of experts; another one serves dense layers."""
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout that serves one weight format on one device, for dense layers or for experts."""
+
+    device: str
+    problem: str
+    experts: bool
+    layout: str | None
+    """The one that most of the measured shapes get; the first that does not refuse if none was measured here.
+    None if every layout refuses."""
+    shapes: int
+    """How many shapes were measured here."""
+    speed: float | None
+    """As a multiple of the bf16 product's, the geometric mean over shapes and M; None if not measured."""
+    least_speed: float | None
+    """At the shape and M where it is slowest."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +126,7 @@ class Diagnosis:
     """None for what is not installed."""
     untested: list[Untested]
     """Those installed in a version that Scalegate was not tested with."""
+    choices: list[LayoutChoice]
     layouts: list[LayoutState]
     engines: list[Engine]
     kv_formats: list[str]
@@ -104,7 +136,10 @@ class Diagnosis:
     disk_free_bytes: int
     """Where the command runs, which is where artifacts go unless told otherwise."""
     cache_free_bytes: int
+    missing: list[str] = field(default_factory=list)
+    """What could be installed, by name."""
     advice: list[str] = field(default_factory=list)
+    """How to get each of `missing`, and what for."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,21 +150,25 @@ def doctor() -> Diagnosis:
     versions = {name: installed_version(name) for name in PACKAGES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    states = [state for device in devices for state in _layouts(device)]
     engines = {name: engine.availability() for name, engine in ENGINES.items()}
+    missing = _missing(versions, engines)
     cache = Path(constants.HF_HUB_CACHE)
     return Diagnosis(
         platform=f"Python {platform.python_version()}, {platform.platform()}",
         devices=[_device(device) for device in devices],
         versions=versions,
         untested=untested_packages(),
-        layouts=[state for device in devices for state in _layouts(device)],
-        engines=[Engine(name, one.available, one.detail) for name, one in engines.items()],
+        choices=[choice for device in devices for choice in _choices(device, states)],
+        layouts=states,
+        engines=[Engine(name, found.available, found.detail) for name, found in engines.items()],
         kv_formats=list(KV_FORMATS),
         conventions=list(CONVENTIONS),
         hub=HubLogin(constants.ENDPOINT, get_token() is not None, constants.is_offline_mode(), str(cache)),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         cache_free_bytes=shutil.disk_usage(_existing(cache)).free,
-        advice=_advice(versions, engines),
+        missing=list(missing),
+        advice=list(missing.values()),
     )
 
 
@@ -144,16 +183,72 @@ def _device(device: torch.device) -> Device:
     return Device(device_name(device), str(device), total, free, detail)
 
 
+def _specs() -> list[WeightFormat]:
+    specs = [spec for _, weight_format in WEIGHT_FORMATS.items() for spec in weight_format.variants()]
+    # In the registry they stand as they were imported.
+    return sorted(specs, key=lambda spec: spec.key)
+
+
 def _layouts(device: torch.device) -> list[LayoutState]:
     """Every layout asked about every format, and layouts of experts about experts."""
-    specs = [spec for _, weight_format in WEIGHT_FORMATS.items() for spec in weight_format.variants()]
     states = []
     for name, layout in LAYOUTS.items():
         experts = PROBE_EXPERTS if isinstance(layout, ExpertsLayout) else None
-        for spec in specs:
-            problem = Problem(spec, *PROBE_SHAPE, torch.bfloat16, device, experts)
-            states.append(LayoutState(name, layout.kernel, str(device), spec.key, layout.refuses(problem)))
+        for spec in _specs():
+            problem = Problem(spec, *PROBE_SHAPE, PROBE_DTYPE, device, experts)
+            refusal = layout.refuses(problem)
+            states.append(
+                LayoutState(name, layout.kernel, str(device), spec.key, refusal, experts is not None)
+            )
     return states
+
+
+def _choices(device: torch.device, states: Sequence[LayoutState]) -> list[LayoutChoice]:
+    """For every format, what serves dense layers and what serves experts."""
+    measured = [
+        pick(shape, (), measurements)
+        for shape, measurements in cached_shapes(device).items()
+        if all(measurement.layout in LAYOUTS for measurement in measurements.measurements)
+    ]
+    choices = []
+    for spec in _specs():
+        for experts in (False, True):
+            serving = [
+                state.layout
+                for state in states
+                if (state.device, state.problem, state.experts) == (str(device), spec.key, experts)
+                and state.refusal is None
+            ]
+            shapes = [choice for choice in measured if _is_of(choice.shape, spec, experts)]
+            choices.append(_choice(device, spec, experts, serving, shapes))
+    return choices
+
+
+def _is_of(shape: str, spec: WeightFormat, experts: bool) -> bool:
+    """Whether a shape, as plans write it, is one of this format's in bf16."""
+    ending = r" \(.+ experts, .+\)" if experts else ""
+    return re.fullmatch(rf"{re.escape(spec.key)} \d+x\d+ bfloat16{ending}", shape) is not None
+
+
+def _choice(
+    device: torch.device,
+    spec: WeightFormat,
+    experts: bool,
+    serving: Sequence[str],
+    shapes: Sequence[ShapeChoice],
+) -> LayoutChoice:
+    """From the layouts that do not refuse, in the order of preference, and from the shapes measured here."""
+    layout = next(iter(serving), None)
+    if isinstance(spec, Unquantized):
+        # Its product is the one that all others are compared with.
+        speeds = [1.0] if layout is not None else []
+    else:
+        speeds = [m.ratio for shape in shapes for m in shape.curve(shape.layout).values()]
+    if shapes:
+        layout = Counter(shape.layout for shape in shapes).most_common(1)[0][0]
+    mean = math.exp(sum(map(math.log, speeds)) / len(speeds)) if speeds else None
+    least = min(speeds, default=None)
+    return LayoutChoice(str(device), spec.key, experts, layout, len(shapes), mean, least)
 
 
 def _existing(path: Path) -> Path:
@@ -163,14 +258,19 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _advice(versions: dict[str, str | None], engines: dict[str, Availability]) -> list[str]:
-    advice = []
+def _missing(versions: dict[str, str | None], engines: dict[str, Availability]) -> dict[str, str]:
+    """What could be installed here, and how to get it."""
+    missing = {}
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        advice.append(f"no CUDA device is seen, by a torch {built}; for a GPU, see pytorch.org/get-started")
+        missing[CUDA] = f"no CUDA device is seen, by a torch {built}; for a GPU, see pytorch.org/get-started"
     else:
-        advice += [text for name, text in INSTALL.items() if versions.get(name) is None]
-    advice += [engine.install for engine in engines.values() if engine.install and not engine.available]
+        missing |= {name: text for name, text in INSTALL.items() if versions.get(name) is None}
+    missing |= {
+        name: engine.install for name, engine in engines.items() if engine.install and not engine.available
+    }
     if get_token() is None:
-        advice.append("no Hub token: log in with `hf auth login`, or set HF_TOKEN, before pushing to the Hub")
-    return advice
+        missing[HUB_TOKEN] = (
+            "no Hub token: log in with `hf auth login`, or set HF_TOKEN, before pushing to the Hub"
+        )
+    return missing
