@@ -16,19 +16,19 @@ from .exit_status import run
 from .verbosity import VERBOSITY, with_verbosity
 
 COMMANDS = {
-    "quantize": "Turn a checkpoint into a quantized one, shard by shard.",
-    "adopt": "Write the manifest of a checkpoint that another tool quantized.",
-    "layout": "Measure every packing layout at every M and record the plan.",
+    "quantize": "Quantize a checkpoint, shard by shard.",
+    "adopt": "Take over a checkpoint that another tool quantized.",
+    "layout": "Measure every layout at every batch size and record the fastest.",
     "serve": "Serve a checkpoint over an OpenAI-compatible HTTP API.",
-    "validate": "Prove, or refuse, that an artifact serves as fast as its baseline.",
+    "validate": "Test whether an artifact serves as fast as its baseline.",
     "push": "Publish an artifact that has passed, in one atomic commit.",
-    "release": "Quantize, lay out, validate and push, resuming where it stopped.",
+    "release": "Run quantize, layout, validate and push; resumes if interrupted.",
     "sign": "Sign an artifact's verdict with an SSH key.",
     "verify": "Check a release's digests, figures and signature.",
     "gguf": "Write a checkpoint as one GGUF file for llama.cpp.",
     "compare": "Compare the quality of quantized checkpoints with one baseline.",
     "inspect": "Show what an artifact is and whether its bytes still match.",
-    "doctor": "Say what this machine can do and what to install for the rest.",
+    "doctor": "Show what this machine can run and what to install for the rest.",
 }
 
 
@@ -69,14 +69,25 @@ class Commands(click.Group):
 )
 @click.version_option(own_version())
 def main() -> None:
-    """Quantize a checkpoint, prove that it scales under batched serving, and only then publish it.
+    """Quantize a model, prove that it keeps its speed under batched serving, and only then publish it.
 
     \b
-    Everything at once, resumable:
+    Examples:
+        pipeline doctor
         pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+        pipeline validate work/Qwen3-8B-INT4 --quiet
 
-    Exit status of every command: 0 done, 1 the gate (or what `verify` checks) failed, 2 inconclusive or
-    unusable input, 70 a fault of Scalegate or the machine, 130 interrupted, 141 nobody reads the output.
+    `pipeline COMMAND --help` shows a command's options and examples. The options here may also follow
+    COMMAND.
+
+    \b
+    Exit status:
+        0    done
+        1    the gate failed, or a check of `verify`
+        2    the verdict is inconclusive, or the input cannot be used
+        70   a fault of Scalegate or of the machine
+        130  interrupted
+        141  nobody reads the output
     """
 
 
