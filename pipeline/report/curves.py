@@ -9,29 +9,27 @@ from typing import Any
 
 from ...serving_check.evidence.measurement import Block, Repeat
 from ...serving_check.evidence.verdict import Verdict
-from .names import ARTIFACT_COLOUR, BASELINE_COLOUR, FLOOR_COLOUR, RIVAL_COLOUR
 
 DIGITS = 5
 """Significant ones: more are not seen."""
 FIGURES: dict[str, tuple[str, Callable[[Repeat], float | None]]] = {
-    "throughput": ("output tokens per second", lambda one: one.output_throughput),
-    "tpot": ("ms per output token after the first", lambda one: _milliseconds(one.tpots)),
-    "ttft": ("ms to the first token", lambda one: _milliseconds(one.ttfts)),
+    "throughput": ("output tokens per second", lambda repeat: repeat.output_throughput),
+    "tpot": ("ms per output token after the first", lambda repeat: _milliseconds(repeat.tpots)),
+    "ttft": ("ms to the first token", lambda repeat: _milliseconds(repeat.ttfts)),
 }
 """By name: the axis' title, and a repeat's value, of latencies the median over its requests."""
 
 
 def curves_of(verdict: Verdict) -> dict[str, Any]:
-    """JSON of figures, sides with their colours, and points; a point has blocks, a block a value by side."""
-    sides = {"baseline": BASELINE_COLOUR, "artifact": ARTIFACT_COLOUR}
-    if verdict.rivals:
-        sides |= {"rival": RIVAL_COLOUR}
+    """JSON of figures, sides and points; a point has blocks, a block a value by side."""
+    sides = ["baseline", "artifact", *(["rival"] if verdict.rivals else [])]
     decided = {point.m: point for point in verdict.curve}
-    measured = sorted((one for one in verdict.evidence.measured if one.m in decided), key=lambda one: one.m)
-    start = min((_began(block) for one in measured for block in one.blocks), default=0.0)
+    measured = sorted(
+        (each for each in verdict.evidence.measured if each.m in decided), key=lambda each: each.m
+    )
+    start = min((_began(block) for each in measured for block in each.blocks), default=0.0)
     return {
         "floor": verdict.bounds.throughput_floor,
-        "floorColour": FLOOR_COLOUR,
         "sides": sides,
         "figures": {
             "ratio": "output throughput, artifact ÷ baseline",
@@ -39,12 +37,12 @@ def curves_of(verdict: Verdict) -> dict[str, Any]:
         },
         "points": [
             {
-                "m": one.m,
-                "status": decided[one.m].status,
-                "ratio": [decided[one.m].ratio_low, decided[one.m].ratio, decided[one.m].ratio_high],
-                "blocks": [_block(block, list(sides), start) for block in one.blocks],
+                "m": each.m,
+                "status": decided[each.m].status,
+                "ratio": [decided[each.m].ratio_low, decided[each.m].ratio, decided[each.m].ratio_high],
+                "blocks": [_block(block, sides, start) for block in each.blocks],
             }
-            for one in measured
+            for each in measured
         ],
     }
 
@@ -56,7 +54,7 @@ def _began(block: Block) -> float:
 def _block(block: Block, sides: list[str], start: float) -> dict[str, Any]:
     repeats: dict[str, list[Repeat]] = {side: getattr(block, side) for side in sides}
     values = {
-        name: {side: _shown([figure(one) for one in own]) for side, own in repeats.items()}
+        name: {side: _shown([figure(repeat) for repeat in own]) for side, own in repeats.items()}
         for name, (_, figure) in FIGURES.items()
     }
     ours, base = values["throughput"]["artifact"], values["throughput"]["baseline"]

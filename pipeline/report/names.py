@@ -1,9 +1,10 @@
 """The names of a report's files, and its colours: what cards and previews need without drawing anything."""
 
 PAGE_NAME = "report.html"
+RATIO_NAME = "ratio.png"
 PLOT_TITLES = {
     "throughput.png": "Output throughput against M",
-    "ratio.png": "Throughput ratio against M, with confidence intervals and the floor",
+    RATIO_NAME: "Throughput ratio against M, with confidence intervals and the floor",
     "tpot.png": "Time per output token against M",
     "ttft.png": "Time to first token against M",
 }

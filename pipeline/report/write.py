@@ -1,6 +1,7 @@
 """Writes a verdict's report: a self-contained HTML page and the plots as PNG files beside it."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +13,19 @@ from ...base.atomic_files import atomic_path
 from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.gate.policy import first_lines
 from .badge import draw_badge
+from .curve_picture import asked_ms, draw_curve
 from .curves import curves_of
-from .names import BADGE_NAME, PAGE_NAME, PLOT_TITLES
+from .headline import headline_of
+from .names import BADGE_NAME, PAGE_NAME, PLOT_TITLES, RATIO_NAME
 from .plots import draw_plots
 from .table import baseline_dtype, held_out_text, side_by_side, with_error
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
+STYLE = Path(__file__).parent / "page.css"
 CURVES_SCRIPT = Path(__file__).parent / "curves.js"
+WIDE, NARROW = (760, 380), (360, 300)
+"""Pixels of the curve on a desk's screen and on a telephone's: text is as large on both."""
+TEXTS_SHOWN = 6
 
 
 def render_report(verdict: Verdict, sensitivity: Mapping[str, Any] | None = None) -> dict[str, bytes]:
@@ -48,20 +55,40 @@ def render_page(
     images = [
         {"title": PLOT_TITLES[name], "uri": "data:image/png;base64," + base64.b64encode(content).decode()}
         for name, content in plots.items()
+        if name != RATIO_NAME
     ]
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    script = CURVES_SCRIPT.read_text(encoding="utf-8")
     return template.render(
         verdict=verdict,
+        headline=headline_of(verdict),
         with_error=with_error,
-        badge=draw_badge(verdict),
+        wide_curve=draw_curve(verdict, *WIDE, kind="wide"),
+        narrow_curve=draw_curve(verdict, *NARROW, kind="narrow"),
+        unmeasured=_unmeasured(verdict),
+        texts_shown=TEXTS_SHOWN,
+        texts=list(zip(verdict.evidence.canary, verdict.evidence.baseline_canary, strict=False)),
+        style=STYLE.read_text(encoding="utf-8"),
         curves=curves_of(verdict),
-        curves_script=CURVES_SCRIPT.read_text(encoding="utf-8"),
+        curves_script=script,
+        script_digest=_script_digest(script),
         images=images,
         sensitivity=sensitivity,
         settings=_settings(verdict),
         first_lines=first_lines(verdict.exploratory, verdict.declared),
         raw=json.dumps(_without_evidence(verdict), indent=2, ensure_ascii=False),
     )
+
+
+def _unmeasured(verdict: Verdict) -> list[int]:
+    """The Ms that the gate did not get to, because another one had decided."""
+    measured = {point.m for point in verdict.curve if point.ratio is not None}
+    return [m for m in asked_ms(verdict) if m not in measured]
+
+
+def _script_digest(script: str) -> str:
+    """By which the browser knows the page's own script, and runs no other."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def _without_evidence(verdict: Verdict) -> dict[str, Any]:

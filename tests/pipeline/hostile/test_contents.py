@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,21 @@ def test_a_card_shows_what_a_checkpoint_says_as_plain_text(artifact):
     assert "&lt;img src=x" in prose, "it is shown, not dropped"
     headings = re.compile(r"(?m)^#+ .*$")
     assert headings.findall(prose) == headings.findall(re.sub(r"(?ms)^```\w*\n.*?^```$", "", clean))
+
+
+def test_a_report_shows_what_a_checkpoint_says_as_plain_text():
+    from scalegate.pipeline.report.write import render_report
+    from scalegate.serving_check.evidence.evidence import ScoredText
+    from scalegate.tests.serving_check.gate_samples import sample_evidence, sample_verdict
+
+    ratios = {1: 1.2, 8: 0.4}
+    hostile = sample_evidence(ratios, canary=(ScoredText((1,), MARKUP, 0.5),))
+    verdict = sample_verdict(ratios, evidence=hostile)
+    named = replace(verdict, artifact=replace(verdict.artifact, name=MARKUP), command=MARKUP)
+    pages = [render_report(given)["report.html"].decode() for given in (verdict, named)]
+    tags = [re.findall(r"<(?:script|img|a|style|iframe)\b", page) for page in pages]
+    assert tags[0] == tags[1], "no element more than in the same page of a harmless name"
+    assert "&lt;img src=x onerror" in pages[1], "it is shown, not dropped"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.image import imread
 from py_mini_racer import MiniRacer
+from scalegate.pipeline.report.curve_picture import draw_curve
+from scalegate.pipeline.report.headline import headline_of
 from scalegate.pipeline.report.plots import draw_plots
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.pipeline.report.write import render_report, write_files
@@ -32,7 +34,7 @@ def test_the_page_needs_nothing_but_itself(verdict: Verdict, tmp_path: Path):
     write_files(tmp_path, render_report(verdict))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     sources = re.findall(r'src="([^"]*)"', page)
-    assert len(sources) == 4
+    assert len(sources) == 3, "the ratio's curve is drawn in the page itself"
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"<link|@import|url\(|import\(|fetch", page)
     assert "default-src 'none'" in page, "and the browser holds it to that"
@@ -53,6 +55,7 @@ class Element {
   appendChild(child) { this.children.push(child); return child; }
   replaceChildren(...children) { this.children = children; }
   addEventListener(event, call) { this.on[event] = call; }
+  get classes() { return (this.attributes.class ?? "").split(" "); }
   all() { return this.children.flatMap(child => [child, ...child.all()]); }
 }
 const places = {};
@@ -61,8 +64,9 @@ const document = {
   createElement: name => new Element(name),
   createElementNS: (_, name) => new Element(name),
 };
-const all = kind => places["curves-chart"].all().filter(each => each.attributes.class === kind);
-const press = text => places["curves-controls"].children.find(each => each.textContent === text).on.click();
+const all = kind => places["curves-chart"].all().filter(each => each.classes.includes(kind));
+const addEventListener = () => {};
+const push = text => places["curves-controls"].all().find(each => each.textContent === text).on.click();
 """
 
 
@@ -71,7 +75,7 @@ def browser(verdict: Verdict) -> MiniRacer:
     """The page's own script, run on the page's own figures."""
     page = render_report(verdict)["report.html"].decode()
     figures = re.search(r'id="curves-data">(.*?)</script>', page, re.DOTALL)
-    script = re.search(r"<script>\n(.*?)</script>", page, re.DOTALL)
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
     assert figures and script
     engine = MiniRacer()
     engine.eval(f"{BROWSER} document.getElementById('curves-data').textContent = {json.dumps(figures[1])};")
@@ -80,16 +84,16 @@ def browser(verdict: Verdict) -> MiniRacer:
 
 
 def test_every_block_is_a_dot_and_tells_its_figures(verdict: Verdict, browser: MiniRacer):
-    blocks = {one.m: len(one.blocks) for one in verdict.evidence.measured}
+    blocks = {measured.m: len(measured.blocks) for measured in verdict.evidence.measured}
     assert browser.eval("all('block').length") == sum(blocks.values())
     browser.eval("all('block')[0].on.mouseenter()")
     words = browser.eval("places['curves-words'].textContent")
     assert words.startswith(f"M=1, block 1 of {blocks[1]}, at 0 s: artifact ÷ baseline 1.")
-    browser.eval("press('output tokens per second')")
+    browser.eval("push('output tokens per second')")
     assert browser.eval("all('block').length") == 2 * sum(blocks.values())
-    browser.eval("press('baseline')")
+    browser.eval("push('baseline')")
     assert browser.eval("all('block').length") == sum(blocks.values()), "one side is hidden"
-    browser.eval("all('m')[2].on.click()")
+    browser.eval("push('M = 4')")
     assert browser.eval("all('block').length") == blocks[4], "one M is seen alone"
 
 
@@ -97,7 +101,9 @@ def test_dots_lie_where_their_values_are(verdict: Verdict, browser: MiniRacer):
     heights = json.loads(browser.eval("JSON.stringify(all('block').map(each => Number(each.attributes.cy)))"))
     floor = float(browser.eval("all('floor')[0].attributes.y1"))
     ratios = [
-        math.exp(value) for one in verdict.evidence.measured for value in one.log_ratios(output_throughput)
+        math.exp(value)
+        for measured in verdict.evidence.measured
+        for value in measured.log_ratios(output_throughput)
     ]
     below = [height > floor for height in heights]
     assert below == [ratio < verdict.bounds.throughput_floor for ratio in ratios]
@@ -156,5 +162,67 @@ def test_a_queue_beside_an_empty_kv_cache_is_seen_at_a_glance(verdict: Verdict, 
     assert " ".join(row.split()) == "82 22.0 / 82.0 60 / 0 4 / 3 0 / 0 7.4 / ? 3.21 / ? 4.3 / ?"
     write_files(tmp_path, render_report(shown))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("What the servers did meanwhile") :])
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("What the servers did<") :])
     assert cells[:10] == ["82", "artifact", "22.0", "?", "60", "4.0", "0", "7.41", "3.21", "4.3"]
+
+
+def test_the_first_sentence_says_verdict_and_reason(verdict: Verdict):
+    passed = sample_verdict({1: 1.4, 32: 0.96})
+    assert headline_of(passed).sentence == (
+        "base-int4 keeps up with base: at least 0.96× the throughput with 1 to 32 requests at once "
+        "(floor 0.93×)."
+    )
+    assert headline_of(passed).first_failure is None
+    assert headline_of(verdict).sentence == (
+        "base-int4 falls behind base: 0.40× the throughput with 8 requests at once (floor 0.93×)."
+    )
+    undecided = replace(FAILED, name="quality", status="inconclusive")
+    other = replace(FAILED, name="latency", measured="TPOT 2.5× at M=8")
+    both = headline_of(replace(verdict, checks=(undecided, other)))
+    assert both.sentence == "base-int4 fails the check “latency”: TPOT 2.5× at M=8."
+    assert (both.first_failure, both.other_failures) == (other, [undecided])
+    assert both.score == "0 of 2 checks passed"
+    open_only = headline_of(replace(verdict, status="inconclusive", checks=(undecided,)))
+    assert "the check “quality” could not be decided" in open_only.sentence
+
+
+def _texts(svg: str, kind: str) -> list[str]:
+    return [
+        each.text or ""
+        for each in ElementTree.fromstring(svg).iter()
+        if kind in each.get("class", "").split()
+    ]
+
+
+def test_the_curve_has_every_m_its_ratio_and_a_cross_where_it_failed():
+    ratios = {1: 1.4, 8: 0.4, 32: 0.96}
+    verdict = sample_verdict(ratios)
+    svg = draw_curve(verdict, 700, 300)
+    assert _texts(svg, "m") == ["1", "8", "32"]
+    assert _texts(svg, "value") == ["1.40", "0.40", "0.96"]
+    crosses = [
+        each for each in ElementTree.fromstring(svg).iter() if each.get("class") == "mark artifact fail"
+    ]
+    assert [each.tag.split("}")[1] for each in crosses] == ["path"], "of the M that failed, and no dot"
+    assert "M=8: 0.40, fail" in ElementTree.fromstring(svg).get("aria-label", "")
+
+
+def test_an_m_that_was_not_measured_keeps_its_place_in_the_curve():
+    verdict = sample_verdict({1: 1.4, 8: 0.4})
+    cut_short = replace(verdict, workload=replace(verdict.workload, ms=(1, 8, 32)))
+    assert _texts(draw_curve(cut_short, 700, 300), "unmeasured") == ["32"]
+    assert "No ratio was measured at M = 32." in render_report(cut_short)["report.html"].decode()
+    assert "No ratio was measured" not in render_report(verdict)["report.html"].decode()
+
+
+def test_an_interval_with_no_upper_limit_is_drawn_open():
+    verdict = sample_verdict({1: 1.4, 8: 0.9})
+    unbounded = replace(verdict.curve[1], ratio_low=0.0, ratio_high=None)
+    ends = [
+        each.get("d", "").count("h10")
+        for each in ElementTree.fromstring(
+            draw_curve(replace(verdict, curve=(verdict.curve[0], unbounded)), 700, 300)
+        ).iter()
+        if "interval" in each.get("class", "")
+    ]
+    assert ends == [2, 1]

@@ -1,0 +1,252 @@
+"""The throughput ratio at every M as an SVG: intervals, the floor, and which M failed.
+
+It has class names and no colours, so that the page's style sheet can draw it in light, dark and print.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from ...serving_check.evidence.verdict import CurvePoint, Verdict
+
+LEFT, TOP, BOTTOM = 46, 20, 46
+"""Pixels around the plot."""
+RIGHT, NARROW_RIGHT = 86, 46
+"""Pixels to the right of it, where the two lines are named; a narrow picture has short names."""
+NARROW = 480
+LABEL_HEIGHT = 15
+MOST_TICKS = 6
+NICE_STEPS = (1, 2, 5, 10)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One ratio at one M, with its 95% interval; a limit is None where it is unbounded."""
+
+    m: int
+    ratio: float
+    low: float | None
+    high: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """Marks joined by a line; `kind` is its class in the style sheet."""
+
+    kind: str
+    title: str
+    marks: list[Mark]
+    labelled: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where Ms and ratios lie in the picture."""
+
+    width: int
+    height: int
+    ms: list[int]
+    low: float
+    high: float
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.width < NARROW
+
+    @property
+    def right(self) -> int:
+        """Where the plot ends."""
+        return self.width - (NARROW_RIGHT if self.is_narrow else RIGHT)
+
+    def x(self, m: int) -> float:
+        return round(LEFT + (self.ms.index(m) + 0.5) / len(self.ms) * (self.right - LEFT), 1)
+
+    def y(self, ratio: float) -> float:
+        clipped = max(self.low, min(self.high, ratio))
+        share = (self.high - clipped) / (self.high - self.low)
+        return round(TOP + share * (self.height - TOP - BOTTOM), 1)
+
+
+def draw_curve(verdict: Verdict, width: int, height: int, kind: str = "") -> str:
+    """The whole SVG, `width` by `height` pixels; empty where no ratio was measured.
+
+    kind: a further class of the SVG
+    """
+    if not any(point.ratio is not None for point in verdict.curve):
+        return ""
+    low, high = ratio_span([verdict])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="curve {kind}" '
+        f'viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(curve_in_words(verdict))}">'
+        f"{curve_marks(verdict, Scale(width, height, asked_ms(verdict), low, high))}</svg>"
+    )
+
+
+def ratio_span(verdicts: Sequence[Verdict]) -> tuple[float, float]:
+    """The lowest and highest ratio to draw, so that every mark, its label and both lines are inside."""
+    levels = [1.0, *(verdict.bounds.throughput_floor for verdict in verdicts)]
+    for mark in (mark for verdict in verdicts for series in series_of(verdict) for mark in series.marks):
+        levels += [limit for limit in (mark.ratio, mark.low, mark.high) if limit is not None]
+    room = 0.12 * (max(levels) - min(levels) or 1.0)
+    return max(0.0, min(levels) - room), max(levels) + room
+
+
+def curve_in_words(verdict: Verdict) -> str:
+    """What the picture shows, for those who do not see it."""
+    points = "; ".join(
+        f"M={point.m}: {point.ratio:.2f}, {point.status}"
+        for point in verdict.curve
+        if point.ratio is not None
+    )
+    floor = verdict.bounds.throughput_floor
+    return f"Throughput of {verdict.artifact.name} ÷ {verdict.baseline.name}, floor {floor:g}. {points}."
+
+
+def asked_ms(verdict: Verdict) -> list[int]:
+    """Every M that was asked for, measured or not."""
+    return sorted({*verdict.workload.ms, *(point.m for point in verdict.curve)})
+
+
+def series_of(verdict: Verdict) -> list[Series]:
+    """The artifact last, so that it is drawn over the others."""
+    curve = verdict.curve
+    found = [
+        Series("rival", "artifact ÷ rival", _marks(curve, lambda point: point.rival)),
+        Series("steady", "decoding alone", _marks(curve, lambda point: point.steady)),
+        Series("artifact", "artifact ÷ baseline", _marks(curve, lambda point: point), labelled=True),
+    ]
+    return [series for series in found if series.marks]
+
+
+def _marks(curve: Sequence[CurvePoint], part: Callable[[CurvePoint], object]) -> list[Mark]:
+    return [
+        Mark(
+            point.m,
+            ratio,
+            getattr(figures, "ratio_low", None),
+            getattr(figures, "ratio_high", None),
+            getattr(figures, "status", None) or "unknown",
+        )
+        for point in curve
+        if (figures := part(point)) is not None and (ratio := getattr(figures, "ratio", None)) is not None
+    ]
+
+
+def curve_marks(verdict: Verdict, scale: Scale) -> str:
+    """The picture's elements, without the `svg` around them."""
+    floor = verdict.bounds.throughput_floor
+    parts = [*_axes(verdict, scale), *_lines(floor, scale)]
+    series = series_of(verdict)
+    for each in series:
+        parts += _series(each, scale)
+    if len(series) > 1:
+        parts += _legend(series)
+    return "".join(parts)
+
+
+def _axes(verdict: Verdict, scale: Scale) -> list[str]:
+    right, bottom = scale.right, scale.height - BOTTOM
+    parts = []
+    for tick in _ticks(scale.low, scale.high):
+        y = scale.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:g}×</text>')
+    statuses = {point.m: point.status for point in verdict.curve}
+    for m in scale.ms:
+        kind = f"tick m {escape(statuses.get(m, 'unmeasured'))}"
+        parts.append(
+            f'<text class="{kind}" x="{scale.x(m)}" y="{bottom + 20}" text-anchor="middle">{m}</text>'
+        )
+    middle = (LEFT + right) / 2
+    parts.append(
+        f'<text class="tick" x="{middle}" y="{scale.height - 6}" text-anchor="middle">'
+        "M: requests at once</text>"
+    )
+    return parts
+
+
+def _lines(floor: float, scale: Scale) -> list[str]:
+    """The baseline's line and the floor's, named at their right ends, and what lies below the floor."""
+    right, bottom = scale.right, scale.height - BOTTOM
+    at_one, at_floor = scale.y(1.0), scale.y(floor)
+    name_one, name_floor = at_one + 4, at_floor + 4
+    overlap = LABEL_HEIGHT - abs(name_floor - name_one)
+    if overlap > 0:
+        shift = overlap / 2 if name_floor >= name_one else -overlap / 2
+        name_one, name_floor = name_one - shift, name_floor + shift
+    names = ("base", "floor") if scale.is_narrow else ("baseline", f"floor {floor:g}×")
+    return [
+        f'<rect class="below" x="{LEFT}" width="{right - LEFT}" y="{at_floor}"'
+        f' height="{max(0.0, round(bottom - at_floor, 1))}"/>',
+        f'<line class="baseline" x1="{LEFT}" x2="{right}" y1="{at_one}" y2="{at_one}"/>',
+        f'<line class="floor" x1="{LEFT}" x2="{right}" y1="{at_floor}" y2="{at_floor}"/>',
+        f'<text class="baseline-name" x="{right + 6}" y="{name_one:.1f}">{names[0]}</text>',
+        f'<text class="floor-name" x="{right + 6}" y="{name_floor:.1f}">{names[1]}</text>',
+    ]
+
+
+def _series(series: Series, scale: Scale) -> list[str]:
+    line = " ".join(f"{scale.x(mark.m)},{scale.y(mark.ratio)}" for mark in series.marks)
+    parts = [f'<polyline class="line {series.kind}" points="{line}"/>']
+    for mark in series.marks:
+        kind = f"{series.kind} {escape(mark.status)}"
+        parts += [
+            _interval(mark, kind, scale),
+            _mark(scale.x(mark.m), scale.y(mark.ratio), mark.status, kind),
+        ]
+        if series.labelled:
+            parts.append(_label(mark, kind, scale))
+    return parts
+
+
+def _interval(mark: Mark, kind: str, scale: Scale) -> str:
+    """A bar between the limits, closed at its ends; an unbounded end is open, at the picture's edge."""
+    x = scale.x(mark.m)
+    top = scale.y(scale.high if mark.high is None else mark.high)
+    foot = scale.y(scale.low if mark.low is None else mark.low)
+    ends = "".join(
+        f"M{x - 5} {end}h10" for end, limit in ((top, mark.high), (foot, mark.low)) if limit is not None
+    )
+    return f'<path class="interval {kind}" d="M{x} {top}V{foot}{ends}"/>'
+
+
+def _label(mark: Mark, kind: str, scale: Scale) -> str:
+    """The ratio: over the bar; under it for a fail; beside the mark where the bar has no upper end."""
+    x, y, anchor = scale.x(mark.m), scale.y(mark.ratio) + 4, "middle"
+    foot = scale.y(mark.low or scale.low)
+    if mark.high is None:
+        x, anchor = x + 10, "start"
+    elif mark.status == "fail" and foot + 19 < scale.height - BOTTOM:
+        y = foot + 19
+    else:
+        y = scale.y(mark.high) - 9
+    return f'<text class="value {kind}" x="{x}" y="{y:.1f}" text-anchor="{anchor}">{mark.ratio:.2f}</text>'
+
+
+def _mark(x: float, y: float, status: str, kind: str) -> str:
+    """A dot for a pass, a cross for a fail, an open circle for anything else: told apart without colour."""
+    if status == "fail":
+        return f'<path class="mark {kind}" d="M{x - 5} {y - 5}l10 10M{x - 5} {y + 5}l10 -10"/>'
+    return f'<circle class="mark {kind}" cx="{x}" cy="{y}" r="5"/>'
+
+
+def _legend(series: Sequence[Series]) -> list[str]:
+    parts = []
+    x = float(LEFT)
+    for each in series:
+        parts.append(f'<circle class="mark pass {each.kind}" cx="{x + 5}" cy="9" r="4"/>')
+        parts.append(f'<text class="tick" x="{x + 14}" y="13">{escape(each.title)}</text>')
+        x += 30 + 7 * len(each.title)
+    return parts
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / MOST_TICKS
+    power = 1.0
+    while power > rough:
+        power /= 10
+    step = next(nice * power for nice in NICE_STEPS if nice * power >= rough or nice == NICE_STEPS[-1])
+    first = int(low / step) + (low % step > 0)
+    return [round(index * step, 6) for index in range(first, int(high / step) + 1)]
