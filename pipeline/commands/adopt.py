@@ -17,7 +17,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.travelling_files import refuse_strangers
 from ..conventions.all_conventions import convention_of
 from ..conventions.kv_cache import kv_cache_of
-from ..publishing.card import ADOPTED
+from ..publishing.reproduce import ADOPTED
 from ..records.artifact import MANIFEST_NAME, Artifact, published_files, record_files
 from ..records.engine_commands import kv_cache_commands
 from ..validation.weights import squared_errors

@@ -188,14 +188,16 @@ def _signature(found: Examination, path: Path, signers: Path | None) -> Finding:
         holds: Holds = "unknown" if signers is None else "no"
         return Finding(name, holds, "none: whoever wrote these records may have made them up")
     require_file(found.folder, SIGNATURE_NAME)
-    found.signature = one = check_signature(path, signers)
-    if one.state == "trusted":
-        return Finding(name, "yes", f"by {one.signer}, key {one.key}")
-    if one.state == "good":
-        return Finding(name, "yes", f"by the holder of key {one.key}; --signers FILE says whose it is")
-    if one.state == "unknown signer":
-        return Finding(name, "no", f"by key {one.key}, which is not among the allowed signers")
-    return Finding(name, "no", f"{SIGNATURE_NAME} does not fit {VERDICT_NAME}: {one.problem}. Sign it again")
+    found.signature = signature = check_signature(path, signers)
+    if signature.state == "trusted":
+        return Finding(name, "yes", f"by {signature.signer}, key {signature.key}")
+    if signature.state == "good":
+        return Finding(name, "yes", f"by the holder of key {signature.key}; --signers FILE says whose it is")
+    if signature.state == "unknown signer":
+        return Finding(name, "no", f"by key {signature.key}, which is not among the allowed signers")
+    return Finding(
+        name, "no", f"{SIGNATURE_NAME} does not fit {VERDICT_NAME}: {signature.problem}. Sign it again"
+    )
 
 
 def _run(folder: Path) -> str:

@@ -10,7 +10,7 @@ import yaml
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.base_metadata import read_base_metadata
 from scalegate.pipeline.cli.release import command as release_command
-from scalegate.pipeline.publishing import card
+from scalegate.pipeline.publishing import reproduce
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.quantization import job
 from scalegate.pipeline.records.artifact import SIGNATURE_NAME, Artifact, record_files
@@ -239,7 +239,7 @@ def test_engine_options_that_were_given_are_in_the_command(artifact):
 
 
 def test_the_card_knows_the_defaults_of_the_command_it_shows():
-    assert card.DEFAULT_EXPORT == job.DEFAULT_EXPORT
+    assert reproduce.DEFAULT_EXPORT == job.DEFAULT_EXPORT
 
 
 def test_a_shipped_recipe_is_named_and_not_saved(artifact):

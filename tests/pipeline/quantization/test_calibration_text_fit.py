@@ -11,7 +11,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.layer_stream import LayerStream
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.publishing.card import _calibration
+from scalegate.pipeline.publishing.card_phrases import calibration_phrase
 from scalegate.pipeline.quantization import job_text
 from scalegate.pipeline.quantization.calibration import calibration_text, text_fit
 from scalegate.pipeline.quantization.calibration.calibration_text import (
@@ -73,7 +73,7 @@ def test_random_bytes_are_named_and_do_no_harm(
     assert (facts["text"], facts["own"], facts["fits"]) == (24, 24, False)
     assert facts["nats_per_token"]["text"] > 2 * facts["nats_per_token"]["own"]
     assert "the calibration text does not fit the model" in said
-    assert "of a kind that the model does not know" in str(_calibration(facts))
+    assert "of a kind that the model does not know" in str(calibration_phrase(facts))
     # The same without what the model writes does harm, so the bound above can fail.
     monkeypatch.setattr(job_text, "can_draw", lambda *_: False)
     alone, facts, said = distance("alone", RECIPE, random_text)

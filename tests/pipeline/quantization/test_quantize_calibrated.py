@@ -20,7 +20,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import hidden_states, layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.publishing.card import _calibration
+from scalegate.pipeline.publishing.card_phrases import calibration_phrase
 from scalegate.pipeline.quantization.calibration import (
     calibration,
     calibration_text,
@@ -257,7 +257,7 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     artifact = quantize(source, RECIPE, tmp_path / "out", calibration=heldout_text, device="cpu")
     scarce = artifact.quantization[CALIBRATION][SCARCE]
     assert f"{len(scarce)} experts get fewer tokens of the text than they" in capsys.readouterr().err
-    said = str(_calibration(artifact.quantization[CALIBRATION]))
+    said = str(calibration_phrase(artifact.quantization[CALIBRATION]))
     assert f"{len(scarce)} experts got fewer tokens of it than they have inputs" in said
     experts = {name for name in artifact.quantization["modules"] if ".experts." in name}
     assert len(experts) == LAYERS * 16 * 3

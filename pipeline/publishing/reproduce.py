@@ -1,0 +1,122 @@
+"""The commands that make a release again, with every setting that is not the default.
+
+No folder of this machine is in them.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ...base.options import flag, words_of
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, find_engine
+from ...serving_check.engine.options import ARTIFACT_ONLY
+from ...serving_check.evidence.coded_load import default_input_len
+from ...serving_check.evidence.verdict import Verdict
+from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
+from ..conventions.plain import NAME as PLAIN
+from ..quantization.calibration.calibration_names import CALIBRATION, SELF
+from ..records.artifact import Artifact
+from ..records.recipe import load_recipe, shipped_recipes
+from ..validation.servers import IN_PROCESS, effective_options, sized_options
+
+DEFAULT_EXPORT = "compressed-tensors"
+ADOPTED = {"name": "adopted"}
+"""The recipe in the manifest of a checkpoint that another tool quantized."""
+
+
+def _is_shipped(recipe: dict[str, Any]) -> bool:
+    name = recipe.get("name")
+    return name in shipped_recipes() and load_recipe(str(name)).to_json() == recipe
+
+
+def recipe_file(recipe: dict[str, Any]) -> str | None:
+    """What a reader saves the recipe as; None where there is nothing to save."""
+    return None if recipe == ADOPTED or _is_shipped(recipe) else f"{recipe.get('name')}.yaml"
+
+
+def reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
+    """The one command, with every setting that is not the default, and no folder of this machine in it."""
+    recipe = artifact.recipe
+    if recipe == ADOPTED:
+        return _reproduce_adopted(artifact, verdict, base, to)
+    words = ["pipeline", "release", base]
+    if artifact.source_revision is not None:
+        words += ["--revision", artifact.source_revision]
+    words += ["--recipe", str(recipe.get("name")) if _is_shipped(recipe) else f"{recipe.get('name')}.yaml"]
+    export = artifact.quantization.get("export", DEFAULT_EXPORT)
+    words += [] if export in (DEFAULT_EXPORT, PLAIN) else ["--export", export]
+    text = (artifact.quantization.get(CALIBRATION) or {}).get("source", SELF)
+    words += [] if text in (SELF, recipe.get("calibration")) else ["--calibration", text]
+    words += _given_baseline(artifact, verdict, base)
+    words += _given_settings(artifact, verdict)
+    target = f"folder:{Path(to.removeprefix('folder:')).name}" if to.startswith("folder:") else to
+    return shlex.join([*words, "--to", target])
+
+
+def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
+    """The commands from the other tool's checkpoint on."""
+    folder = Path(to.removeprefix("folder:")).name
+    revision = [] if artifact.source_revision is None else ["--baseline-revision", artifact.source_revision]
+    adopt = ["pipeline", "adopt", folder, "--baseline", base, *revision]
+    validate = ["pipeline", "validate", folder, *_given_settings(artifact, verdict)]
+    return f"{shlex.join(adopt)}\n{shlex.join(validate)}"
+
+
+def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
+    """What the verdict was asked with otherwise than by default."""
+    recipe, words = artifact.recipe, list[str]()
+    workload, usual = verdict.workload, WorkloadSettings()
+    words += [] if workload.ms == usual.ms else ["--m", ",".join(map(str, workload.ms))]
+    for option, value, default in (
+        ("input_len", workload.input_len, default_input_len(artifact.kv_cache)),
+        ("output_len", workload.output_len, usual.output_len),
+        ("waves", workload.waves, usual.waves),
+        ("max_repeats", workload.max_blocks, usual.max_blocks),
+        ("warmups", workload.warmups, usual.warmups),
+        ("seed", workload.seed, usual.seed),
+        ("text", verdict.quality_text, None),
+        ("quality_tokens", verdict.quality_tokens_asked, QUALITY_TOKENS),
+        ("eval", verdict.tasks, None),
+    ):
+        words += [] if value == default else [flag(option), str(value)]
+    floor = verdict.bounds.throughput_floor
+    words += (
+        [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
+    )
+    if verdict.rival is not None:
+        words += [] if recipe.get("rival") else ["--rival", verdict.rival.name]
+        from_m, usual_m = verdict.bounds.max_first_rival_m, Bounds.from_recipe(recipe).max_first_rival_m
+        words += [] if from_m == usual_m else ["--rival-from-m", f"{from_m:g}"]
+    engine, baseline_engine = verdict.environment.engine, verdict.environment.baseline_engine
+    words += [] if engine == DEFAULT_ENGINE else _engine_words("--engine", engine)
+    words += [] if engine == baseline_engine else _engine_words("--baseline-engine", baseline_engine)
+    return words + _given_options(verdict)
+
+
+def _engine_words(option: str, engine: str) -> list[str]:
+    """None for the address of a server that was running then."""
+    known = find_engine(engine)
+    return [] if known is not None and not known.starts else [option, engine]
+
+
+def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:
+    """The baseline, where it was called otherwise than the model that was quantized."""
+    baseline = verdict.baseline
+    name = baseline.name if baseline.revision is not None else Path(baseline.name).name
+    words = [] if name == base else ["--baseline", name]
+    if words and baseline.revision is not None:
+        words += ["--baseline-revision", baseline.revision]
+    return words
+
+
+def _given_options(verdict: Verdict) -> list[str]:
+    """The engine's options that `release` would not have set by itself, as words of its command."""
+    recorded = verdict.environment.engine_options or {}
+    usual = effective_options(sized_options({"device": recorded.get("device")}, verdict.workload))
+    told_elsewhere = IN_PROCESS.union(ARTIFACT_ONLY)
+    given = {
+        name: value
+        for name, value in recorded.items()
+        if name not in told_elsewhere and usual.get(name) != value
+    }
+    return words_of(given)
