@@ -11,15 +11,15 @@ def kv_table(plan: LayoutPlan) -> str:
     """One block a context; empty where KV formats were not timed."""
     if not plan.kv:
         return ""
-    ms = sorted({one.m for one in plan.kv})
-    names = list(dict.fromkeys(one.kv_format for one in plan.kv))
+    ms = sorted({timing.m for timing in plan.kv})
+    names = list(dict.fromkeys(timing.kv_format for timing in plan.kv))
     lines = [
         f"KV formats on {plan.device}: milliseconds of storing and attending in a decode step, all layers,",
         "and speed as a multiple of the unquantized one",
     ]
-    for context in sorted({one.context for one in plan.kv}):
-        at = {(one.kv_format, one.m): one for one in plan.kv if one.context == context}
-        baseline = {one.m: one.baseline_microseconds for one in at.values()}
+    for context in sorted({timing.context for timing in plan.kv}):
+        at = {(timing.kv_format, timing.m): timing for timing in plan.kv if timing.context == context}
+        baseline = {timing.m: timing.baseline_microseconds for timing in at.values()}
         lines += ["", f"{context:,} tokens".ljust(NAME_WIDTH) + _row(f"M={m}" for m in ms)]
         lines.append(
             "unquantized".ljust(NAME_WIDTH)
@@ -41,8 +41,8 @@ def kv_table(plan: LayoutPlan) -> str:
 def pays(plan: LayoutPlan) -> list[str]:
     """For each format, the contexts from which on it is no slower than unquantized, by M."""
     said = []
-    for name in dict.fromkeys(one.kv_format for one in plan.kv):
-        from_m = {m: plan.pays_from(name, m) for m in sorted({one.m for one in plan.kv})}
+    for name in dict.fromkeys(timing.kv_format for timing in plan.kv):
+        from_m = {m: plan.pays_from(name, m) for m in sorted({timing.m for timing in plan.kv})}
         words = [f"{context:,} tokens on at M={m}" for m, context in from_m.items() if context is not None]
         nowhere = [f"M={m}" for m, context in from_m.items() if context is None]
         text = f"{name} pays from {', '.join(words)}" if words else f"{name} pays nowhere"

@@ -23,22 +23,22 @@ def layout_table(plan: LayoutPlan) -> str:
     slow = explain_slow_layout(plan, 1 - LOSS_BOUND)
     if slow:
         lines += ["", "Slower than the unquantized product:"]
-        lines += [f"  {one.sentence(1 - LOSS_BOUND)}" for one in slow]
+        lines += [f"  {loss.sentence(1 - LOSS_BOUND)}" for loss in slow]
     return "\n".join(lines)
 
 
 def _block(choice: ShapeChoice) -> list[str]:
-    ms = sorted({one.m for one in choice.measurements})
+    ms = sorted({measurement.m for measurement in choice.measurements})
     kinds = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in choice.modules))
     lines = [
         f"{choice.shape}  ({len(choice.modules)} layers: {kinds})",
         " " * NAME_WIDTH + "".join(f"M={m}".rjust(CELL_WIDTH) for m in ms),
     ]
-    baseline = {one.m: one.baseline_microseconds for one in choice.measurements}
+    baseline = {each.m: each.baseline_microseconds for each in choice.measurements}
     if ms:
         cells = [f"{_microseconds(baseline[m])}   1.00× " for m in ms]
         lines.append(_row(" ", "unquantized", cells))
-    best = {m: min(_at(choice, m), key=lambda one: one.microseconds) for m in ms}
+    best = {m: min(_at(choice, m), key=lambda measurement: measurement.microseconds) for m in ms}
     for layout in choice.measured_layouts:
         curve = choice.curve(layout)
         cells = [_cell(curve[m], best[m] is curve[m]) if m in curve else "" for m in ms]
@@ -49,7 +49,7 @@ def _block(choice: ShapeChoice) -> list[str]:
 
 
 def _at(choice: ShapeChoice, m: int) -> list[Measurement]:
-    return [one for one in choice.measurements if one.m == m]
+    return [measurement for measurement in choice.measurements if measurement.m == m]
 
 
 def _row(mark: str, name: str, cells: list[str]) -> str:

@@ -122,7 +122,7 @@ def _latency(axes: Axes, verdict: Verdict, median: Latency, slowest: Latency) ->
 
 def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]:
     """The artifact last, so that it is drawn over the others."""
-    rival = [one.figures for _, one in verdict.rivals]
+    rival = [point.figures for _, point in verdict.rivals]
     return [
         ("baseline", BASELINE_COLOUR, "s", [point.baseline for point in verdict.curve]),
         *([("rival", RIVAL_COLOUR, "^", rival)] if rival else []),
@@ -137,7 +137,7 @@ def _ms(verdict: Verdict, side: Sequence[ServingFigures]) -> list[int]:
 
 
 def _values(side: Sequence[ServingFigures], figure: Latency) -> list[float]:
-    return [float("nan") if (value := figure(one)) is None else value for one in side]
+    return [float("nan") if (value := figure(figures)) is None else value for figures in side]
 
 
 def _dress(axes: Axes, ms: Sequence[int]) -> None:

@@ -121,7 +121,7 @@ def baseline_dtype(verdict: Verdict) -> str:
 
 def side_by_side(verdict: Verdict) -> str:
     """Whether the servers were up together."""
-    if verdict.evidence.measured and all(took_turns(one) for one in verdict.evidence.measured):
+    if verdict.evidence.measured and all(took_turns(measured) for measured in verdict.evidence.measured):
         return "the servers did not fit in memory together and took turns"
     return "all servers were up together"
 
