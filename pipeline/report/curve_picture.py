@@ -202,18 +202,15 @@ def _series(series: Series, scale: Scale) -> list[str]:
 
 
 def _interval(mark: Mark, kind: str, scale: Scale) -> str:
-    """A bar between the limits, closed at its ends; an unbounded end is open, at the picture's edge."""
-    x = scale.x(mark.m)
-    top = scale.y(scale.high if mark.high is None else mark.high)
-    foot = scale.y(scale.low if mark.low is None else mark.low)
-    ends = "".join(
-        f"M{x - 5} {end}h10" for end, limit in ((top, mark.high), (foot, mark.low)) if limit is not None
-    )
-    return f'<path class="interval {kind}" d="M{x} {top}V{foot}{ends}"/>'
+    """A bar from limit to limit; nothing where there is no upper limit, after too few blocks for one."""
+    if mark.high is None:
+        return ""
+    x, top, foot = scale.x(mark.m), scale.y(mark.high), scale.y(mark.low or scale.low)
+    return f'<path class="interval {kind}" d="M{x} {top}V{foot}M{x - 5} {top}h10M{x - 5} {foot}h10"/>'
 
 
 def _label(mark: Mark, kind: str, scale: Scale) -> str:
-    """The ratio: over the bar; under it for a fail; beside the mark where the bar has no upper end."""
+    """The ratio: over the bar; under it for a fail; beside the mark where there is no bar."""
     x, y, anchor = scale.x(mark.m), scale.y(mark.ratio) + 4, "middle"
     foot = scale.y(mark.low or scale.low)
     if mark.high is None:

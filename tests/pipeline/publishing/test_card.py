@@ -164,9 +164,9 @@ def test_an_unknown_licence_is_left_out_and_said(artifact):
 
 
 def test_a_floor_of_its_own_is_said_openly(artifact):
-    assert "bounds of its own" not in card_of(artifact)
+    assert "its own bounds" not in card_of(artifact)
     text = card_of(artifact, verdict={"bounds": Bounds(throughput_floor=0.8)})
-    assert "bounds of its own" in text
+    assert "its own bounds" in text
     assert "throughput floor: 0.8 (the default is 0.93)" in text
 
 

@@ -51,7 +51,7 @@ def test_the_card_has_a_row_for_each_kind_of_layer_and_format(artifact: Path) ->
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert [line for line in lines if line in ROWS] == ROWS
     assert "measured on code.jsonl" in text and "8.1042 bits a weight in all" in text
-    assert "and each that a budget kept at 16 bits" in text
+    assert "weights that a budget kept at 16 bits count too" in text
     drawn = card_of(artifact, budgeted(artifact, text={"source": "self", "drawn": [512, 512]}))
     assert "measured on text that the model wrote itself" in drawn
 
