@@ -1,4 +1,4 @@
-# A release in a container: on Hugging Face Jobs, on a cluster, or at home. docs/jobs.md has the commands.
+# A release in a container: on Hugging Face Jobs, on a cluster, or at home. docs/publishing.md has the commands.
 # Everything is installed in the versions of constraints.txt. There is no ENTRYPOINT: some who run images put
 # their words in its place, others behind it, and `pipeline …` is right for both.
 FROM python:3.12-slim
