@@ -41,5 +41,6 @@ def _word(outcome: str) -> str:
 def _reason(outcome: str) -> str:
     """The first sentence of a refusal, as far as a cell can hold it."""
     words = outcome.partition(": ")[2] if outcome.startswith(("refused", "fault")) else outcome
+    words = words.partition(": Unrecognized configuration class")[0]
     words = " ".join(words.split(". ")[0].split(";")[0].split()).replace("|", "/").replace("<", "&lt;")
     return words if len(words) <= MOST_REASON else words[:MOST_REASON].rpartition(" ")[0] + " …"

@@ -125,7 +125,11 @@ def quantized(folder: Path, artifact: Path) -> str:
         return failure(error, folder)
     source, made = open_checkpoint(folder), open_checkpoint(artifact)
     modules = stored(artifact)
-    missing = [name for name in source.tensors if name not in made.tensors and not covered(name, modules)]
+    missing = [
+        name
+        for name, tensor in source.tensors.items()
+        if name not in made.tensors and not covered(name, len(tensor.shape), modules)
+    ]
     return f"loses {len(missing)} tensors, {missing[0]} first" if missing else "quantized"
 
 
@@ -141,11 +145,11 @@ def stored(artifact: Path) -> dict[str, StoredWeight]:
     return dict(convention_of(checkpoint).modules(checkpoint))
 
 
-def covered(name: str, modules: dict[str, StoredWeight]) -> bool:
-    """Whether a source tensor is one of the artifact's weights, or the experts' weights stacked."""
+def covered(name: str, dimensions: int, modules: dict[str, StoredWeight]) -> bool:
+    """Whether a source tensor is one of the artifact's weights, or stacked weights of experts."""
     module = name.removesuffix(".weight")
     parent = module.rpartition(".")[0] + "."
-    return module in modules or ("expert" in name and any(other.startswith(parent) for other in modules))
+    return module in modules or (dimensions == 3 and any(other.startswith(parent) for other in modules))
 
 
 def dequantized(source: Path, artifact: Path, folder: Path) -> Path | None:
