@@ -32,7 +32,7 @@ EMBEDDED = Engine(
     server=_server,
     availability=lambda: Availability(True, "Scalegate's own, on every device above"),
     series=SCALEGATE_SERIES,
-    options=frozenset(one.name for one in fields(EngineOptions)) | {"devices", "startup_timeout"},
+    options=frozenset(field.name for field in fields(EngineOptions)) | {"devices", "startup_timeout"},
     card_command=lambda model, method: CardCommand("Scalegate's own server", "sh", f"pipeline serve {model}"),
     packs_with_layouts=True,
 )

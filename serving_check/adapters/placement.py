@@ -54,8 +54,8 @@ class Placement:
     startup_timeout: int = option(1800, "Seconds that a server may take to start.", minimum=1)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            object.__setattr__(self, one.name, check(type(self), one, getattr(self, one.name)))
+        for field in fields(self):
+            object.__setattr__(self, field.name, check(type(self), field, getattr(self, field.name)))
         for side in ("artifact", BASELINE):
             for word in self.words(side):
                 if word in OWN_OPTIONS:
@@ -113,7 +113,11 @@ class Placement:
 
     def asked_for(self) -> dict[str, OptionValue]:
         """What differs from the defaults, by name."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        return {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
 
 
 def _option_and_value(word: str) -> list[str]:
@@ -125,12 +129,12 @@ def _option_and_value(word: str) -> list[str]:
 
 
 ANYWHERE = Placement()
-PLACEMENT = frozenset(one.name for one in fields(Placement))
+PLACEMENT = frozenset(field.name for field in fields(Placement))
 
 
 def only_these(devices: Sequence[int]) -> dict[str, str]:
     """The environment of a process that sees these GPUs alone, by the numbers that this process knows."""
     visible = os.environ.get(VISIBLE)
     names = visible.split(",") if visible else None
-    chosen = [names[one].strip() if names and one < len(names) else str(one) for one in devices]
+    chosen = [names[device].strip() if names and device < len(names) else str(device) for device in devices]
     return {VISIBLE: ",".join(chosen)} if chosen else {}

@@ -55,8 +55,12 @@ def continuations(
 def scored(texts: Sequence[Continuation], score: Scorer) -> tuple[ScoredText, ...]:
     """Each with its likelihood under the baseline, and without its prompt, which is not ours to publish."""
     return tuple(
-        ScoredText(one.tokens, one.text, score(one.prompt, one.tokens) if one.tokens else None)
-        for one in texts
+        ScoredText(
+            continuation.tokens,
+            continuation.text,
+            score(continuation.prompt, continuation.tokens) if continuation.tokens else None,
+        )
+        for continuation in texts
     )
 
 
@@ -64,9 +68,9 @@ def check_canary(
     artifact: Sequence[ScoredText], baseline: Sequence[ScoredText], bounds: Bounds
 ) -> CheckResult:
     """The artifact's texts must be about as likely to the baseline as its own, and about as varied."""
-    silent = sum(not one.tokens for one in artifact)
-    written = [one for one in artifact if one.tokens]
-    reference = [one for one in baseline if one.tokens]
+    silent = sum(not text.tokens for text in artifact)
+    written = [text for text in artifact if text.tokens]
+    reference = [text for text in baseline if text.tokens]
     bound = f"at most {bounds.max_canary_extra_nats:+g} nats per token under the baseline, and as varied"
     if silent or not written:
         reason = f"{silent} of {len(artifact)} greedy completions came back empty or failed"
@@ -81,7 +85,7 @@ def check_canary(
         problems.append("its text is not what the baseline would write")
     if variety < LEAST_VARIETY:
         problems.append("its text repeats itself")
-    example = min(written, key=lambda one: len(set(one.tokens)))
+    example = min(written, key=lambda text: len(set(text.tokens)))
     shown = example.text[:SHOWN_CHARACTERS]
     reason = f"served greedy text, {len(written)} prompts decoded together"
     if problems:
@@ -106,12 +110,12 @@ def check_canary(
 
 
 def _nats(texts: Sequence[ScoredText]) -> float:
-    return fmean(math.nan if one.nats_per_token is None else one.nats_per_token for one in texts)
+    return fmean(math.nan if text.nats_per_token is None else text.nats_per_token for text in texts)
 
 
 def _variety(texts: Sequence[ScoredText]) -> float:
     """Mean share of a text's tokens that are distinct."""
-    return fmean(len(set(one.tokens)) / len(one.tokens) for one in texts)
+    return fmean(len(set(text.tokens)) / len(text.tokens) for text in texts)
 
 
 def _complete(endpoint: Endpoint, prompt: Tokens, length: int, timeout: float) -> str:

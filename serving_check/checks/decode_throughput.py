@@ -23,7 +23,7 @@ def check_decode_throughput(
     failed = [(m, point) for m, point in points if point.status == "fail"]
     undecided = [(m, point) for m, point in points if point.status == "inconclusive"]
     status: Status = "fail" if failed else "inconclusive" if undecided or not points else "pass"
-    worst = min(points, key=lambda one: one[1].ratio or 0.0, default=None)
+    worst = min(points, key=lambda entry: entry[1].ratio or 0.0, default=None)
     return CheckResult(
         name=NAME,
         status=status,

@@ -39,7 +39,9 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
     slow_from = []
     for choice in plan.choices:
         layout = next((used[module] for module in choice.modules if module in used), choice.layout)
-        first = next((at for at, one in choice.curve(layout).items() if one.ratio < floor), None)
+        first = next(
+            (at for at, measurement in choice.curve(layout).items() if measurement.ratio < floor), None
+        )
         if first is not None:
             slow_from.append(f"{choice.shape} ({layout}) from M={first}")
         measured = _at(choice, layout, m)
@@ -90,7 +92,7 @@ def _writing(timed: KVMeasurement) -> str:
 def _at(choice: ShapeChoice, layout: str, m: int) -> Measurement | None:
     """The measurement of `layout` at the smallest measured M of at least `m`, or at the largest there is."""
     curve = choice.curve(layout)
-    return next((one for measured, one in curve.items() if measured >= m), None) or next(
+    return next((measurement for measured, measurement in curve.items() if measured >= m), None) or next(
         reversed(curve.values()), None
     )
 
@@ -107,7 +109,9 @@ def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> tuple[str |
             f"No other layout here reaches the floor at every M; the least slow is {best}, "
             f"at least {lowest_ratio(choice, best):.2f}×."
         )
-    at_m = {layout: one for layout in passing if (one := _at(choice, layout, slow.m)) is not None}
+    at_m = {
+        layout: measurement for layout in passing if (measurement := _at(choice, layout, slow.m)) is not None
+    }
     best = min(at_m, key=lambda layout: at_m[layout].microseconds)
     return best, (
         f"Layout {best} would have passed: {at_m[best].microseconds:.0f} µs at M={slow.m} "

@@ -12,10 +12,10 @@ SHOWN = 3
 
 def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
     """Fail where any of the artifact's requests failed; inconclusive where only another side's did."""
-    artifact = _errors([(one.m, result) for one in measured for result in one.artifact])
-    baseline = _errors([(one.m, result) for one in measured for result in one.baseline])
-    rival = _errors([(one.m, result) for one in measured for result in one.rival])
-    requests = sum(result.requests for one in measured for result in one.artifact)
+    artifact = _errors([(level.m, result) for level in measured for result in level.artifact])
+    baseline = _errors([(level.m, result) for level in measured for result in level.baseline])
+    rival = _errors([(level.m, result) for level in measured for result in level.rival])
+    requests = sum(result.requests for level in measured for result in level.artifact)
     failed, baseline_failed, rival_failed = artifact.total(), baseline.total(), rival.total()
     if failed:
         reason = "the artifact's server: " + _most_common(artifact)

@@ -24,7 +24,7 @@ class _Ratio:
     """One figure at one M."""
 
     name: str
-    one: MeasuredM
+    level: MeasuredM
     value: float
     """Artifact over baseline."""
     bound: float
@@ -42,7 +42,7 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
     slow = [ratio for ratio in ratios if ratio.value > ratio.bound]
     worst: dict[str, _Ratio] = {}
     for ratio in ratios:
-        worst[ratio.name] = max(worst.get(ratio.name, ratio), ratio, key=lambda one: one.value)
+        worst[ratio.name] = max(worst.get(ratio.name, ratio), ratio, key=lambda ratio: ratio.value)
     status: Status = "pass" if ratios and not slow else "inconclusive"
     if any(ratio.sure for ratio in slow):
         status = "fail"
@@ -54,12 +54,12 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
     return CheckResult(
         name=NAME,
         status=status,
-        measured=", ".join(f"{name} {one.value:.2f}× at M={one.one.m}" for name, one in worst.items())
+        measured=", ".join(f"{name} {ratio.value:.2f}× at M={ratio.level.m}" for name, ratio in worst.items())
         or "nothing",
         bound=f"the baseline's TPOT ×{bounds.max_tpot_ratio:g}, TTFT ×{bounds.max_ttft_ratio:g} and 99.9th "
         f"percentile of ITL ×{bounds.max_itl_ratio:g} at most",
         reason=reason,
-        figures={f"{ratio.name.lower()}_ratio_m{ratio.one.m}": ratio.value for ratio in ratios},
+        figures={f"{ratio.name.lower()}_ratio_m{ratio.level.m}": ratio.value for ratio in ratios},
     )
 
 
@@ -67,16 +67,16 @@ def _ratios(measured: Sequence[MeasuredM], bounds: Bounds) -> list[_Ratio]:
     """Those that there are: one output token has no TPOT, and a block that was broken off has nothing."""
     error = ERROR / max(1, len(measured))
     ratios = []
-    for one in measured:
+    for level in measured:
         for name, figure, bound in (
             ("TPOT", slowest_tpot, bounds.max_tpot_ratio),
             ("TTFT", _allowed_ttft, bounds.max_ttft_ratio),
             ("ITL", _allowed_itl, bounds.max_itl_ratio),
         ):
-            if logs := one.log_ratios(figure):
+            if logs := level.log_ratios(figure):
                 low, _ = interval(logs, error, error)
                 mean = math.fsum(logs) / len(logs)
-                ratios.append(_Ratio(name, one, math.exp(mean), bound, low > math.log(bound)))
+                ratios.append(_Ratio(name, level, math.exp(mean), bound, low > math.log(bound)))
     return ratios
 
 
@@ -97,37 +97,37 @@ def _problem(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
         "ITL": "the 99.9th percentile of the time between tokens",
     }[ratio.name]
     return (
-        f"at M={ratio.one.m} {what} is {ratio.value:.2f}× the baseline's, bound {ratio.bound:g}×: "
+        f"at M={ratio.level.m} {what} is {ratio.value:.2f}× the baseline's, bound {ratio.bound:g}×: "
         f"{_cause(ratio, measured)}{certainty}"
     )
 
 
 def _cause(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
-    if not is_streamed(_stream_of(ratio.one.artifact), _stream_of(ratio.one.baseline)):
+    if not is_streamed(_stream_of(ratio.level.artifact), _stream_of(ratio.level.baseline)):
         return "nothing is streamed, so the first token comes with the last"
     if ratio.name == "ITL":
         return "single steps take far longer than others: something runs in them now and then"
     if ratio.name == "TTFT":
-        return _ttft_cause(ratio.one)
-    return _tpot_cause(ratio.one, measured, ratio.bound)
+        return _ttft_cause(ratio.level)
+    return _tpot_cause(ratio.level, measured, ratio.bound)
 
 
-def _ttft_cause(one: MeasuredM) -> str:
-    if one.m == 1:
+def _ttft_cause(level: MeasuredM) -> str:
+    if level.m == 1:
         return "a prompt alone takes longer to prefill, or waits although nothing else runs"
     return "requests wait in the queue or behind long prefills"
 
 
-def _tpot_cause(one: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> str:
+def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> str:
     """What the other requests and the other Ms say of a slow TPOT."""
-    typical = _typical_ratio(one)
+    typical = _typical_ratio(level)
     if typical is not None and typical <= bound:
         return (
             f"the median request's is {typical:.2f}×, so a few are slow: pauses, or requests served unequally"
         )
     fewest = min(measured, key=lambda other: other.m)
     alone = _typical_ratio(fewest)
-    if fewest is one or (alone is not None and alone > bound):
+    if fewest is level or (alone is not None and alone > bound):
         return (
             f"every decode step takes longer, from M={fewest.m} on ({alone or math.inf:.2f}×), so it is not "
             "the batch's size: a slow kernel or layout, or the engine's own work between steps"
@@ -136,9 +136,9 @@ def _tpot_cause(one: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> 
     return f"decode steps take longer as the batch grows{known}"
 
 
-def _typical_ratio(one: MeasuredM) -> float | None:
+def _typical_ratio(level: MeasuredM) -> float | None:
     """Of the median request's TPOT, artifact over baseline."""
-    logs = one.log_ratios(lambda repeat: percentile(list(repeat.tpots), 50))
+    logs = level.log_ratios(lambda repeat: percentile(list(repeat.tpots), 50))
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 

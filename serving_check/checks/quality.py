@@ -85,8 +85,8 @@ def check_quality(
         status=status,
         measured=", ".join(figure.shown(comparison) for figure in figures),
         bound=", ".join(
-            f"{one.words} at {'most' if one.sign > 0 else 'least'} {one.bound:{one.digits}}"
-            for one in figures
+            f"{figure.words} at {'most' if figure.sign > 0 else 'least'} {figure.bound:{figure.digits}}"
+            for figure in figures
         ),
         reason=reason,
         figures=_recorded(comparison),

@@ -16,36 +16,41 @@ LEAST_COUNTED = 0.9
 def check_received(measured: Sequence[MeasuredM]) -> CheckResult:
     """Fail where the artifact's streams, or its server's counter, hold fewer tokens than `usage` claims."""
     bound = "every token that usage claims, in the stream and in the server's own counter"
-    artifact = {one.m: answers_of(one.artifact) for one in measured}
-    if not any(one.answers for one in artifact.values()):
+    artifact = {level.m: answers_of(level.artifact) for level in measured}
+    if not any(figures.answers for figures in artifact.values()):
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no answer was read")
     problems = []
-    for m, one in artifact.items():
-        if one.short:
+    for m, figures in artifact.items():
+        if figures.short:
             problems.append(
-                f"at M={m} {one.short} of {one.answers} streams end early: {one.received_tokens} tokens came "
-                f"where usage claims {one.claimed_tokens}, so its throughput is of tokens that nobody got"
+                f"at M={m} {figures.short} of {figures.answers} streams end early: {figures.received_tokens} "
+                f"tokens came where usage claims {figures.claimed_tokens}, so its throughput is of tokens "
+                "that nobody got"
             )
-        if one.counted_tokens is not None and one.counted_tokens < LEAST_COUNTED * one.claimed_tokens:
+        if (
+            figures.counted_tokens is not None
+            and figures.counted_tokens < LEAST_COUNTED * figures.claimed_tokens
+        ):
             problems.append(
-                f"at M={m} the server's own counter rose by {one.counted_tokens} tokens where usage claims "
-                f"{one.claimed_tokens}: the rest was not computed while it was measured"
+                f"at M={m} the server's own counter rose by {figures.counted_tokens} tokens where usage "
+                f"claims {figures.claimed_tokens}: the rest was not computed while it was measured"
             )
-    claimed = sum(one.claimed_tokens for one in artifact.values())
-    came = sum(one.received_tokens for one in artifact.values())
-    counted = [one.counted_tokens for one in artifact.values()]
-    told = all(one.token_ids_told for one in artifact.values())
+    claimed = sum(figures.claimed_tokens for figures in artifact.values())
+    came = sum(figures.received_tokens for figures in artifact.values())
+    counted = [figures.counted_tokens for figures in artifact.values()]
+    told = all(figures.token_ids_told for figures in artifact.values())
     how = "by the token ids in the streams" if told else "by the streams' text, tokenized again"
     return CheckResult(
         name=NAME,
         status="fail" if problems else "pass",
         measured=f"{came} of {claimed} tokens",
         bound=bound,
-        reason="; ".join(problems) or f"{how}, of {sum(one.answers for one in artifact.values())} answers",
+        reason="; ".join(problems)
+        or f"{how}, of {sum(figures.answers for figures in artifact.values())} answers",
         figures={
             "claimed_tokens": claimed,
             "received_tokens": came,
             "counted_tokens": None if None in counted else sum(count or 0 for count in counted),
-            "short_answers": sum(one.short for one in artifact.values()),
+            "short_answers": sum(figures.short for figures in artifact.values()),
         },
     )

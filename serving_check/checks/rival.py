@@ -18,19 +18,19 @@ def check_rival(curve: Sequence[CurvePoint], from_m: float, max_blocks: int) -> 
     """
     points = [(point.m, point, point.rival) for point in curve if point.rival is not None]
     voting = [(m, point, rival) for m, point, rival in points if rival.status is not None]
-    failed = [one for one in voting if one[2].status == "fail"]
-    open_ones = [one for one in voting if one[2].status == "inconclusive"]
-    status: Status = "fail" if failed else "inconclusive" if open_ones or not voting else "pass"
-    worst = min(voting, key=lambda one: one[2].ratio or 0.0, default=None)
+    failed = [entry for entry in voting if entry[2].status == "fail"]
+    undecided = [entry for entry in voting if entry[2].status == "inconclusive"]
+    status: Status = "fail" if failed else "inconclusive" if undecided or not voting else "pass"
+    worst = min(voting, key=lambda entry: entry[2].ratio or 0.0, default=None)
     if failed:
         reason = "\n".join(
             f"at M={m}: {point.artifact.output_throughput:.0f} tok/s against the rival's "
             f"{rival.figures.output_throughput:.0f}, ratio {_ratio(rival)}"
             for m, point, rival in failed
         )
-    elif open_ones:
-        listed = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in open_ones)
-        blocks = min(max_blocks, max(len(point.log_ratios) for _, point, _ in open_ones))
+    elif undecided:
+        listed = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in undecided)
+        blocks = min(max_blocks, max(len(point.log_ratios) for _, point, _ in undecided))
         reason = f"could not be decided within {blocks} blocks of repeats: {listed}"
     elif not voting:
         reason = (

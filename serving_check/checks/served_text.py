@@ -58,8 +58,8 @@ def check_served_text(
         for score in scores
         if score.off >= FEWEST_OFF and score.off > bounds.max_foreign_text * score.tokens
     ]
-    artifact = {one.m: answers_of(one.artifact) for one in measured}
-    baseline = {one.m: answers_of(one.baseline) for one in measured}
+    artifact = {level.m: answers_of(level.artifact) for level in measured}
+    baseline = {level.m: answers_of(level.baseline) for level in measured}
     problems = _changed(artifact)
     is_baselines = off - baseline_off > SURELY * math.sqrt(off + baseline_off)
     if is_baselines:
@@ -90,10 +90,10 @@ def check_served_text(
 
 def _changed(artifact: Mapping[int, AnswerFigures]) -> list[str]:
     return [
-        f"at M={m} the text of {one.not_its_tokens} of {one.answers} answers is not what their token ids "
-        "stand for: it was changed between the engine and the client, or decoded wrongly"
-        for m, one in artifact.items()
-        if one.not_its_tokens
+        f"at M={m} the text of {figures.not_its_tokens} of {figures.answers} answers is not what their token "
+        "ids stand for: it was changed between the engine and the client, or decoded wrongly"
+        for m, figures in artifact.items()
+        if figures.not_its_tokens
     ]
 
 

@@ -52,10 +52,13 @@ def check_stalls(
     both = _measured_on_both(measured)
     if not both:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no repeat was finished")
-    stalls = [stall for one in both for stall in _stalls(one, one.artifact, measured, bounds)]
-    ours, theirs = len(stalls), sum(1 for one in both for _ in _stalls(one, one.baseline, measured, bounds))
-    seconds = _seconds(repeat for one in both for repeat in one.artifact)
-    baseline_seconds = _seconds(repeat for one in both for repeat in one.baseline)
+    stalls = [stall for level in both for stall in _stalls(level, level.artifact, measured, bounds)]
+    ours, theirs = (
+        len(stalls),
+        sum(1 for level in both for _ in _stalls(level, level.baseline, measured, bounds)),
+    )
+    seconds = _seconds(repeat for level in both for repeat in level.artifact)
+    baseline_seconds = _seconds(repeat for level in both for repeat in level.baseline)
     chance = chance_of_as_many(ours, theirs, seconds / max(seconds + baseline_seconds, 1e-9))
     alone, theirs_alone = _stalls_alone(together, bounds)
     chance_alone = chance_of_as_many(alone, theirs_alone, 0.5)
@@ -93,30 +96,30 @@ def m_in_doubt(measured: Sequence[MeasuredM], bounds: Bounds) -> int | None:
     both = _measured_on_both(measured)
     if check_stalls(both, bounds).status == "fail":
         return None
-    stalls = [stall for one in both for stall in _stalls(one, one.artifact, both, bounds)]
-    theirs = sum(1 for one in both for _ in _stalls(one, one.baseline, both, bounds))
+    stalls = [stall for level in both for stall in _stalls(level, level.artifact, both, bounds)]
+    theirs = sum(1 for level in both for _ in _stalls(level, level.baseline, both, bounds))
     return max(stalls, key=lambda stall: stall.seconds).m if len(stalls) > theirs else None
 
 
 def m_to_watch(measured: Sequence[MeasuredM]) -> int | None:
     """The largest M that both sides served; None where there is none."""
-    return max((one.m for one in _measured_on_both(measured)), default=None)
+    return max((level.m for level in _measured_on_both(measured)), default=None)
 
 
 def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
     """Measuring may have ended before the largest M."""
-    return [one for one in measured if one.artifact and one.baseline]
+    return [level for level in measured if level.artifact and level.baseline]
 
 
 def _stalls(
-    one: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
+    level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
     """At most one of each of `repeats`, which are one side's of `one`: its longest."""
-    origin = min(repeat.began for each in measured for repeat in (*each.artifact, *each.baseline))
-    least = _least_stalls(one, bounds)
+    origin = min(repeat.began for other in measured for repeat in (*other.artifact, *other.baseline))
+    least = _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):
-            yield Stall(one.m, repeat.began - origin + gap.at, gap.seconds)
+            yield Stall(level.m, repeat.began - origin + gap.at, gap.seconds)
 
 
 def _stalls_alone(together: MeasuredM | None, bounds: Bounds) -> tuple[int, int]:
@@ -140,12 +143,12 @@ def _longest_stall(repeat: Repeat, least: tuple[float, float]) -> Gap | None:
     return max(found, key=lambda gap: gap.seconds, default=None)
 
 
-def _least_stalls(one: MeasuredM, bounds: Bounds) -> tuple[float, float]:
+def _least_stalls(level: MeasuredM, bounds: Bounds) -> tuple[float, float]:
     """Seconds from which on a gap at this M is a stall: while prompts are computed, and while all decode."""
     filling, decoding = (
         median(gaps)
         for gaps in zip(
-            *((repeat.gaps.filling.seconds, repeat.gaps.decoding.seconds) for repeat in one.baseline),
+            *((repeat.gaps.filling.seconds, repeat.gaps.decoding.seconds) for repeat in level.baseline),
             strict=True,
         )
     )

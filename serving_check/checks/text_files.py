@@ -11,14 +11,14 @@ NAME = "tokenizer and templates"
 
 def check_text_files(figures: TextFigures) -> CheckResult:
     """Fail for every part that differs and is not declared."""
-    undeclared = [one for one in figures.differences if one.part not in figures.declared]
-    differing = list(dict.fromkeys(one.part for one in figures.differences))
+    undeclared = [difference for difference in figures.differences if difference.part not in figures.declared]
+    differing = list(dict.fromkeys(difference.part for difference in figures.differences))
     declared = [part for part in differing if part in figures.declared]
     if undeclared:
-        named = "; ".join(f"{one.part}: {one.where}" for one in undeclared)
+        named = "; ".join(f"{difference.part}: {difference.where}" for difference in undeclared)
         reason = (
             f"{named}. Copy the baseline's file; or, where this is meant, quantize by a recipe with "
-            f"`changes: [{', '.join(dict.fromkeys(one.part for one in undeclared))}]`"
+            f"`changes: [{', '.join(dict.fromkeys(difference.part for difference in undeclared))}]`"
         )
     elif declared:
         reason = f"the recipe declares what differs: {', '.join(declared)}"

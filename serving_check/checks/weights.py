@@ -37,7 +37,7 @@ def check_weights(figures: WeightFigures | None) -> CheckResult:
     problems = list(_count_problems(figures))
     problems += _recorded_problems(figures) if figures.is_ours else _outliers(figures)
     problems += _kept_problems(figures)
-    worst = max((one for one in _all(figures)), key=_size, default=None)
+    worst = max((module for module in _all(figures)), key=_size, default=None)
     return CheckResult(
         name=NAME,
         status="fail" if problems else "pass",
@@ -60,7 +60,7 @@ def check_weights(figures: WeightFigures | None) -> CheckResult:
 def largest_errors(figures: WeightFigures | None) -> list[str]:
     """The modules with the largest errors among those that are named, worst first, for advice."""
     named = sorted(_all(figures), key=_size, reverse=True) if figures else []
-    return [f"{one.module} {_shown(one)}" for one in named[:SHOWN]]
+    return [f"{error.module} {_shown(error)}" for error in named[:SHOWN]]
 
 
 def _count_problems(figures: WeightFigures) -> Iterator[str]:
@@ -85,13 +85,13 @@ def _count_problems(figures: WeightFigures) -> Iterator[str]:
 
 
 def _recorded_problems(figures: WeightFigures) -> list[str]:
-    wrong = [one for one in _all(figures) if not _is_as_recorded(one)]
+    wrong = [error for error in _all(figures) if not _is_as_recorded(error)]
     if not wrong:
         return []
     named = ", ".join(
-        f"{one.module} (relative error {_shown(one)}, recorded {one.recorded:.4g})"
-        for one in wrong[:SHOWN]
-        if one.recorded is not None
+        f"{error.module} (relative error {_shown(error)}, recorded {error.recorded:.4g})"
+        for error in wrong[:SHOWN]
+        if error.recorded is not None
     )
     more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return [
@@ -100,21 +100,21 @@ def _recorded_problems(figures: WeightFigures) -> list[str]:
     ]
 
 
-def _is_as_recorded(one: ModuleError) -> bool:
-    if one.recorded is None:
+def _is_as_recorded(error: ModuleError) -> bool:
+    if error.recorded is None:
         return True  # named by `not_recorded`
-    if one.relative_error is None:
+    if error.relative_error is None:
         return False
-    return math.isclose(one.relative_error, one.recorded, rel_tol=TOLERANCE, abs_tol=1e-6)
+    return math.isclose(error.relative_error, error.recorded, rel_tol=TOLERANCE, abs_tol=1e-6)
 
 
 def _outliers(figures: WeightFigures) -> list[str]:
-    found = [(kind, one) for kind in figures.kinds for one in kind.furthest if _stands_out(kind, one)]
+    found = [(kind, error) for kind in figures.kinds for error in kind.furthest if _stands_out(kind, error)]
     if not found:
         return []
     named = ", ".join(
-        f"{one.module} (relative error {_shown(one)}, its kind's median {kind.median or 0.0:.3f})"
-        for kind, one in found[:SHOWN]
+        f"{error.module} (relative error {_shown(error)}, its kind's median {kind.median or 0.0:.3f})"
+        for kind, error in found[:SHOWN]
     )
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return [
@@ -123,15 +123,15 @@ def _outliers(figures: WeightFigures) -> list[str]:
     ]
 
 
-def _stands_out(kind: KindErrors, one: ModuleError) -> bool:
-    if one.relative_error is None or kind.median is None:
+def _stands_out(kind: KindErrors, error: ModuleError) -> bool:
+    if error.relative_error is None or kind.median is None:
         return True
-    if one.relative_error <= max(OUTLIER_RATIO * kind.median, NEGLIGIBLE):
+    if error.relative_error <= max(OUTLIER_RATIO * kind.median, NEGLIGIBLE):
         return False
     if not kind.median:
         return True
     deviation = max(LEAST_DEVIATION, MAD_TO_DEVIATION * kind.spread)
-    return math.log(one.relative_error / kind.median) > OUTLIER_DEVIATIONS * deviation
+    return math.log(error.relative_error / kind.median) > OUTLIER_DEVIATIONS * deviation
 
 
 def _kept_problems(figures: WeightFigures) -> Iterator[str]:
@@ -139,9 +139,9 @@ def _kept_problems(figures: WeightFigures) -> Iterator[str]:
 
     Another tool may fold scales into norms or rotate the embeddings, which changes every row.
     """
-    wrong = [one for one in figures.changed if figures.is_ours or 0 < one.rows <= one.of / 2]
+    wrong = [tensor for tensor in figures.changed if figures.is_ours or 0 < tensor.rows <= tensor.of / 2]
     if wrong:
-        named = ", ".join(f"{one.name} ({one.rows} of {one.of} rows)" for one in wrong[:SHOWN])
+        named = ", ".join(f"{tensor.name} ({tensor.rows} of {tensor.of} rows)" for tensor in wrong[:SHOWN])
         count = max(len(wrong), figures.changed_tensors if figures.is_ours else 0)
         more = f" and {count - SHOWN} more" if count > SHOWN else ""
         yield f"kept unquantized, and yet not the baseline's: {named}{more}"
@@ -165,15 +165,15 @@ def _praise(figures: WeightFigures) -> str:
 
 
 def _all(figures: WeightFigures) -> Iterator[ModuleError]:
-    return (one for kind in figures.kinds for one in kind.furthest)
+    return (error for kind in figures.kinds for error in kind.furthest)
 
 
-def _size(one: ModuleError) -> float:
-    return math.inf if one.relative_error is None else one.relative_error
+def _size(error: ModuleError) -> float:
+    return math.inf if error.relative_error is None else error.relative_error
 
 
-def _shown(one: ModuleError) -> str:
-    return "not finite" if one.relative_error is None else f"{one.relative_error:.4g}"
+def _shown(error: ModuleError) -> str:
+    return "not finite" if error.relative_error is None else f"{error.relative_error:.4g}"
 
 
 def _list(names: tuple[str, ...]) -> str:

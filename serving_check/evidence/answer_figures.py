@@ -59,19 +59,19 @@ class AnswerFigures:
     @classmethod
     def sum(cls, several: Iterable["AnswerFigures"]) -> "AnswerFigures":
         total = cls()
-        for one in several:
-            counts = (total.counted_tokens, one.counted_tokens)
+        for figures in several:
+            counts = (total.counted_tokens, figures.counted_tokens)
             total = cls(
-                total.answers + one.answers,
-                total.token_ids_told and one.token_ids_told,
-                total.claimed_tokens + one.claimed_tokens,
-                total.received_tokens + one.received_tokens,
+                total.answers + figures.answers,
+                total.token_ids_told and figures.token_ids_told,
+                total.claimed_tokens + figures.claimed_tokens,
+                total.received_tokens + figures.received_tokens,
                 None if counts[0] is None or counts[1] is None else counts[0] + counts[1],
-                total.short + one.short,
-                total.not_its_tokens + one.not_its_tokens,
-                total.duplicates + one.duplicates,
-                total.one_token + one.one_token,
-                total.distinct_share + one.distinct_share,
+                total.short + figures.short,
+                total.not_its_tokens + figures.not_its_tokens,
+                total.duplicates + figures.duplicates,
+                total.one_token + figures.one_token,
+                total.distinct_share + figures.distinct_share,
             )
         return total
 

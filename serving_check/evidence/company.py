@@ -63,7 +63,7 @@ class _Probe:
     """One request; every other one draws its tokens, by a seed of its own."""
 
     prompt: tuple[int, ...]
-    answer: int
+    answer_len: int
     seed: int | None
 
 
@@ -78,14 +78,14 @@ def compare_in_company(
 
     The other prompts are beside them, then shorter requests besides, then longer ones.
     """
-    answer = min(LONGEST_ANSWER, output_len)
+    answer_len = min(LONGEST_ANSWER, output_len)
     count = max(1, min(MOST_PROBES, most // 2))
     probes = []
     for index in range(count):
         prompt = _slice(text, index, 1 + input_len * (index + 1) // (count + 1))
-        probes.append(_Probe(prompt, answer, index if index % 2 else None))
+        probes.append(_Probe(prompt, answer_len, index if index % 2 else None))
     others = most - count
-    shorter = [_Probe(_slice(text, 100 + index, 1), answer, None) for index in range(others)]
+    shorter = [_Probe(_slice(text, 100 + index, 1), answer_len, None) for index in range(others)]
     longer = [_Probe(_slice(text, 200 + index, input_len), output_len, None) for index in range(others)]
     companies: list[tuple[str, list[_Probe]]] = [
         ("the other prompts", []),
@@ -93,7 +93,7 @@ def compare_in_company(
         (f"{others} longer ones", longer),
     ]
     alone = [_ask(endpoint, probe) for probe in probes]
-    failed, tokens, differing, first = sum(one is None for one in alone), 0, 0, None
+    failed, tokens, differing, first = sum(answer is None for answer in alone), 0, 0, None
     for company, neighbours in companies:
         # Half of them go ahead, so that places in the batch are others than alone.
         ahead = neighbours[: len(neighbours) // 2]
@@ -101,7 +101,7 @@ def compare_in_company(
         with ThreadPoolExecutor(max_workers=len(sent)) as pool:
             together = list(pool.map(lambda probe: _ask(endpoint, probe), sent))
         found = together[len(ahead) : len(ahead) + count]
-        failed += sum(one is None for one in together)
+        failed += sum(answer is None for answer in together)
         for index, (expected, got) in enumerate(zip(alone, found, strict=True)):
             if expected is None or got is None:
                 continue
@@ -109,7 +109,7 @@ def compare_in_company(
             at = _first_difference(expected, got)
             if at is not None:
                 differing += 1
-                said = [repr(one[at]) if at < len(one) else "nothing" for one in (expected, got)]
+                said = [repr(answer[at]) if at < len(answer) else "nothing" for answer in (expected, got)]
                 first = first or Difference(company, index, len(probes[index].prompt), at, *said)
     return CompanyFigures(claim, count, others, tokens, failed, differing, first)
 
@@ -125,14 +125,16 @@ def _first_difference(alone: list, together: list) -> int | None:
     if alone == together:
         return None
     pairs = zip(alone, together, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(alone), len(together)))
+    return next(
+        (at for at, (token, other) in enumerate(pairs) if token != other), min(len(alone), len(together))
+    )
 
 
 def _ask(endpoint: Endpoint, probe: _Probe) -> Answer:
     """Its tokens as JSON has them, where every float has the digits that tell it from its neighbours."""
     body = {
         "prompt": list(probe.prompt),
-        "max_tokens": probe.answer,
+        "max_tokens": probe.answer_len,
         "logprobs": TOP_LOGPROBS,
         "temperature": 0.0 if probe.seed is None else 1.0,
         **({} if probe.seed is None else {"seed": probe.seed}),

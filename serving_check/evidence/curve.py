@@ -29,12 +29,12 @@ def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: 
     steady = steady_decisions_of(measured, workload, bounds.throughput_floor)
     return [
         replace(
-            curve_point(one, decision),
-            rival=rival_point(one, voting.get(one.m), workload),
-            steady=steady_point(one, steady.get(one.m)),
+            curve_point(level, decision),
+            rival=rival_point(level, voting.get(level.m), workload),
+            steady=steady_point(level, steady.get(level.m)),
         )
-        for one, decision in zip(measured, decisions, strict=True)
-        if one.artifact and one.baseline
+        for level, decision in zip(measured, decisions, strict=True)
+        if level.artifact and level.baseline
     ]
 
 
@@ -46,18 +46,18 @@ def rival_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, from_m: float
 ) -> dict[int, Decision]:
     """Whether the artifact is faster than the rival, at each M from `from_m` on."""
-    voting = [one for one in measured if one.m >= from_m]
+    voting = [level for level in measured if level.m >= from_m]
     if not voting:
         return {}
     # Faster is all that is asked, by how much is not.
     test = SequentialTest(RIVAL_FLOOR, len(voting), workload.max_blocks, widest=math.inf)
-    if all(took_turns(one) for one in voting):
-        groups = [one.group_means(output_throughput, over_rival=True) for one in voting]
+    if all(took_turns(level) for level in voting):
+        groups = [level.group_means(output_throughput, over_rival=True) for level in voting]
         decisions = decide_all(groups, test.of_turns)
     else:
-        ratios = [one.log_ratios(output_throughput, over_rival=True) for one in voting]
+        ratios = [level.log_ratios(output_throughput, over_rival=True) for level in voting]
         decisions = decide_all(ratios, test)
-    return {one.m: decision for one, decision in zip(voting, decisions, strict=True)}
+    return {level.m: decision for level, decision in zip(voting, decisions, strict=True)}
 
 
 def rival_point(
@@ -90,10 +90,15 @@ def binding_decisions_of(
         return decisions
     return [
         min(
-            (whole, steady[one.m]),
-            key=lambda each: (each.status != "fail", each.final, each.status == "pass", each.ratio),
+            (whole, steady[level.m]),
+            key=lambda decision: (
+                decision.status != "fail",
+                decision.final,
+                decision.status == "pass",
+                decision.ratio,
+            ),
         )
-        for one, whole in zip(measured, decisions, strict=True)
+        for level, whole in zip(measured, decisions, strict=True)
     ]
 
 
@@ -108,10 +113,10 @@ def steady_decisions_of(
         return {}
     decisions = _decided(measured, sequential_test(workload, floor), decoding_throughput)
     return {
-        one.m: replace(each, final=True)
-        if len(one.blocks) >= LOOKS[0] and not one.shows_steady_decoding
-        else each
-        for one, each in zip(measured, decisions, strict=True)
+        level.m: replace(decision, final=True)
+        if len(level.blocks) >= LOOKS[0] and not level.shows_steady_decoding
+        else decision
+        for level, decision in zip(measured, decisions, strict=True)
     }
 
 
@@ -136,13 +141,13 @@ def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[De
     Not where servers take turns: their first blocks share a start, which may have been a bad one.
     """
     decisions = _decided(measured, test, output_throughput)
-    if any(took_turns(one) for one in measured):
+    if any(took_turns(level) for level in measured):
         return decisions
     return [
         replace(decision, status="fail", final=True)
-        if decision.status == "inconclusive" and is_hopeless(one.first_looks, test.floor)
+        if decision.status == "inconclusive" and is_hopeless(level.first_looks, test.floor)
         else decision
-        for one, decision in zip(measured, decisions, strict=True)
+        for level, decision in zip(measured, decisions, strict=True)
     ]
 
 
@@ -151,12 +156,12 @@ def _decided(
 ) -> list[Decision]:
     """From blocks on the first servers, or, of an M that has any, from groups on servers started anew; from
     groups alone where servers take turns."""
-    groups = [one.group_means(figure) for one in measured]
-    if any(took_turns(one) for one in measured):
+    groups = [level.group_means(figure) for level in measured]
+    if any(took_turns(level) for level in measured):
         return decide_all(groups, test.of_turns)
     first = [
-        replace(one, blocks=[block for block in one.blocks if not block.restarts]).log_ratios(figure)
-        for one in measured
+        replace(level, blocks=[block for block in level.blocks if not block.restarts]).log_ratios(figure)
+        for level in measured
     ]
     decisions = decide_all(first, test)
     if any(groups):

@@ -128,7 +128,7 @@ class Block:
 
 @dataclass
 class MeasuredM:
-    """Every block at one M, oldest first."""
+    """One level of load: every block at one M, oldest first."""
 
     __pydantic_config__ = DOCUMENTED
 

@@ -105,7 +105,7 @@ def serve_and_measure(
         started = time.perf_counter()
         baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenizer.encode)
         deadline = deadline_from(time.perf_counter() - started)
-        tokens = sum(len(one.tokens) for one in baseline_canary)
+        tokens = sum(len(continuation.tokens) for continuation in baseline_canary)
         refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
         canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
     repeats = Repeats(run, artifact, baseline, tokenizer)
@@ -140,9 +140,9 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Boun
     It ends when no stall of the artifact alone has come for a while, or enough of them.
     """
     in_doubt = m_in_doubt(measured, bounds)
-    watched = math.fsum(repeat.duration for one in measured for repeat in one.artifact)
+    watched = math.fsum(repeat.duration for level in measured for repeat in level.artifact)
     m = in_doubt or (m_to_watch(measured) if watched < WATCHED_S else None)
-    if m is None or any(block.errors for one in measured for block in one.blocks):
+    if m is None or any(block.errors for level in measured for block in level.blocks):
         return None
     together = MeasuredM(m)
     began = last = time.monotonic()
@@ -152,7 +152,7 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Boun
         servers.run_together(together)
         if together.blocks[-1].errors:
             # A failed request is for its own check, whichever repeat it was in.
-            next(one for one in measured if one.m == m).blocks.append(together.blocks.pop())
+            next(level for level in measured if level.m == m).blocks.append(together.blocks.pop())
             break
         result = check_stalls(measured, bounds, together)
         if result.status == "fail":
@@ -216,13 +216,13 @@ def repeat_prompts(servers: Servers, measured: Sequence[MeasuredM]) -> RepeatedP
 
     None after fewer repeats than the first look has: the quickest of them may have been disturbed.
     """
-    one = next((each for each in reversed(measured) if len(each.artifact) >= LOOKS[0]), None)
-    first = None if one is None else tpot_of(one.artifact)
-    if one is None or first is None or any(block.errors for block in one.blocks):
+    level = next((level for level in reversed(measured) if len(level.artifact) >= LOOKS[0]), None)
+    first = None if level is None else tpot_of(level.artifact)
+    if level is None or first is None or any(block.errors for block in level.blocks):
         return None
-    spec = workload_spec(servers.workload, one.m, servers.text, seed=0)
-    second = tpot_of([servers.repeat(servers.artifact, replace(spec, seed=one.artifact[-1].seed))])
-    return None if second is None else RepeatedPrompts(one.m, first, second)
+    spec = workload_spec(servers.workload, level.m, servers.text, seed=0)
+    second = tpot_of([servers.repeat(servers.artifact, replace(spec, seed=level.artifact[-1].seed))])
+    return None if second is None else RepeatedPrompts(level.m, first, second)
 
 
 def canary_prompts(text: Sequence[int]) -> list[tuple[int, ...]]:

@@ -53,12 +53,12 @@ def measure(
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
     clock = clock or StageClock(progress)
     with clock.stage("warm-up"):
-        for one in measured:
-            if not servers.warm_up(one):
+        for level in measured:
+            if not servers.warm_up(level):
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
             # So slow that it needs no statistics? One more look, and it is over.
-            if is_far_below(one.first_looks, floor) and (
-                not servers.run_block(one) or is_hopeless(one.first_looks, floor)
+            if is_far_below(level.first_looks, floor) and (
+                not servers.run_block(level) or is_hopeless(level.first_looks, floor)
             ):
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
     clock.say(_estimate(measured, test))
@@ -85,22 +85,25 @@ def _decide(
     with bar:
         settled = servers.settled_against_rival(measured)
         for blocks in range(1, test.max_blocks + 1):
-            for one, decision in zip(measured, decisions, strict=True):
-                known = decision.final and one.m in settled
-                if known or len(one.blocks) >= blocks or _given_up(decisions, blocks):
+            for level, decision in zip(measured, decisions, strict=True):
+                known = decision.final and level.m in settled
+                if known or len(level.blocks) >= blocks or _given_up(decisions, blocks):
                     continue
-                bar.set_postfix_str(f"M={one.m} block {blocks}")
-                if not servers.run_block(one):
+                bar.set_postfix_str(f"M={level.m} block {blocks}")
+                if not servers.run_block(level):
                     return binding_decisions_of(measured, servers.workload, test.floor)
             if blocks not in test.looks:
                 continue
             before, decisions = decisions, binding_decisions_of(measured, servers.workload, test.floor)
-            for one, old, new in zip(measured, before, decisions, strict=True):
+            for level, old, new in zip(measured, before, decisions, strict=True):
                 if new.final and not old.final:
                     bar.update()
-                    clock.say(_sentence(one.m, new))
+                    clock.say(_sentence(level.m, new))
             settled = servers.settled_against_rival(measured)
-            if all(each.final and one.m in settled for one, each in zip(measured, decisions, strict=True)):
+            if all(
+                decision.final and level.m in settled
+                for level, decision in zip(measured, decisions, strict=True)
+            ):
                 break
             if surely_stalls(measured, bounds) or (can_restart and needs_new_servers(decisions, test)):
                 break
@@ -116,27 +119,27 @@ def _decide_in_groups(
 ) -> list[Decision]:
     decisions = binding_decisions_of(measured, servers.workload, test.floor)
     for group in range(1, test.of_groups.max_blocks + 1):
-        undecided = [one for one, each in zip(measured, decisions, strict=True) if not each.final]
-        if max(len(one.blocks) for one in undecided) + GROUP > test.max_blocks:
+        undecided = [level for level, decision in zip(measured, decisions, strict=True) if not decision.final]
+        if max(len(level.blocks) for level in undecided) + GROUP > test.max_blocks:
             break
         restart()
-        for one in undecided:
-            servers.warm_up(MeasuredM(one.m))
+        for level in undecided:
+            servers.warm_up(MeasuredM(level.m))
         for _ in range(GROUP):
-            if not all(servers.run_block(one, group) for one in undecided):
+            if not all(servers.run_block(level, group) for level in undecided):
                 return binding_decisions_of(measured, servers.workload, test.floor)
         if group in test.of_groups.looks:
             decisions = binding_decisions_of(measured, servers.workload, test.floor)
         if all(decision.final for decision in decisions) or _given_up(decisions, test.max_blocks):
             break
-    for one in undecided:
-        clock.say(_sentence(one.m, decisions[measured.index(one)]))
+    for level in undecided:
+        clock.say(_sentence(level.m, decisions[measured.index(level)]))
     return decisions
 
 
 def _estimate(measured: Sequence[MeasuredM], test: SequentialTest) -> str:
     """How long the blocks will take, from the speeds of the warm-up."""
-    warmed = [repeat for one in measured for block in one.warmups[-1:] for repeat in block.repeats]
+    warmed = [repeat for level in measured for block in level.warmups[-1:] for repeat in block.repeats]
     first = [max(repeat.ttfts, default=0.0) for repeat in warmed]
     in_a_round = sum(
         ttft + (repeat.duration - ttft) * WARMUP_PART for repeat, ttft in zip(warmed, first, strict=True)
@@ -180,42 +183,42 @@ class Servers:
 
     def settled_against_rival(self, measured: Sequence[MeasuredM]) -> set[int]:
         """The Ms at which no further block is wanted for the rival's sake."""
-        ms = {one.m for one in measured}
+        ms = {level.m for level in measured}
         if self.rival is None:
             return ms
         decisions = rival_decisions_of(measured, self.workload, self.rival.from_m)
         return ms - {m for m, decision in decisions.items() if not decision.final}
 
-    def warm_up(self, one: MeasuredM) -> bool:
+    def warm_up(self, level: MeasuredM) -> bool:
         """Short repeats of every side, which are kept as first looks; false where a request failed.
 
         The baseline's come first: its speed gives the artifact its deadline.
         """
         short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
         for index in range(self.workload.warmups):
-            spec = workload_spec(short, one.m, self.text, seed=SEEDS_PER_M - 1 - index)
+            spec = workload_spec(short, level.m, self.text, seed=SEEDS_PER_M - 1 - index)
             block = self._block(index + 1, spec)
             # A failed request is the end of it, whichever repeat it was in.
-            (one.blocks if block.errors else one.warmups).append(block)
+            (level.blocks if block.errors else level.warmups).append(block)
             if block.errors:
                 return False
         return True
 
-    def run_block(self, one: MeasuredM, restarts: int = 0) -> bool:
+    def run_block(self, level: MeasuredM, restarts: int = 0) -> bool:
         """Add a block to `one`; false where a request failed, and the block is then left unfinished."""
-        index = len(one.blocks)
-        block = self._block(index, workload_spec(self.workload, one.m, self.text, index))
-        one.blocks.append(replace(block, restarts=restarts))
+        index = len(level.blocks)
+        block = self._block(index, workload_spec(self.workload, level.m, self.text, index))
+        level.blocks.append(replace(block, restarts=restarts))
         return not block.errors
 
-    def run_together(self, one: MeasuredM) -> None:
+    def run_together(self, level: MeasuredM) -> None:
         """Add a block to `one` of repeats on both servers at the same time."""
-        seed = SEEDS_PER_M // 2 + len(one.blocks)
-        spec = workload_spec(self.workload, one.m, self.text, seed)
+        seed = SEEDS_PER_M // 2 + len(level.blocks)
+        spec = workload_spec(self.workload, level.m, self.text, seed)
         with ThreadPoolExecutor() as pool:
             ours = pool.submit(self.repeat, self.artifact, spec)
             theirs = pool.submit(self.repeat, self.baseline, spec)
-        one.blocks.append(Block([ours.result()], [theirs.result()]))
+        level.blocks.append(Block([ours.result()], [theirs.result()]))
 
     def _block(self, index: int, spec: WorkloadSpec) -> Block:
         block = Block()

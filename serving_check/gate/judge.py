@@ -42,8 +42,10 @@ class Judgement:
 def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
     """Every check, in the order in which they are shown; each is a pure function of what it is given here."""
     curve = curve_of(evidence.measured, workload, bounds)
-    in_turns = all(took_turns(one) for one in evidence.measured)
-    broken_off = next((one.m for one in evidence.measured if any(block.errors for block in one.blocks)), None)
+    in_turns = all(took_turns(level) for level in evidence.measured)
+    broken_off = next(
+        (level.m for level in evidence.measured if any(block.errors for block in level.blocks)), None
+    )
     checks = (
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
         check_weights(evidence.weights),

@@ -115,9 +115,9 @@ def weaker(verdict: Verdict) -> list[str]:
     )
     least = _policy(declared).least_blocks
     found += [
-        f"{len(one.blocks)} blocks of repeats at M={one.m}, the policy wants {least}"
-        for one in verdict.evidence.measured
-        if len(one.blocks) < least
+        f"{len(level.blocks)} blocks of repeats at M={level.m}, the policy wants {least}"
+        for level in verdict.evidence.measured
+        if len(level.blocks) < least
     ]
     return found + _of_the_baseline(verdict)
 

@@ -126,15 +126,15 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
     """Whether the repeats are those that the workload asks for."""
     problems = []
     measured, workload = verdict.evidence.measured, verdict.workload
-    if [one.m for one in measured] != sorted(workload.ms):
+    if [level.m for level in measured] != sorted(workload.ms):
         problems.append("its repeats are at other Ms than its workload names")
-    for one in measured:
-        if len(one.blocks) > workload.max_blocks or not all(
-            _as_asked(repeat, one.m, workload) for repeat in (*one.artifact, *one.baseline)
+    for level in measured:
+        if len(level.blocks) > workload.max_blocks or not all(
+            _as_asked(repeat, level.m, workload) for repeat in (*level.artifact, *level.baseline)
         ):
-            problems.append(f"the repeats at M={one.m} are not of its workload")
-        elif verdict.status == "pass" and not _is_whole(one):
-            problems.append(f"M={one.m} was not measured to its end")
+            problems.append(f"the repeats at M={level.m} are not of its workload")
+        elif verdict.status == "pass" and not _is_whole(level):
+            problems.append(f"M={level.m} was not measured to its end")
     problems += _of_the_claim(verdict)
     if verdict.quality_tokens != verdict.evidence.quality.tokens:
         problems.append("quality was measured on another number of tokens than it says")

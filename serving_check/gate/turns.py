@@ -66,11 +66,11 @@ class Turns:
         with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=progress) as bar:
             undecided = measured
             for group in range(1, groups.max_blocks + 1):
-                blocks = {one.m: [Block(restarts=group) for _ in range(GROUP)] for one in undecided}
+                blocks = {level.m: [Block(restarts=group) for _ in range(GROUP)] for level in undecided}
                 # All of them also where a request has failed: each is to have been up.
                 succeeded = [self._turn(side, undecided, blocks) for side in order]
-                for one in undecided:
-                    one.blocks += [block for block in blocks[one.m] if block.repeats]
+                for level in undecided:
+                    level.blocks += [block for block in blocks[level.m] if block.repeats]
                 bar.update()
                 if not all(succeeded):
                     break
@@ -79,7 +79,7 @@ class Turns:
                     continue
                 undecided = self._undecided(measured)
                 say(f"group {group}: {len(undecided)} of {len(measured)} Ms need further groups")
-                if not undecided or any(each.status == "fail" for each in self._decisions(measured)):
+                if not undecided or any(decision.status == "fail" for decision in self._decisions(measured)):
                     break
         return measured
 
@@ -91,9 +91,9 @@ class Turns:
             rival_decisions_of(measured, self.workload, self.rival_from_m) if RIVAL in self.sides else {}
         )
         return [
-            one
-            for one, each in zip(measured, self._decisions(measured), strict=True)
-            if not each.final or (one.m in against and not against[one.m].final)
+            level
+            for level, decision in zip(measured, self._decisions(measured), strict=True)
+            if not decision.final or (level.m in against and not against[level.m].final)
         ]
 
     def _turn(self, side: str, due: Sequence[MeasuredM], blocks: dict[int, list[Block]]) -> bool:
@@ -105,17 +105,17 @@ class Turns:
             self.when_first_up(side, endpoint)
         if fresh:
             short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
-            for one, index in itertools.product(due, range(self.workload.warmups)):
-                warm = self._send(side, workload_spec(short, one.m, self.text, SEEDS_PER_M - 1 - index))
+            for level, index in itertools.product(due, range(self.workload.warmups)):
+                warm = self._send(side, workload_spec(short, level.m, self.text, SEEDS_PER_M - 1 - index))
                 if warm.errors:
-                    _of(side, blocks[one.m][0]).append(warm)
+                    _of(side, blocks[level.m][0]).append(warm)
                     return False
         before = compilations(endpoint.metrics(), endpoint.series)
         for index in range(GROUP):
-            for one in due:
-                seed = (blocks[one.m][index].restarts - 1) * GROUP + index
-                repeat = self._send(side, workload_spec(self.workload, one.m, self.text, seed))
-                _of(side, blocks[one.m][index]).append(repeat)
+            for level in due:
+                seed = (blocks[level.m][index].restarts - 1) * GROUP + index
+                repeat = self._send(side, workload_spec(self.workload, level.m, self.text, seed))
+                _of(side, blocks[level.m][index]).append(repeat)
                 if repeat.errors:
                     return False
         after = compilations(endpoint.metrics(), endpoint.series)

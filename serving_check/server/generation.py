@@ -45,10 +45,10 @@ class Generation:
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._engine = engine
         self._mailbox = Mailbox()
-        self._params = [_nth(each, i) for each in params for i in range(n)]
+        self._params = [_nth(of_prompt, i) for of_prompt in params for i in range(n)]
         self._ids = [f"{request_id}-{index}" for index in range(len(self.prompts))]
         self._texts = [
-            SequenceText(tokenizer, stop, one.min_tokens, skip_special_tokens) for one in self._params
+            SequenceText(tokenizer, stop, own.min_tokens, skip_special_tokens) for own in self._params
         ]
 
     @property
@@ -103,9 +103,9 @@ class SequenceText:
         for position, token in enumerate(new.token_ids):
             # One token at a time: usage counts up to the token that completed the stop string.
             reason = new.finish_reason if position == last else None
-            one = NewTokens([token], new.logprobs[position : position + 1], reason)
+            token_alone = NewTokens([token], new.logprobs[position : position + 1], reason)
             self.tokens += 1
-            decoded = self._decode(one)
+            decoded = self._decode(token_alone)
             text += decoded if self.tokens <= self._min_tokens else self._stops.feed(decoded)
             if self._stops.found:
                 logprobs = new.logprobs[: position + 1]

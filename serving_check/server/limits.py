@@ -33,8 +33,8 @@ class ServerLimits:
     )
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            object.__setattr__(self, one.name, check(type(self), one, getattr(self, one.name)))
+        for field in fields(self):
+            object.__setattr__(self, field.name, check(type(self), field, getattr(self, field.name)))
 
     @property
     def max_body_bytes(self) -> int:

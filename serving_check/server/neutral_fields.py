@@ -102,7 +102,7 @@ def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, An
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
     """Whether it is, and true is not taken for 1."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in neutral)
 
 
 def lenient_schema(schema: dict[str, Any]) -> None:

@@ -163,12 +163,12 @@ def whole_extra(
 
 def _prompt_entry(token: int, entry: TokenLogprobs, count: int, texts: TokenTexts) -> dict[str, Any]:
     """By token id: the most likely ones, and the one that is there."""
-    found = [(one, logprob, rank) for rank, (one, logprob) in enumerate(entry.top[:count], 1)]
-    if token not in (one for one, _, _ in found):
+    found = [(other, logprob, rank) for rank, (other, logprob) in enumerate(entry.top[:count], 1)]
+    if token not in (other for other, _, _ in found):
         found.append((token, entry.logprob, entry.rank or 0))
     return {
-        str(one): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts[one]}
-        for one, logprob, rank in found
+        str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts[other]}
+        for other, logprob, rank in found
     }
 
 

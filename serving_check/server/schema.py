@@ -203,8 +203,8 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, also of a request that has sent one alone."""
-        one = isinstance(self.prompt, str) or not isinstance(self.prompt[0], str | list)
-        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+        is_single = isinstance(self.prompt, str) or not isinstance(self.prompt[0], str | list)
+        return [self.prompt] if is_single else self.prompt  # type: ignore[list-item, return-value]
 
     @property
     def num_prompts(self) -> int:

@@ -70,7 +70,7 @@ class ServedModel:
                 code="no_chat_template",
             )
         if request.offered_tools and self.tool_format is None:
-            known = ", ".join(one.name for one in FORMATS)
+            known = ", ".join(form.name for form in FORMATS)
             raise ApiError(
                 f"the chat template of {self.name} takes no tools in a form that this server can read "
                 f"({known}); leave tools out",

@@ -39,7 +39,7 @@ def format_of(template: str | None) -> ToolFormat | None:
     """The form that a chat template teaches; None where it takes no tools, or in a form not known here."""
     if not template or "tools" not in template:
         return None
-    return next((one for one in FORMATS if any(mark in template for mark in one.template_marks)), None)
+    return next((form for form in FORMATS if any(mark in template for mark in form.template_marks)), None)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def calls_in(body: str) -> list[ToolCall]:
             value, end = json.JSONDecoder().raw_decode(rest)
             rest = rest[end:].lstrip(" \t\r\n;,")
             listed = [{"name": name[1], "arguments": value}] if name else value
-            calls += [_call(one) for one in (listed if isinstance(listed, list) else [listed])]
+            calls += [_call(call) for call in (listed if isinstance(listed, list) else [listed])]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return calls

@@ -105,7 +105,7 @@ def _lag_one(values: Sequence[float]) -> float:
     mean = math.fsum(values) / len(values)
     deviations = [value - mean for value in values]
     squares = math.fsum(deviation * deviation for deviation in deviations)
-    products = math.fsum(one * other for one, other in itertools.pairwise(deviations))
+    products = math.fsum(earlier * later for earlier, later in itertools.pairwise(deviations))
     return products / squares if squares > 0 else 0.0
 
 
