@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...base.progress import progress_bar
 from ...serving_check.adapters.all_engines import engine_named
-from ...serving_check.evidence.evidence import Loaded
-from ...serving_check.gate.gate import Served
+from ...serving_check.evidence.evidence import ModelFigures
+from ...serving_check.gate.gate import RunFigures
 from ...serving_check.quality import compare
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.layer_stream import LayerStream
@@ -62,9 +62,9 @@ class ReadByLayers(nn.Module):
         hidden = hidden[:, -logits_to_keep:].to(input_ids.device)
         return Output(self._stream.predictions(hidden))
 
-    def describe(self) -> Loaded:
+    def describe(self) -> ModelFigures:
         model = self._stream.model
-        return Loaded(linear_shapes(model), int(model.config.get_text_config().vocab_size))
+        return ModelFigures(linear_shapes(model), int(model.config.get_text_config().vocab_size))
 
     @property
     def dtype(self) -> str:
@@ -99,7 +99,7 @@ def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
     return InProcessFigures(loaded, baseline_loaded, comparison, ours.dtype, theirs.dtype, by_layers=True)
 
 
-def scorer_by_layers(run: Run, served: Served) -> TextScorer:
+def scorer_by_layers(run: Run, served: RunFigures) -> TextScorer:
     """For the texts that were served, and no others."""
     read = {(*one.prompt, *one.tokens) for one in (*served.canary, *served.baseline_canary)}
     read |= {(*one.prompt, *one.tokens) for one in served.texts}

@@ -20,7 +20,7 @@ from ...serving_check.checks.served_text import text_score
 from ...serving_check.engine.offline.stored_kv import OverStoredKV
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import ServedText
-from ...serving_check.evidence.evidence import Loaded, TextScore
+from ...serving_check.evidence.evidence import ModelFigures, TextScore
 from ...serving_check.quality import Comparison, compare, continuation_nats, greedy_gaps
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
@@ -36,8 +36,8 @@ MOST_TOGETHER = 16
 
 @dataclass(frozen=True)
 class InProcessFigures:
-    loaded: Loaded
-    baseline_loaded: Loaded
+    loaded: ModelFigures
+    baseline_loaded: ModelFigures
     comparison: Comparison
     dtype: str
     baseline_dtype: str
@@ -88,7 +88,7 @@ def figures_of(models: Models, text: HeldOutText, options: LoadOptions) -> InPro
 
 
 def refuse_other_vocabulary(
-    artifact: Checkpoint, loaded: Loaded, baseline: Checkpoint, baseline_loaded: Loaded
+    artifact: Checkpoint, loaded: ModelFigures, baseline: Checkpoint, baseline_loaded: ModelFigures
 ) -> None:
     if loaded.vocab_size != baseline_loaded.vocab_size:
         raise UserError(
@@ -144,8 +144,8 @@ def _as_served(loaded: LoadedModel, options: LoadOptions, longest: int, batch: i
     return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, longest, batch)
 
 
-def _describe(loaded: LoadedModel) -> Loaded:
-    return Loaded(
+def _describe(loaded: LoadedModel) -> ModelFigures:
+    return ModelFigures(
         linear_shapes=linear_shapes(loaded.model),
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         layouts=loaded.layouts,

@@ -9,7 +9,7 @@ from ...serving_check.checks.canary import scored
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.artifact_figures import TextFigures, WeightFigures
 from ...serving_check.evidence.evidence import ScoredText, TextScore
-from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, Served
+from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, RunFigures
 from ..conventions.kv_cache import kv_cache_of
 from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
 from .held_out import HeldOutText, read_held_out, window_for
@@ -63,7 +63,7 @@ def look(run: Run, keep_models: bool) -> Looked:
         return Looked(text, figures, *_look_at_files(run), models)
 
 
-def score(run: Run, looked: Looked, served: Served) -> Scores:
+def score(run: Run, looked: Looked, served: RunFigures) -> Scores:
     """By the models that were kept, or loaded once more: the servers have gone by then."""
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
     with run.clock.stage("answers"):

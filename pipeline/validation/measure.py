@@ -14,9 +14,9 @@ from ...serving_check.checks.loads import weights_in
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.curve import curve_of
 from ...serving_check.evidence.environment import describe_environment
-from ...serving_check.evidence.evidence import Evidence, Loaded
+from ...serving_check.evidence.evidence import Evidence, ModelFigures
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.gate.gate import Served
+from ...serving_check.gate.gate import RunFigures
 from ...serving_check.gate.judge import judge
 from ...serving_check.gate.policy import weaker
 from ..checkpoints.checkpoint import Checkpoint
@@ -123,13 +123,13 @@ def _look(run: Run, keep_models: bool) -> "Looked":
     return look(run, keep_models)
 
 
-def _score(run: Run, looked: "Looked", served: Served) -> "Scores":
+def _score(run: Run, looked: "Looked", served: RunFigures) -> "Scores":
     from .looking import score
 
     return score(run, looked, served)
 
 
-def _as_served(loaded: Loaded, as_here: bool, checkpoint: Checkpoint) -> Loaded:
+def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> ModelFigures:
     """What the server of `checkpoint` has to hold: what this process loaded, or, elsewhere, the same weights.
 
     as_here: our own server, whoever started it, on a device of the model that is used here

@@ -20,7 +20,7 @@ from ...serving_check.adapters.taking_turns import TakingTurns
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
 from ...serving_check.evidence.company import CompanyFigures, compare_in_company
 from ...serving_check.evidence.task_scores import TaskScore
-from ...serving_check.gate.gate import Served, serve_and_measure, serve_in_turns
+from ...serving_check.gate.gate import RunFigures, serve_and_measure, serve_in_turns
 from ...serving_check.gate.interleaving import Rival
 from ...serving_check.gate.turns import require_groups
 from .gpu_memory import Side, plan_memory
@@ -44,8 +44,8 @@ Scored = TypeVar("Scored")
 
 
 def serve_sides(
-    run: Run, look: Callable[[bool], Looked], score: Callable[[Looked, Served], Scored]
-) -> tuple[Looked, Served, tuple[TaskScore, ...], Scored]:
+    run: Run, look: Callable[[bool], Looked], score: Callable[[Looked, RunFigures], Scored]
+) -> tuple[Looked, RunFigures, tuple[TaskScore, ...], Scored]:
     """All servers measured beside one another, or one after another where they do not fit together.
 
     look:  what is done besides, while they start where there is room for it, and before that where not; it
@@ -146,7 +146,7 @@ def leaving_cores(servers: int) -> Iterator[None]:
 
 def _in_turns(
     run: Run, text: "HeldOutText", sides: Sequence[Side], servers: dict[str, SubprocessEndpoint]
-) -> tuple[Served, tuple[TaskScore, ...]]:
+) -> tuple[RunFigures, tuple[TaskScore, ...]]:
     run.clock.say("the servers do not fit on the GPU together: they take turns")
     turns = TakingTurns(servers)
     try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ...layouts.modules.merged_linear import layers_of
 from ..adapters.prometheus_text import labelled
 from ..adapters.series import SCALEGATE_SERIES, Series
-from ..evidence.evidence import Loaded, PackedLayers
+from ..evidence.evidence import ModelFigures, PackedLayers
 from ..evidence.verdict import CheckResult
 
 NAME = "loads"
@@ -39,7 +39,10 @@ def weights_in(packed: Mapping[str, int]) -> int:
 
 
 def check_loads(
-    artifact: Loaded, baseline: Loaded, served: PackedLayers = None, baseline_served: PackedLayers = None
+    artifact: ModelFigures,
+    baseline: ModelFigures,
+    served: PackedLayers = None,
+    baseline_served: PackedLayers = None,
 ) -> CheckResult:
     """Same layers, shapes and vocabulary as the baseline: anything else is another model. Served in the
     layouts that were loaded here: otherwise the verdict would be on others."""
@@ -85,7 +88,7 @@ def _listed(packed: Mapping[str, int]) -> str:
     return ", ".join(f"{count} in {name}" for name, count in sorted(packed.items())) or "none"
 
 
-def _reshaped(artifact: Loaded, baseline: Loaded) -> set[str]:
+def _reshaped(artifact: ModelFigures, baseline: ModelFigures) -> set[str]:
     return {
         name
         for name, shape in artifact.linear_shapes.items()

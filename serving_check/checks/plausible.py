@@ -5,7 +5,7 @@ The bound is physics with slack: a decode step reads every weight once, so the b
 
 from collections.abc import Sequence
 
-from ..evidence.evidence import Loaded, RepeatedPrompts
+from ..evidence.evidence import ModelFigures, RepeatedPrompts
 from ..evidence.verdict import CheckResult, CurvePoint, Status
 from ..settings import Bounds
 from .streamed import is_streamed, stream_of
@@ -17,8 +17,8 @@ LEAST_REPEATED_TPOT = 0.5
 
 def check_plausible(
     curve: Sequence[CurvePoint],
-    artifact: Loaded,
-    baseline: Loaded,
+    artifact: ModelFigures,
+    baseline: ModelFigures,
     repeated: RepeatedPrompts | None,
     bounds: Bounds,
 ) -> CheckResult:

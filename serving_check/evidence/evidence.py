@@ -19,8 +19,8 @@ say, or is no loader of ours."""
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """One side as it came out of the loader."""
+class ModelFigures:
+    """One side's model as the loader made it."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -82,8 +82,8 @@ class Evidence:
 
     __pydantic_config__ = DOCUMENTED
 
-    loaded: Loaded
-    baseline_loaded: Loaded
+    loaded: ModelFigures
+    baseline_loaded: ModelFigures
     quality: Comparison
     """On held-out text, in process."""
     canary: tuple[ScoredText, ...]

@@ -43,8 +43,8 @@ WATCHED_S = 5.0
 
 
 @dataclass(frozen=True)
-class Served:
-    """What two servers showed."""
+class RunFigures:
+    """What the servers showed in one run: their part of the evidence."""
 
     canary: list[Continuation]
     baseline_canary: list[Continuation]
@@ -80,7 +80,7 @@ def serve_and_measure(
     clock: StageClock | None = None,
     restart: Callable[[], None] | None = None,
     rival: Rival | None = None,
-) -> Served:
+) -> RunFigures:
     """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
     text:    token ids that prompts are cut from
@@ -118,7 +118,7 @@ def serve_and_measure(
     compiled = compilations(said, series), compilations(artifact.metrics(), series)
     packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
     devices = packed_on(said, series), packed_on(baseline_said, baseline_series)
-    return Served(
+    return RunFigures(
         canary,
         baseline_canary,
         measured,
@@ -173,7 +173,7 @@ def serve_in_turns(
     progress: bool = True,
     clock: StageClock | None = None,
     rival_from_m: float = 0.0,
-) -> Served:
+) -> RunFigures:
     """As `serve_and_measure`, with one server up at a time.
 
     sides: `artifact`, `baseline` and perhaps `rival`
@@ -198,7 +198,7 @@ def serve_in_turns(
     with clock.stage("groups of blocks in turns"):
         measured = turns.measure(progress, clock.say)
     artifact, baseline = servers.endpoint(ARTIFACT), servers.endpoint(BASELINE)
-    return Served(
+    return RunFigures(
         canaries[ARTIFACT],
         canaries[BASELINE],
         measured,

@@ -71,12 +71,9 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Described:
-    description: ModelDescription
+class EngineDescription:
+    """The engine once it is loaded and warm."""
 
-
-@dataclass(frozen=True)
-class Ready:
     max_model_len: int
     vocab_size: int
     capacity: EngineCapacity
@@ -84,21 +81,24 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """The engine is gone. `user_error` is the message where the user can put it right."""
+class EngineFailure:
+    """The engine is gone."""
 
     message: str
     user_error: bool
+    """Whether the user can put it right."""
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
+    """The engine did not accept this request; the user can put it right."""
+
     request_id: str
     message: str
 
 
 @dataclass(frozen=True)
-class Broken:
+class StepFailure:
     """A step failed, and these requests are to blame; the engine goes on without them."""
 
     request_ids: list[str]
@@ -117,7 +117,9 @@ a busy server sends 20,000 a second."""
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepReport:
+    """What one step gave, and now and then the engine's counters."""
+
     outputs: list[Output]
     stats: EngineStats | None
 
@@ -132,22 +134,24 @@ def run_engine(connection: Connection, describe: Describe, factory: EngineFactor
     threading.Thread(target=_receive, args=(connection, commands), daemon=True).start()
     try:
         description = describe()
-        connection.send(Described(description))
+        connection.send(description)
         engine = factory(description)
         engine.warm_up()
         gc.collect()
         gc.freeze()
-        ready = Ready(engine.max_model_len, engine.vocab_size, engine.capacity, engine.jit_monitor.mode)
+        ready = EngineDescription(
+            engine.max_model_len, engine.vocab_size, engine.capacity, engine.jit_monitor.mode
+        )
         connection.send(ready)
         _step_forever(engine, connection, commands)
     except UserError as error:
-        _send_last(connection, Failed(error.message, user_error=True))
+        _send_last(connection, EngineFailure(error.message, user_error=True))
     except BaseException as error:
         traceback.print_exc()
-        _send_last(connection, Failed(f"{type(error).__name__}: {error}", user_error=False))
+        _send_last(connection, EngineFailure(f"{type(error).__name__}: {error}", user_error=False))
 
 
-def _send_last(connection: Connection, message: Failed) -> None:
+def _send_last(connection: Connection, message: EngineFailure) -> None:
     """Say why the engine is gone, to a parent that may be gone too."""
     with contextlib.suppress(OSError):
         connection.send(message)
@@ -172,7 +176,7 @@ def _step_forever(
         while not commands.empty():
             _obey(engine, connection, commands.get())
         if not engine.has_work:
-            connection.send(Stepped([], engine.stats()))
+            connection.send(StepReport([], engine.stats()))
             continue
         try:
             outputs = [_plain(output) for output in engine.step()]
@@ -180,14 +184,14 @@ def _step_forever(
             raise
         except Exception as error:
             traceback.print_exc()
-            connection.send(Broken(engine.recover(), f"{type(error).__name__}: {error}"))
+            connection.send(StepFailure(engine.recover(), f"{type(error).__name__}: {error}"))
             outputs = []
         now = time.monotonic()
         send_stats = now >= stats_due or not engine.has_work
         if send_stats:
             stats_due = now + STATS_INTERVAL
         if outputs or send_stats:
-            connection.send(Stepped(outputs, engine.stats() if send_stats else None))
+            connection.send(StepReport(outputs, engine.stats() if send_stats else None))
 
 
 def _obey(engine: SteppedEngine, connection: Connection, command: Add | Abort) -> None:
@@ -197,11 +201,11 @@ def _obey(engine: SteppedEngine, connection: Connection, command: Add | Abort) -
     try:
         engine.add_request(command.request_id, command.prompt, command.params)
     except UserError as error:
-        connection.send(Refused(command.request_id, error.message))
+        connection.send(Refusal(command.request_id, error.message))
     except Exception as error:
         traceback.print_exc()
         engine.abort(command.request_id)
-        connection.send(Broken([command.request_id], f"{type(error).__name__}: {error}"))
+        connection.send(StepFailure([command.request_id], f"{type(error).__name__}: {error}"))
 
 
 def _plain(output: StepOutput) -> Output:

@@ -12,14 +12,13 @@ from ..engine.request import FinishReason, SamplingParams, TokenLogprobs
 from .engine_child import (
     Abort,
     Add,
-    Broken,
     Describe,
-    Described,
+    EngineDescription,
     EngineFactory,
-    Failed,
-    Ready,
-    Refused,
-    Stepped,
+    EngineFailure,
+    Refusal,
+    StepFailure,
+    StepReport,
     run_engine,
 )
 from .errors import ApiError, engine_unavailable, step_failed
@@ -111,16 +110,17 @@ class EngineClient:
         self.closing = False
 
     def wait_until_described(self) -> ModelDescription:
-        """Block until it is known what is served; the model is loaded then. UserError where it cannot be."""
-        described: Described = self._first_words()
-        return described.description
+        """Block until it is known what is served; the engine then loads it. UserError if unreadable."""
+        description: ModelDescription = self._next_message()
+        return description
 
-    def wait_until_ready(self) -> Ready:
-        """Block until the model is loaded and warm. UserError where it cannot be."""
-        ready: Ready = self._first_words()
-        return ready
+    def wait_until_ready(self) -> EngineDescription:
+        """Block until the model is loaded and warm. UserError if it cannot be loaded."""
+        engine: EngineDescription = self._next_message()
+        return engine
 
-    def _first_words(self) -> Any:
+    def _next_message(self) -> Any:
+        """Before the event loop listens: wait for a message. UserError if the engine has failed."""
         try:
             message = self._connection.recv()
         except EOFError:
@@ -129,7 +129,7 @@ class EngineClient:
                 f"the engine's process ended with status {self._process.exitcode} while loading the model; "
                 "killed by the system, it was probably out of memory: lower --kv-cache-tokens"
             ) from None
-        if isinstance(message, Failed):
+        if isinstance(message, EngineFailure):
             self._process.join(JOIN_SECONDS)
             if message.user_error:
                 raise UserError(message.message)
@@ -183,7 +183,7 @@ class EngineClient:
             self._died("its process ended")
 
     def _dispatch(self, message: object) -> None:
-        if isinstance(message, Stepped):
+        if isinstance(message, StepReport):
             if message.stats is not None:
                 self._metrics.observe_stats(message.stats)
             now = time.perf_counter()
@@ -198,17 +198,17 @@ class EngineClient:
                     del self._sequences[request_id]
                     self._metrics.finished(finish_reason, now - sequence.submitted)
                 sequence.mailbox.put(sequence.index, token_ids, logprobs, finish_reason, prompt_logprobs)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Refusal):
             sequence = self._sequences.pop(message.request_id, None)
             if sequence is not None:
                 sequence.mailbox.fail(ApiError(message.message, code="request_too_large"))
-        elif isinstance(message, Broken):
+        elif isinstance(message, StepFailure):
             for request_id in message.request_ids:
                 sequence = self._sequences.pop(request_id, None)
                 if sequence is not None:
                     self._metrics.finished("abort")
                     sequence.mailbox.fail(step_failed(message.message))
-        elif isinstance(message, Failed):
+        elif isinstance(message, EngineFailure):
             self._died(message.message)
 
     def _died(self, reason: str) -> None:

@@ -31,8 +31,8 @@ WALK_FREEDOM = 2
 
 
 @dataclass(frozen=True)
-class Widening:
-    """What the variance of some values tells less than it would were they independent."""
+class VarianceInflation:
+    """How much wider correlation makes the limits of a mean than independent values would."""
 
     cost: float
     """By how much the variance of the mean exceeds what the values' own variance makes it look."""
@@ -41,7 +41,7 @@ class Widening:
 
 
 @dataclass(frozen=True)
-class Autoregression(Widening):
+class Autoregression(VarianceInflation):
     """What `count` values of a first-order autoregression show of themselves on average.
 
     Exact, from the covariance matrix R (R_ij = rho^|i-j|) and the centring matrix C = I - 11'/count.
@@ -92,13 +92,13 @@ def autoregression(count: int, rho: float) -> Autoregression:
     )
 
 
-def random_walk(count: int) -> Widening:
+def random_walk(count: int) -> VarianceInflation:
     """Of a random walk of `count` values, at least 2, whose first one is what their mean is to tell.
 
     Exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk is still near where it set out,
     so its cost is finite, where an autoregression's grows with rho without end.
     """
-    return Widening(cost=(count - 1) * (2 * count - 1) / (count + 1), freedom=WALK_FREEDOM)
+    return VarianceInflation(cost=(count - 1) * (2 * count - 1) / (count + 1), freedom=WALK_FREEDOM)
 
 
 def _lag_one(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
-from .correlation import Widening, autoregression, random_walk
+from .correlation import VarianceInflation, autoregression, random_walk
 
 VALUES_PER_TRIM = 8
 """One value is trimmed from each end for every so many."""
@@ -30,15 +30,18 @@ def interval(
     if len(values) < 2:
         return -math.inf, math.inf
     found = trimmed(values)
-    ways: list[Widening] = [autoregression(len(values), correlation)]
+    inflations: list[VarianceInflation] = [autoregression(len(values), correlation)]
     if at_most_a_walk:
-        ways.append(random_walk(len(values)))
-    low, high = (min(_half_width(found, way, error) for way in ways) for error in (low_error, high_error))
+        inflations.append(random_walk(len(values)))
+    low, high = (
+        min(_half_width(found, inflation, error) for inflation in inflations)
+        for error in (low_error, high_error)
+    )
     return found.centre - low, found.centre + high
 
 
 @dataclass(frozen=True)
-class Trimmed:
+class TrimmedMean:
     centre: float
     """The trimmed mean."""
     standard_error: float
@@ -46,15 +49,15 @@ class Trimmed:
     freedom: int
 
 
-def trimmed(values: Sequence[float]) -> Trimmed:
+def trimmed(values: Sequence[float]) -> TrimmedMean:
     trim = len(values) // VALUES_PER_TRIM
     kept = sorted(values)[trim : len(values) - trim]
     if len(kept) < 2:
-        return Trimmed(fmean(kept), math.inf, 1)
+        return TrimmedMean(fmean(kept), math.inf, 1)
     moved = winsorized(values)
     mean = fmean(moved)
     squares = math.fsum((value - mean) ** 2 for value in moved)
-    return Trimmed(fmean(kept), math.sqrt(squares / (len(kept) * (len(kept) - 1))), len(kept) - 1)
+    return TrimmedMean(fmean(kept), math.sqrt(squares / (len(kept) * (len(kept) - 1))), len(kept) - 1)
 
 
 def winsorized(values: Sequence[float]) -> list[float]:
@@ -64,9 +67,9 @@ def winsorized(values: Sequence[float]) -> list[float]:
     return [min(max(value, ordered[trim]), ordered[-1 - trim]) for value in values]
 
 
-def _half_width(found: Trimmed, way: Widening, error: float) -> float:
-    freedom = max(1, min(found.freedom, math.floor(way.freedom + 1e-9)))
-    return student_t_quantile(error, freedom) * found.standard_error * math.sqrt(way.cost)
+def _half_width(found: TrimmedMean, inflation: VarianceInflation, error: float) -> float:
+    freedom = max(1, min(found.freedom, math.floor(inflation.freedom + 1e-9)))
+    return student_t_quantile(error, freedom) * found.standard_error * math.sqrt(inflation.cost)
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from scalegate.serving_check.evidence.artifact_figures import (
     WeightFigures,
 )
 from scalegate.serving_check.evidence.environment import describe_environment
-from scalegate.serving_check.evidence.evidence import Evidence, Loaded, ScoredText, TextScore
+from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures, ScoredText, TextScore
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import Subject, Verdict
@@ -114,8 +114,8 @@ def sample_evidence(
     """What a sound artifact shows with these throughput ratios by M; `changes` replace fields."""
     text = ScoredText((1, 2, 3, 4), "the text", 0.5)
     sound = Evidence(
-        loaded=Loaded(SHAPES, 8192, {"layers.0.up": "tiles", "layers.0.down": "tiles"}),
-        baseline_loaded=Loaded(SHAPES, 8192),
+        loaded=ModelFigures(SHAPES, 8192, {"layers.0.up": "tiles", "layers.0.down": "tiles"}),
+        baseline_loaded=ModelFigures(SHAPES, 8192),
         quality=Comparison(8192, 1.52, 1.5, 0.01, 0.1, 0.2, 0.4, 0.97),
         weights=SOUND_WEIGHTS,
         texts=TextFigures(),

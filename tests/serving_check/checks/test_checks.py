@@ -17,7 +17,7 @@ from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
 from scalegate.serving_check.checks.throughput import check_throughput
 from scalegate.serving_check.evidence.curve import curve_point
-from scalegate.serving_check.evidence.evidence import Loaded
+from scalegate.serving_check.evidence.evidence import ModelFigures
 from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import overall_status
@@ -190,16 +190,16 @@ def test_quality_fails_on_any_one_figure_and_on_what_is_not_finite():
 
 def test_loading_another_model_fails():
     shapes = {"up": (768, 256), "down": (256, 768)}
-    loaded = Loaded(shapes, 8192, {"up": "tiles"})
-    assert check_loads(loaded, Loaded(shapes, 8192)).status == "pass"
-    assert "down" in check_loads(loaded, Loaded({**shapes, "down": (256, 512)}, 8192)).reason
-    assert "absent here" in check_loads(loaded, Loaded({**shapes, "extra": (1, 1)}, 8192)).reason
-    assert check_loads(loaded, Loaded(shapes, 4096)).status == "fail"
+    loaded = ModelFigures(shapes, 8192, {"up": "tiles"})
+    assert check_loads(loaded, ModelFigures(shapes, 8192)).status == "pass"
+    assert "down" in check_loads(loaded, ModelFigures({**shapes, "down": (256, 512)}, 8192)).reason
+    assert "absent here" in check_loads(loaded, ModelFigures({**shapes, "extra": (1, 1)}, 8192)).reason
+    assert check_loads(loaded, ModelFigures(shapes, 4096)).status == "fail"
 
 
 def test_serving_other_layouts_than_were_loaded_fails_on_either_side():
     packed = {"tiles 768x256": 4}
-    loaded, plain = Loaded({}, 8192, packed=packed), Loaded({}, 8192, packed={})
+    loaded, plain = ModelFigures({}, 8192, packed=packed), ModelFigures({}, 8192, packed={})
     assert check_loads(loaded, plain, packed, {}).status == "pass"
     assert check_loads(loaded, plain, None, None).status == "pass", "an engine that does not say"
     elsewhere = replace(loaded, packed=None)

@@ -21,7 +21,7 @@ from scalegate.serving_check.evidence.answer_figures import (
     spread_evenly,
 )
 from scalegate.serving_check.evidence.curve import curve_of
-from scalegate.serving_check.evidence.evidence import Loaded, RepeatedPrompts, TextScore
+from scalegate.serving_check.evidence.evidence import ModelFigures, RepeatedPrompts, TextScore
 from scalegate.serving_check.evidence.gaps import Gap, LongestGaps, longest_gaps
 from scalegate.serving_check.evidence.measurement import MeasuredM, Repeat
 from scalegate.serving_check.gate.repeats import Repeats
@@ -294,7 +294,7 @@ def test_a_step_that_takes_far_longer_in_every_repeat_fails_the_latency_check():
 
 def plausible(ratio: float, repeated: RepeatedPrompts | None = None, bytes_ratio: int = 2) -> tuple[str, str]:
     curve = curve_of([measured_m(8, ratio)], WorkloadSettings((8,)), BOUNDS)
-    ours, theirs = Loaded({}, 8, weight_bytes=100), Loaded({}, 8, weight_bytes=100 * bytes_ratio)
+    ours, theirs = ModelFigures({}, 8, weight_bytes=100), ModelFigures({}, 8, weight_bytes=100 * bytes_ratio)
     result = check_plausible(curve, ours, theirs, repeated, BOUNDS)
     return result.status, result.reason
 
@@ -316,8 +316,8 @@ def test_a_repeated_prompt_costs_what_a_new_one_costs():
 
 
 def test_a_server_elsewhere_packs_as_it_likes_but_the_same_weights():
-    loaded = Loaded({}, 8, packed_weights=2 * 768 * 256)
-    plain = Loaded({}, 8, packed_weights=0)
+    loaded = ModelFigures({}, 8, packed_weights=2 * 768 * 256)
+    plain = ModelFigures({}, 8, packed_weights=0)
     assert check_loads(loaded, plain, {"tiles 1536x256": 1}, {}).status == "pass"
     assert check_loads(loaded, plain, None, None).status == "pass", "an engine that does not say"
     result = check_loads(loaded, plain, {}, {})

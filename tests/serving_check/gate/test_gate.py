@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
-from scalegate.serving_check.evidence.evidence import Evidence, Loaded
+from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.gate.gate import canary_prompts
 from scalegate.serving_check.gate.interleaving import Servers, measure, workload_spec
@@ -34,7 +34,7 @@ def measured_by(run, load: WorkloadSettings, restart=None):
 
 
 def verdict_of(measured, decisions) -> tuple[str, dict]:
-    loaded = Loaded({"up": (8, 8)}, 500)
+    loaded = ModelFigures({"up": (8, 8)}, 500)
     comparison = Comparison(100, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     blame = {one.m: f"blame {one.m}" for one in measured}
     evidence = Evidence(
