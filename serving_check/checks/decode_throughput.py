@@ -1,4 +1,4 @@
-"""Decoding by itself where prompts are long, artifact over baseline: a slow step hides behind their reading.
+"""Throughput of decoding alone, artifact over baseline: with long prompts, prefill would hide a slow step.
 
 The decision is `curve.steady_decisions_of`; this words it.
 """

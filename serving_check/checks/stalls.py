@@ -18,8 +18,8 @@ from ..statistics.decide import chance_of_as_many
 
 NAME = "stalls"
 LONGER = 3.0
-"""Times the longest gap of a typical repeat of the baseline at that M; while prompts are computed as many
-times as the bounds let the first token come later, if that is more."""
+"""Times the longest gap of a typical repeat of the baseline at that M; during prefill the bound on TTFT, if
+that is larger."""
 LONGER_S = 0.1
 """Seconds beyond that gap: what a person sees as a pause."""
 ERROR = 0.02
@@ -144,8 +144,8 @@ def _longest_stall(repeat: Repeat, least: tuple[float, float]) -> Gap | None:
 
 
 def _least_stalls(level: MeasuredM, bounds: Bounds) -> tuple[float, float]:
-    """Seconds from which on a gap at this M is a stall: while prompts are computed, and while all decode."""
-    filling, decoding = (
+    """Seconds from which on a gap at this M is a stall: during prefill, and while all requests decode."""
+    prefill, decoding = (
         median(gaps)
         for gaps in zip(
             *((repeat.gaps.filling.seconds, repeat.gaps.decoding.seconds) for repeat in level.baseline),
@@ -153,7 +153,7 @@ def _least_stalls(level: MeasuredM, bounds: Bounds) -> tuple[float, float]:
         )
     )
     slower = max(LONGER, bounds.max_ttft_ratio)
-    return max(filling * slower, filling + LONGER_S), max(decoding * LONGER, decoding + LONGER_S)
+    return max(prefill * slower, prefill + LONGER_S), max(decoding * LONGER, decoding + LONGER_S)
 
 
 def _seconds(repeats: Iterator[Repeat]) -> float:

@@ -10,8 +10,8 @@ from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "streamed"
 LEAST_OF_BASELINE = 0.25
-"""Of the baseline's share: an artifact that decodes faster spends a smaller part of its time on it. Of its
-TPOT: one that reads prompts slowly does, too, and streams all the same."""
+"""Of the baseline's share, or of its TPOT. An artifact that decodes faster, or whose prefill is slower, has a
+smaller share of its time after the first chunk, and streams all the same."""
 LEAST_SHARE = 0.05
 """Of the baseline: where even it spends less on decoding, a stream cannot be told from a burst."""
 

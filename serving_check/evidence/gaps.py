@@ -31,9 +31,9 @@ class LongestGaps:
     __pydantic_config__ = DOCUMENTED
 
     filling: Gap
-    """While some request had no token yet, so that prompts may have been computed meanwhile."""
+    """During prefill: while some request had no token yet."""
     decoding: Gap
-    """While every request had."""
+    """While every request had one."""
 
 
 NO_GAPS = LongestGaps(Gap(0.0, 0.0), Gap(0.0, 0.0))
@@ -41,17 +41,18 @@ NO_GAPS = LongestGaps(Gap(0.0, 0.0), Gap(0.0, 0.0))
 
 def longest_gaps(result: WorkloadResult) -> LongestGaps:
     longest = {True: NO_GAPS.filling, False: NO_GAPS.decoding}
-    for gap, filling in _gaps(result):
-        if gap.seconds > longest[filling].seconds:
-            longest[filling] = gap
+    for gap, in_prefill in _gaps(result):
+        if gap.seconds > longest[in_prefill].seconds:
+            longest[in_prefill] = gap
     return LongestGaps(longest[True], longest[False])
 
 
 def _gaps(result: WorkloadResult) -> Iterator[tuple[Gap, bool]]:
+    """Every gap, and whether it lies within prefill."""
     moments: list[float] = []
-    filled = 0.0
+    prefill_end = 0.0
     for record in result.requests:
         moments += [record.start, *record.arrivals, record.start + record.e2el]
-        filled = max(filled, record.start + (record.ttft or record.e2el))
+        prefill_end = max(prefill_end, record.start + (record.ttft or record.e2el))
     for earlier, later in pairwise(sorted(moments)):
-        yield Gap(round(earlier, DIGITS), round(later - earlier, DIGITS)), later <= filled
+        yield Gap(round(earlier, DIGITS), round(later - earlier, DIGITS)), later <= prefill_end

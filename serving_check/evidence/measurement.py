@@ -61,8 +61,7 @@ class Repeat:
     answers: AnswerFigures | None = None
     """Null where they were not kept."""
     steady_decoding: float | None = None
-    """Output tokens per second while all M requests decoded and no prompt was read; null where they hardly
-    did."""
+    """Output tokens per second while all M requests decoded, outside prefill; null where they hardly did."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":
@@ -90,7 +89,7 @@ class Repeat:
 
     @property
     def output_throughput(self) -> float:
-        """Output tokens per second, filling and emptying of the batch included."""
+        """Output tokens per second, ramp-up and ramp-down of the batch included."""
         return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
 

@@ -1,7 +1,7 @@
-"""How fast a server decodes while all M requests do, and no prompt is read.
+"""How fast a server decodes while all M requests decode, outside prefill.
 
-Where prompts are long, reading them takes most of a repeat, and a decode step could take twice as long
-unnoticed. Not for whole requests, whose throughput is `Repeat.output_throughput`.
+With long prompts, prefill takes most of a repeat, and a decode step could take twice as long unnoticed. Not
+for whole requests, whose throughput is `Repeat.output_throughput`.
 """
 
 from bisect import bisect_right

@@ -107,7 +107,7 @@ class RivalPoint:
 
 @dataclass(frozen=True)
 class SteadyPoint:
-    """Decoding by itself at one M, from the parts of the same repeats in which no prompt is read."""
+    """Decoding alone at one M, from the parts of the same repeats outside prefill."""
 
     __pydantic_config__ = DOCUMENTED
 

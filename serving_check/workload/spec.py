@@ -127,7 +127,7 @@ class WorkloadResult:
 
     @property
     def output_throughput(self) -> float:
-        """Output tokens per second: all tokens over `duration`, filling and emptying of the batch included.
+        """Output tokens per second: all tokens over `duration`, ramp-up and ramp-down of the batch included.
 
         Nothing is cut off at either end, so no choice of window can flatter it; warm-ups are outside.
         """
