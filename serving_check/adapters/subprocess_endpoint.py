@@ -55,6 +55,9 @@ class SubprocessEndpoint:
     which is the only way without a race; give it for engines that cannot.
     """
 
+    stop_timeout = 30.0
+    """Seconds between SIGTERM and SIGKILL."""
+
     def __init__(
         self,
         command: Sequence[str],
@@ -65,7 +68,6 @@ class SubprocessEndpoint:
         api_key: str | None = None,
         env: dict[str, str] | None = None,
         startup_timeout: float = 1800.0,
-        stop_timeout: float = 30.0,
         series: Series = SCALEGATE_SERIES,
         progress: bool = True,
         reader: LogReader | None = None,
@@ -78,7 +80,6 @@ class SubprocessEndpoint:
         self.env = env
         self.series = series
         self.startup_timeout = startup_timeout
-        self.stop_timeout = stop_timeout
         self.progress = progress
         self.reader = reader or LogReader()
         self._process: subprocess.Popen[bytes] | None = None

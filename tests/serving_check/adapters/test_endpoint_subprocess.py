@@ -166,7 +166,8 @@ def test_one_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
         "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
     )
     log = tmp_path / "log.txt"
-    endpoint = SubprocessEndpoint([sys.executable, "-c", script], "stubborn", log=log, stop_timeout=0.5)
+    endpoint = SubprocessEndpoint([sys.executable, "-c", script], "stubborn", log=log)
+    endpoint.stop_timeout = 0.5
     give_up_once_it_has_spoken(endpoint)
     with pytest.raises(UserError, match="did not serve"):
         endpoint.start()
