@@ -20,7 +20,7 @@ from ...serving_check.adapters.taking_turns import TakingTurns
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
 from ...serving_check.evidence.company import CompanyFigures, compare_in_company
 from ...serving_check.evidence.task_scores import TaskScore
-from ...serving_check.gate.gate import RunFigures, serve_and_measure, serve_in_turns
+from ...serving_check.gate.gate import GateRun, RunFigures, serve_and_measure, serve_in_turns
 from ...serving_check.gate.interleaving import Rival
 from ...serving_check.gate.turns import require_groups
 from .gpu_memory import Side, plan_memory
@@ -98,12 +98,7 @@ def serve_sides(
             served = serve_and_measure(
                 artifact,
                 baseline,
-                run.workload,
-                run.bounds,
-                looked.text.token_ids,
-                looked.text.token_text,
-                progress=run.progress,
-                clock=run.clock,
+                _gate_run(run, looked.text),
                 restart=functools.partial(restart, started, at_once) if can_restart else None,
                 rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
             )
@@ -120,6 +115,10 @@ def serve_sides(
     # Left behind where a server failed: the error names the log.
     shutil.rmtree(logs)
     return looked, served, scores, score(looked, served) if scored is None else scored
+
+
+def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
+    return GateRun(run.workload, run.bounds, text.token_ids, text.token_text, run.clock)
 
 
 def _score_meanwhile(score: Callable[[], Scored], servers: Sequence[SubprocessEndpoint]) -> Scored:
@@ -150,17 +149,7 @@ def _in_turns(
     run.clock.say("the servers do not fit on the GPU together: they take turns")
     turns = TakingTurns(servers)
     try:
-        served = serve_in_turns(
-            turns,
-            [side.name for side in sides],
-            run.workload,
-            run.bounds.throughput_floor,
-            text.token_ids,
-            text.token_text,
-            progress=run.progress,
-            clock=run.clock,
-            rival_from_m=run.bounds.max_first_rival_m,
-        )
+        served = serve_in_turns(turns, [side.name for side in sides], _gate_run(run, text))
         # Before another side takes its place.
         _require_alive([servers[turns.up]] if turns.up else [])
         if run.options.numerics != "tuned":

@@ -68,69 +68,94 @@ class RunFigures:
     """Of the artifact's server, where it claims batch invariance."""
 
 
+@dataclass(frozen=True)
+class GateRun:
+    """What a gate run is given besides its servers."""
+
+    workload: WorkloadSettings
+    bounds: Bounds
+    text: Sequence[int]
+    """Token ids that prompts are cut from."""
+    tokenizer: TokenText
+    clock: StageClock
+    runner: Runner = run_workload
+    """Sends one repeat."""
+
+
 def serve_and_measure(
     artifact: Endpoint,
     baseline: Endpoint,
-    workload: WorkloadSettings,
-    bounds: Bounds,
-    text: Sequence[int],
-    tokenizer: TokenText,
-    run: Runner = run_workload,
-    progress: bool = True,
-    clock: StageClock | None = None,
+    run: GateRun,
     restart: Callable[[], None] | None = None,
     rival: Rival | None = None,
 ) -> RunFigures:
     """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
-    text:    token ids that prompts are cut from
-    restart: starts all servers anew, at the same addresses; None where that is not ours to do
+    restart: starts all servers anew, at the same addresses; None if that is not ours to do
 
-    UserError where one server is behind two endpoints.
+    UserError if one server is behind two endpoints, or a server's KV cache is too small for the workload.
     """
+    _refuse_shared_addresses(artifact, baseline, rival)
+    if rival is not None:
+        _require_capacity("the rival's server", rival.endpoint, rival.endpoint.metrics(), run.workload)
+    said, baseline_said = artifact.metrics(), baseline.metrics()
+    capacity = _require_capacity("the artifact's server", artifact, said, run.workload)
+    _require_capacity("the baseline's server", baseline, baseline_said, run.workload)
+    with run.clock.stage("canary text"):
+        canary, baseline_canary = _canary_texts(artifact, baseline, said, run)
+    repeats = Repeats(run.runner, artifact, baseline, run.tokenizer)
+    servers = Servers(artifact, baseline, run.workload, run.text, repeats, rival)
+    measured, decisions = measure(servers, run.bounds, run.clock, restart)
+    failed = any(decision.status == "fail" for decision in decisions)
+    with run.clock.stage("another look"):
+        together = None if failed else serve_together(servers, measured, run.bounds)
+        repeated = repeat_prompts(servers, measured)
+    series, baseline_series = artifact.series, baseline.series
+    return RunFigures(
+        canary=canary,
+        baseline_canary=baseline_canary,
+        measured=measured,
+        capacity=capacity,
+        limit=most_running(said, series),
+        compiled=(compilations(said, series), compilations(artifact.metrics(), series)),
+        packed=(packed_layers(said, series), packed_layers(baseline_said, baseline_series)),
+        packed_on=(packed_on(said, series), packed_on(baseline_said, baseline_series)),
+        texts=repeats.texts_to_score(),
+        repeated=repeated,
+        together=together,
+    )
+
+
+def _refuse_shared_addresses(artifact: Endpoint, baseline: Endpoint, rival: Rival | None) -> None:
     refuse_one_address(artifact, baseline)
     if rival is not None:
         refuse_one_address(artifact, rival.endpoint)
         refuse_one_address(baseline, rival.endpoint)
-        held = kv_cache_tokens(rival.endpoint.metrics(), rival.endpoint.series)
-        require_capacity("the rival's server", held, workload)
-    clock = clock or StageClock(progress)
-    said, baseline_said = artifact.metrics(), baseline.metrics()
-    series, baseline_series = artifact.series, baseline.series
-    capacity = kv_cache_tokens(said, series)
-    require_capacity("the artifact's server", capacity, workload)
-    require_capacity("the baseline's server", kv_cache_tokens(baseline_said, baseline_series), workload)
-    prompts = canary_prompts(text)
-    with clock.stage("canary text"):
-        started = time.perf_counter()
-        baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, tokenizer.encode)
-        deadline = deadline_from(time.perf_counter() - started)
-        tokens = sum(len(continuation.tokens) for continuation in baseline_canary)
-        refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
-        canary = continuations(artifact, prompts, CANARY_LENGTH, tokenizer.encode, deadline)
-    repeats = Repeats(run, artifact, baseline, tokenizer)
-    servers = Servers(artifact, baseline, workload, text, repeats, rival)
-    measured, decisions = measure(servers, bounds, progress, clock, restart)
-    failed = any(decision.status == "fail" for decision in decisions)
-    with clock.stage("another look"):
-        together = None if failed else serve_together(servers, measured, bounds)
-        repeated = repeat_prompts(servers, measured)
-    compiled = compilations(said, series), compilations(artifact.metrics(), series)
-    packed = packed_layers(said, series), packed_layers(baseline_said, baseline_series)
-    devices = packed_on(said, series), packed_on(baseline_said, baseline_series)
-    return RunFigures(
-        canary,
-        baseline_canary,
-        measured,
-        capacity,
-        most_running(said, series),
-        compiled,
-        packed,
-        devices,
-        repeats.texts_to_score(),
-        repeated,
-        together,
-    )
+
+
+def _require_capacity(
+    name: str, endpoint: Endpoint, said: dict[str, float], workload: WorkloadSettings
+) -> int | None:
+    """Tokens that the server's KV cache holds, where it says. UserError if the workload needs more."""
+    held = kv_cache_tokens(said, endpoint.series)
+    require_capacity(name, held, workload)
+    return held
+
+
+def _canary_texts(
+    artifact: Endpoint, baseline: Endpoint, said: dict[str, float], run: GateRun
+) -> tuple[list[Continuation], list[Continuation]]:
+    """Of the artifact's server, and of the baseline's, which writes first: its time sets the deadline.
+
+    said: the artifact's metrics before. UserError if its server counts the baseline's tokens.
+    """
+    prompts = canary_prompts(run.text)
+    started = time.perf_counter()
+    baseline_canary = continuations(baseline, prompts, CANARY_LENGTH, run.tokenizer.encode)
+    deadline = deadline_from(time.perf_counter() - started)
+    tokens = sum(len(continuation.tokens) for continuation in baseline_canary)
+    refuse_shared_counter(artifact, said, artifact.metrics(), tokens)
+    return continuations(artifact, prompts, CANARY_LENGTH, run.tokenizer.encode, deadline), baseline_canary
 
 
 def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Bounds) -> MeasuredM | None:
@@ -162,52 +187,51 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Boun
     return together
 
 
-def serve_in_turns(
-    servers: TakingTurns,
-    sides: Sequence[str],
-    workload: WorkloadSettings,
-    floor: float,
-    text: Sequence[int],
-    tokenizer: TokenText,
-    run: Runner = run_workload,
-    progress: bool = True,
-    clock: StageClock | None = None,
-    rival_from_m: float = 0.0,
-) -> RunFigures:
+def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> RunFigures:
     """As `serve_and_measure`, with one server up at a time.
 
     sides: `artifact`, `baseline` and perhaps `rival`
     """
-    clock = clock or StageClock(progress)
-    prompts = canary_prompts(text)
+    prompts = canary_prompts(run.text)
     said: dict[str, dict[str, float]] = {}
     canaries: dict[str, list[Continuation]] = {}
-    repeats = Repeats(run, None, None, tokenizer)
+    repeats = Repeats(run.runner, None, None, run.tokenizer)
 
     def when_first_up(side: str, endpoint: Endpoint) -> None:
         said[side] = endpoint.metrics()
-        held = kv_cache_tokens(said[side], endpoint.series)
-        require_capacity(f"the {side}'s server", held, workload)
-        canaries[side] = continuations(endpoint, prompts, CANARY_LENGTH, tokenizer.encode)
+        _require_capacity(f"the {side}'s server", endpoint, said[side], run.workload)
+        canaries[side] = continuations(endpoint, prompts, CANARY_LENGTH, run.tokenizer.encode)
         if side == ARTIFACT:
             repeats.artifact = endpoint
         elif side == BASELINE:
             repeats.baseline = endpoint
 
-    turns = Turns(servers, sides, workload, text, repeats, floor, rival_from_m, when_first_up)
-    with clock.stage("groups of blocks in turns"):
-        measured = turns.measure(progress, clock.say)
+    turns = Turns(
+        servers,
+        sides,
+        run.workload,
+        run.text,
+        repeats,
+        run.bounds.throughput_floor,
+        run.bounds.max_first_rival_m,
+        when_first_up,
+    )
+    with run.clock.stage("groups of blocks in turns"):
+        measured = turns.measure(run.clock)
     artifact, baseline = servers.endpoint(ARTIFACT), servers.endpoint(BASELINE)
     return RunFigures(
-        canaries[ARTIFACT],
-        canaries[BASELINE],
-        measured,
-        kv_cache_tokens(said[ARTIFACT], artifact.series),
-        most_running(said[ARTIFACT], artifact.series),
-        (None if turns.compiled is None else {}, turns.compiled),
-        (packed_layers(said[ARTIFACT], artifact.series), packed_layers(said[BASELINE], baseline.series)),
-        (packed_on(said[ARTIFACT], artifact.series), packed_on(said[BASELINE], baseline.series)),
-        repeats.texts_to_score(),
+        canary=canaries[ARTIFACT],
+        baseline_canary=canaries[BASELINE],
+        measured=measured,
+        capacity=kv_cache_tokens(said[ARTIFACT], artifact.series),
+        limit=most_running(said[ARTIFACT], artifact.series),
+        compiled=(None if turns.compiled is None else {}, turns.compiled),
+        packed=(
+            packed_layers(said[ARTIFACT], artifact.series),
+            packed_layers(said[BASELINE], baseline.series),
+        ),
+        packed_on=(packed_on(said[ARTIFACT], artifact.series), packed_on(said[BASELINE], baseline.series)),
+        texts=repeats.texts_to_score(),
     )
 
 

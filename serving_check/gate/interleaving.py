@@ -37,8 +37,7 @@ SEEDS_PER_RUN = 1_000_000
 def measure(
     servers: "Servers",
     bounds: Bounds,
-    progress: bool = True,
-    clock: StageClock | None = None,
+    clock: StageClock,
     restart: Callable[[], None] | None = None,
 ) -> tuple[list[MeasuredM], list[Decision]]:
     """Block after block over all undecided Ms, so that a slow minute of the machine meets every M alike.
@@ -51,7 +50,6 @@ def measure(
     floor = bounds.throughput_floor
     test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in sorted(workload.ms)]
-    clock = clock or StageClock(progress)
     with clock.stage("warm-up"):
         for level in measured:
             if not servers.warm_up(level):
@@ -63,7 +61,7 @@ def measure(
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
     clock.say(_estimate(measured, test))
     with clock.stage("blocks of repeats"):
-        decisions = _decide(servers, measured, test, bounds, progress, clock, can_restart=restart is not None)
+        decisions = _decide(servers, measured, test, bounds, clock, can_restart=restart is not None)
     if restart is not None and not surely_stalls(measured, bounds) and needs_new_servers(decisions, test):
         clock.say("each block is much like the one before: the servers are started anew for groups of them")
         with clock.stage("blocks on new servers"):
@@ -76,12 +74,11 @@ def _decide(
     measured: list[MeasuredM],
     test: SequentialTest,
     bounds: Bounds,
-    progress: bool,
     clock: StageClock,
     can_restart: bool,
 ) -> list[Decision]:
     decisions = binding_decisions_of(measured, servers.workload, test.floor)
-    bar = progress_bar(total=len(measured), desc="deciding", unit="M", shown=progress)
+    bar = progress_bar(total=len(measured), desc="deciding", unit="M", shown=clock.shown)
     with bar:
         settled = servers.settled_against_rival(measured)
         for blocks in range(1, test.max_blocks + 1):

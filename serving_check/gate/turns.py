@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...base.errors import UserError
-from ...base.log import logger
 from ...base.progress import progress_bar
+from ...base.stage_clock import StageClock
 from ..adapters import Endpoint
 from ..adapters.taking_turns import TakingTurns
 from ..checks.compilations import Compilations, compilations
@@ -56,14 +56,14 @@ class Turns:
     """By the artifact's server in its turns, after its warm-up; None where nobody counts."""
     _met: set[str] = field(default_factory=set, init=False)
 
-    def measure(self, progress: bool = True, say: Callable[[str], None] = logger.info) -> list[MeasuredM]:
+    def measure(self, clock: StageClock) -> list[MeasuredM]:
         """Group after group over all undecided Ms. UserError where too few blocks are allowed to decide."""
         require_groups(self.workload)
         test = sequential_test(self.workload, self.floor)
         measured = [MeasuredM(m) for m in sorted(self.workload.ms)]
         groups = test.of_turns
         order = list(reversed(self.sides))
-        with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=progress) as bar:
+        with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=clock.shown) as bar:
             undecided = measured
             for group in range(1, groups.max_blocks + 1):
                 blocks = {level.m: [Block(restarts=group) for _ in range(GROUP)] for level in undecided}
@@ -78,7 +78,7 @@ class Turns:
                 if group not in groups.looks:
                     continue
                 undecided = self._undecided(measured)
-                say(f"group {group}: {len(undecided)} of {len(measured)} Ms need further groups")
+                clock.say(f"group {group}: {len(undecided)} of {len(measured)} Ms need further groups")
                 if not undecided or any(decision.status == "fail" for decision in self._decisions(measured)):
                     break
         return measured

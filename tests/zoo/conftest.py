@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from scalegate.base.stage_clock import StageClock
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.validation.held_out import HeldOutText, read_held_out
@@ -22,7 +23,7 @@ from scalegate.serving_check.checks.canary import scored
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.curve import curve_of
 from scalegate.serving_check.evidence.evidence import Evidence
-from scalegate.serving_check.gate.gate import serve_and_measure
+from scalegate.serving_check.gate.gate import GateRun, serve_and_measure
 from scalegate.serving_check.gate.judge import Judgement, judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
@@ -60,11 +61,13 @@ class Zoo:
             served = serve_and_measure(
                 artifact or self.artifact,
                 self.baseline,
-                workload,
-                BOUNDS,
-                self.text.token_ids,
-                self.text.token_text,
-                progress=False,
+                GateRun(
+                    workload,
+                    BOUNDS,
+                    self.text.token_ids,
+                    self.text.token_text,
+                    StageClock(shown=False),
+                ),
             )
         finally:
             self.fault_file.write_text("")

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.checks.decode_throughput import NAME
 from scalegate.serving_check.evidence.curve import binding_decisions_of
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM
@@ -103,7 +104,7 @@ def simulated(step_of: float):
 
 def decided(run, load: WorkloadSettings):
     servers = Servers(ARTIFACT, BASELINE, load, list(range(9000)), Repeats(run, ARTIFACT, BASELINE, None))
-    return measure(servers, Bounds(), progress=False)
+    return measure(servers, Bounds(), StageClock(shown=False))
 
 
 def test_measuring_goes_on_until_decoding_is_decided_too():

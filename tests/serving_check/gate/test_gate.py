@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures
 from scalegate.serving_check.evidence.quality_figures import Comparison
@@ -30,7 +31,7 @@ def run_gate(ratio, noise: float = 0.03, seed: int = 0, load: WorkloadSettings |
 
 def measured_by(run, load: WorkloadSettings, restart=None):
     servers = Servers(ARTIFACT, BASELINE, load, TEXT, Repeats(run, ARTIFACT, BASELINE, None))
-    return measure(servers, Bounds(), progress=False, restart=restart)
+    return measure(servers, Bounds(), StageClock(shown=False), restart=restart)
 
 
 def verdict_of(measured, decisions) -> tuple[str, dict]:

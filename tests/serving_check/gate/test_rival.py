@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.evidence.curve import curve_of
 from scalegate.serving_check.evidence.measurement import MeasuredM
 from scalegate.serving_check.evidence.verdict import CheckResult
@@ -34,7 +35,7 @@ def measured_of(
     run = simulated_run(artifact, noise, rival=rival)
     repeats = Repeats(run, ARTIFACT, BASELINE, None)
     servers = Servers(ARTIFACT, BASELINE, LOAD, TEXT, repeats, Rival(RIVAL, FROM_M))
-    return measure(servers, Bounds(), progress=False)[0]
+    return measure(servers, Bounds(), StageClock(shown=False))[0]
 
 
 def rival_check(measured: Sequence[MeasuredM]) -> CheckResult:

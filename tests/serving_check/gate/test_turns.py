@@ -10,13 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.adapters.endpoint import is_healthy
 from scalegate.serving_check.adapters.taking_turns import TakingTurns
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.curve import curve_of, took_turns
 from scalegate.serving_check.evidence.measurement import MeasuredM
-from scalegate.serving_check.gate.gate import serve_in_turns
+from scalegate.serving_check.gate.gate import GateRun, serve_in_turns
 from scalegate.serving_check.gate.interleaving import SEEDS_PER_M
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.gate.turns import LEAST_BLOCKS, Turns
@@ -33,6 +34,7 @@ TEXT = list(range(500))
 ENDPOINTS = {"artifact": ARTIFACT, "baseline": BASELINE, "rival": RIVAL}
 WORDS = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
 COUNTING = [sys.executable, "-P", str(Path(__file__).parents[1] / "counting_server.py"), "0.0001"]
+QUIET = StageClock(shown=False)
 
 
 class Simulated:
@@ -57,7 +59,7 @@ def measured_in_turns(
     servers = Simulated()
     repeats = Repeats(run, ARTIFACT, BASELINE, None)
     turns = Turns(servers, list(sides), LOAD, TEXT, repeats, 0.93, rival_from_m=4)  # type: ignore[arg-type]
-    return turns.measure(progress=False, say=lambda line: None), servers.starts
+    return turns.measure(QUIET), servers.starts
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(2.0, "pass"), (0.7, "fail")])
@@ -84,7 +86,7 @@ def test_both_sides_of_a_block_get_the_same_prompts_and_warm_ups_others():
 
     repeats = Repeats(recording, ARTIFACT, BASELINE, None)
     turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
-    turns.measure(progress=False, say=lambda line: None)
+    turns.measure(QUIET)
     full = [each for each in sent if each[3] == LOAD.output_len]
     of = {side: [each[1:] for each in full if each[0] == side] for side in ("artifact", "baseline")}
     assert sorted(of["artifact"]) == sorted(of["baseline"])
@@ -106,7 +108,7 @@ def test_a_start_is_followed_by_as_many_warm_ups_as_were_asked_for(warmups: int)
     turns = Turns(
         servers, ["artifact", "baseline"], load, TEXT, Repeats(recording, ARTIFACT, BASELINE, None), 0.93
     )  # type: ignore[arg-type]
-    turns.measure(progress=False, say=lambda line: None)
+    turns.measure(QUIET)
     assert sum(length < LOAD.output_len for length in sent) == warmups * len(servers.starts) * len(LOAD.ms)
 
 
@@ -125,7 +127,7 @@ def test_each_side_is_looked_at_once_before_it_is_sent_anything():
         seen.append(f"look at {side}, {endpoint.model}")
 
     turns = Turns(servers, sides, LOAD, TEXT, repeats, 0.93, when_first_up=look)  # type: ignore[arg-type]
-    turns.measure(progress=False, say=lambda line: None)
+    turns.measure(QUIET)
     assert len(servers.starts) > len(sides), "they are started again"
     for side in sides:
         assert [seen.count(f"look at {side}, {side}"), seen.count(f"sent to {side}") > 0] == [1, True]
@@ -151,7 +153,7 @@ def test_a_machine_that_walks_as_far_as_the_ratio_is_from_the_floor_decides_noth
 
     repeats = Repeats(walking, ARTIFACT, BASELINE, None)
     turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
-    measured = turns.measure(progress=False, say=lambda line: None)
+    measured = turns.measure(QUIET)
     assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {status}
 
 
@@ -166,7 +168,7 @@ def test_one_bad_start_is_no_fail():
 
     repeats = Repeats(limping, ARTIFACT, BASELINE, None)
     turns = Turns(servers, ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
-    measured = turns.measure(progress=False, say=lambda line: None)
+    measured = turns.measure(QUIET)
     assert all(one.first_looks[0] < math.log(0.93 / 2) for one in measured), "the control"
     assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {"inconclusive"}
 
@@ -186,7 +188,7 @@ def test_what_the_artifacts_server_compiles_in_its_turns_is_added_up(monkeypatch
     monkeypatch.setitem(ENDPOINTS, "artifact", artifact)
     repeats = Repeats(simulated_run(lambda m: 2.0), artifact, BASELINE, None)
     turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
-    turns.measure(progress=False, say=lambda line: None)
+    turns.measure(QUIET)
     assert turns.compiled == {"triton of flush": TURN_LOOKS[0]}, "one between the two looks of each group"
 
 
@@ -202,7 +204,7 @@ def test_too_few_blocks_for_groups_are_refused_at_once():
     repeats = Repeats(simulated_run(lambda m: 1.0), ARTIFACT, BASELINE, None)
     turns = Turns(Simulated(), ["artifact", "baseline"], few, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"--max-repeats {LEAST_BLOCKS}"):
-        turns.measure(progress=False)
+        turns.measure(QUIET)
 
 
 @pytest.fixture
@@ -229,6 +231,10 @@ def test_of_real_servers_one_is_up_at_a_time_and_each_keeps_its_address(counting
     assert not any(server.is_running() for server in counting.values())
 
 
+def gate_run(load: WorkloadSettings, runner) -> GateRun:
+    return GateRun(load, Bounds(throughput_floor=0.01), TEXT, WORDS, QUIET, runner)
+
+
 def test_the_gate_measures_real_servers_in_turns(counting):
     load = WorkloadSettings((2,), 8, 8, max_blocks=LEAST_BLOCKS, seed=1)
     waits: dict[str, list[float]] = {"artifact": [], "baseline": []}
@@ -239,7 +245,7 @@ def test_the_gate_measures_real_servers_in_turns(counting):
 
     turns = TakingTurns(counting)
     try:
-        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, WORDS, recording, progress=False)
+        served = serve_in_turns(turns, list(counting), gate_run(load, recording))
     finally:
         turns.stop()
     assert max(waits["artifact"]) < waits["baseline"][0], "an artifact is waited for as its baseline takes"
@@ -264,7 +270,7 @@ def test_an_artifact_is_looked_at_where_the_baselines_first_turn_has_failed(coun
 
     turns = TakingTurns(counting)
     try:
-        served = serve_in_turns(turns, list(counting), load, 0.01, TEXT, WORDS, failing, progress=False)
+        served = serve_in_turns(turns, list(counting), gate_run(load, failing))
     finally:
         turns.stop()
     assert served.canary and served.baseline_canary
@@ -280,7 +286,7 @@ def test_a_pool_too_small_for_the_load_is_refused_at_its_servers_first_turn(coun
 
     try:
         with pytest.raises(UserError, match=r"the baseline's server .*16000"):
-            serve_in_turns(turns, list(counting), load, 0.01, TEXT, WORDS, never, progress=False)
+            serve_in_turns(turns, list(counting), gate_run(load, never))
     finally:
         turns.stop()
 
