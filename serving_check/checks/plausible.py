@@ -3,7 +3,8 @@
 The bound is physics with slack: a decode step reads every weight once, so the bytes of the weights bound it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ..evidence.evidence import ModelFigures, RepeatedPrompts
 from ..evidence.verdict import CheckResult, CurvePoint, Status
@@ -32,30 +33,10 @@ def check_plausible(
     )
     if not curve:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no repeat was finished")
-    problems: list[str] = []
-    statuses: list[Status] = ["pass"]
-    for point in curve:
-        if point.ratio is not None and point.ratio > fastest:
-            sure = (point.decision_low or 0.0) > fastest
-            statuses.append("fail" if sure else "inconclusive")
-            problems.append(
-                f"at M={point.m} it gives {point.ratio:.1f}× the baseline's tokens, and its weights have "
-                f"{1 / byte_ratio:.2f} of the bytes" + ("" if sure else ", but that may be noise")
-            )
-        ours, theirs = point.artifact.tpot_p50_ms, point.baseline.tpot_p50_ms
-        comes_in_parts = is_streamed(stream_of(point.artifact), stream_of(point.baseline))
-        if comes_in_parts and ours is not None and theirs is not None and ours * fastest < theirs:
-            statuses.append("fail")
-            problems.append(
-                f"at M={point.m} a token takes {ours:.3f} ms where a step of the baseline takes {theirs:.2f}"
-            )
-    if repeated is not None and repeated.second_tpot < LEAST_REPEATED_TPOT * repeated.first_tpot:
-        statuses.append("fail")
-        problems.append(
-            "prompts that were sent before are answered from a cache: "
-            f"{repeated.second_tpot * 1000:.3f} ms a token at M={repeated.m}, "
-            f"{repeated.first_tpot * 1000:.2f} the first time"
-        )
+    problems = [
+        problem for point in curve for problem in _problems_at(point, fastest, byte_ratio)
+    ] + _problems_of_repeated(repeated)
+    statuses = {problem.status for problem in problems}
     status: Status = (
         "fail" if "fail" in statuses else "inconclusive" if "inconclusive" in statuses else "pass"
     )
@@ -66,8 +47,10 @@ def check_plausible(
         measured=f"highest ratio {highest.ratio or 0.0:.2f} at M={highest.m}",
         bound=bound,
         reason=(
-            "implausible: " + "; ".join(problems) + ". No server computes that fast: look for answers that "
-            "are kept, cut short, or not made by this model"
+            "implausible: "
+            + "; ".join(problem.words for problem in problems)
+            + ". No server computes that fast: look for answers that are kept, cut short, or not made by "
+            "this model"
             if problems
             else "no faster than fewer bytes of weights can make it"
         ),
@@ -78,3 +61,41 @@ def check_plausible(
             "repeated_tpot_ratio": repeated.second_tpot / repeated.first_tpot if repeated else None,
         },
     )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    status: Status
+    words: str
+
+
+def _problems_at(point: CurvePoint, fastest: float, byte_ratio: float) -> Iterator[_Problem]:
+    """What is faster at this M than `fastest` times the baseline."""
+    if point.ratio is not None and point.ratio > fastest:
+        sure = (point.decision_low or 0.0) > fastest
+        yield _Problem(
+            "fail" if sure else "inconclusive",
+            f"at M={point.m} it gives {point.ratio:.1f}× the baseline's tokens, and its weights have "
+            f"{1 / byte_ratio:.2f} of the bytes" + ("" if sure else ", but that may be noise"),
+        )
+    ours, theirs = point.artifact.tpot_p50_ms, point.baseline.tpot_p50_ms
+    comes_in_parts = is_streamed(stream_of(point.artifact), stream_of(point.baseline))
+    if comes_in_parts and ours is not None and theirs is not None and ours * fastest < theirs:
+        yield _Problem(
+            "fail",
+            f"at M={point.m} a token takes {ours:.3f} ms where a step of the baseline takes {theirs:.2f}",
+        )
+
+
+def _problems_of_repeated(repeated: RepeatedPrompts | None) -> list[_Problem]:
+    """Whether prompts that were sent twice came back too fast the second time."""
+    if repeated is None or not repeated.second_tpot < LEAST_REPEATED_TPOT * repeated.first_tpot:
+        return []
+    return [
+        _Problem(
+            "fail",
+            "prompts that were sent before are answered from a cache: "
+            f"{repeated.second_tpot * 1000:.3f} ms a token at M={repeated.m}, "
+            f"{repeated.first_tpot * 1000:.2f} the first time",
+        )
+    ]
