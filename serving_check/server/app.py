@@ -75,118 +75,151 @@ def create_app(
     install_handlers(app)
     describe(app, needs_key=api_key is not None)
     app.add_middleware(Admission, limits=limits, api_key=api_key)
-    unknown = UnknownFields()
-    model_card = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "scalegate"}
-    model_card |= {"max_model_len": model.max_model_len}
-    texts = TokenTexts(model.tokenizer)
+    routes = Routes(engine, model, workers, metrics, limits)
+    app.post("/v1/completions", responses=GENERATED)(routes.completions)
+    app.post("/v1/chat/completions", responses=GENERATED)(routes.chat_completions)
+    app.get("/v1/models")(routes.models)
+    app.get("/v1/models/{name:path}")(routes.model_of)
+    app.post("/tokenize")(routes.tokenize)
+    app.post("/detokenize")(routes.detokenize)
+    app.get("/health")(routes.health)
+    app.get("/metrics", response_class=PlainTextResponse, responses=TEXT)(routes.metrics_text)
+    app.get("/version")(routes.version_of)
+    return app
 
-    @app.post("/v1/completions", responses=GENERATED)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        check_model(body.model)
-        count = body.num_prompts * body.n
-        if count > limits.max_prompts:
-            raise ApiError(
-                f"the request has {count} prompts, each counted n times; this server's --max-prompts is "
-                f"{limits.max_prompts}; send fewer at a time",
-                status=413,
-                param="prompt",
-                code="too_many_prompts",
-            )
-        if workers is None or body.text_length <= SHORT_TEXT:
-            prompts, echo = model.prompts_of(body), model.prompt_texts(body)
+
+class Routes:
+    """The handler of every route, over one engine and one model."""
+
+    # A handler's docstring would be its description in `/openapi.json`: none has one.
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        workers: TextWorkers | None,
+        metrics: Metrics,
+        limits: ServerLimits,
+    ):
+        self._engine = engine
+        self._model = model
+        self._workers = workers
+        self._metrics = metrics
+        self._limits = limits
+        self._unknown = UnknownFields()
+        self._texts = TokenTexts(model.tokenizer)
+        self._model_card = {
+            "id": model.name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "scalegate",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        self._check_model(body.model)
+        self._check_number_of_prompts(body.num_prompts * body.n)
+        if self._workers is None or body.text_length <= SHORT_TEXT:
+            prompts, echo = self._model.prompts_of(body), self._model.prompt_texts(body)
         else:
-            prompts, echo = await workers.run(encode_prompts, body, model.most_characters)
-            model.check_prompts(prompts)
+            prompts, echo = await self._workers.run(encode_prompts, body, self._model.most_characters)
+            self._model.check_prompts(prompts)
         request_id = f"cmpl-{uuid.uuid4().hex}"
-        skip = body.skip_special_tokens
-        generation = new_generation(body, request_id, prompts, await grammar_of(body), skip)
-        api = Completions(request_id, model.name, texts, body, generation.prompts, echo)
-        return await answer(request, body, generation, api, unknown.headers(body.unknown))
+        generation = await self._generation(body, request_id, prompts, body.skip_special_tokens)
+        api = Completions(request_id, self._model.name, self._texts, body, generation.prompts, echo)
+        return await answer(request, body, generation, api, self._unknown.headers(body.unknown))
 
-    @app.post("/v1/chat/completions", responses=GENERATED)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        check_model(body.model)
-        model.check_chat(body)
-        assert workers is not None
-        tools = model.tool_format if body.offered_tools else None
-        prompt = await workers.run(encode_chat, body, model.most_characters)
+    async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
+        self._check_model(body.model)
+        self._model.check_chat(body)
+        assert self._workers is not None
+        tools = self._model.tool_format if body.offered_tools else None
+        prompt = await self._workers.run(encode_chat, body, self._model.most_characters)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         skip = body.skip_special_tokens and not (tools and tools.special)
-        generation = new_generation(body, request_id, [prompt], await grammar_of(body), skip)
-        api = ChatCompletions(request_id, model.name, texts, body, generation.prompts, tools)
-        return await answer(request, body, generation, api, unknown.headers(body.unknown))
+        generation = await self._generation(body, request_id, [prompt], skip)
+        api = ChatCompletions(request_id, self._model.name, self._texts, body, generation.prompts, tools)
+        return await answer(request, body, generation, api, self._unknown.headers(body.unknown))
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card]}
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model_card]}
 
-    @app.get("/v1/models/{name:path}")
-    async def model_of(name: str) -> dict[str, Any]:
-        check_model(name)
-        return model_card
+    async def model_of(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._model_card
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
-        check_model(body.model)
+    async def tokenize(self, body: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
+        self._check_model(body.model)
         if isinstance(body, TokenizeChatRequest):
-            model.check_chat(body.chat())
-            tokens = await text_workers("messages").run(encode_chat, body.chat(), limits.max_body_bytes)
+            chat = body.chat()
+            self._model.check_chat(chat)
+            workers = self._text_workers("messages")
+            tokens = await workers.run(encode_chat, chat, self._limits.max_body_bytes)
         else:
-            work = encode_text, body.prompt, body.add_special_tokens
-            tokens = await text_workers("prompt").run(*work)
-        strings = [texts[token] for token in tokens] if body.return_token_strs else None
-        counted = {"count": len(tokens), "max_model_len": model.max_model_len}
-        return {**counted, "tokens": tokens, "token_strs": strings}
+            workers = self._text_workers("prompt")
+            tokens = await workers.run(encode_text, body.prompt, body.add_special_tokens)
+        return {
+            "count": len(tokens),
+            "max_model_len": self._model.max_model_len,
+            "tokens": tokens,
+            "token_strs": [self._texts[token] for token in tokens] if body.return_token_strs else None,
+        }
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        check_model(body.model)
-        model.check_token_ids(body.tokens, "tokens")
-        return {"prompt": await text_workers("tokens").run(decode_tokens, body.tokens)}
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        self._check_model(body.model)
+        self._model.check_token_ids(body.tokens, "tokens")
+        return {"prompt": await self._text_workers("tokens").run(decode_tokens, body.tokens)}
 
-    @app.get("/health")
-    async def health() -> Response:
-        if engine.dead is not None:
-            return engine_unavailable(f"the engine has died: {engine.dead}").response()
+    async def health(self) -> Response:
+        if self._engine.dead is not None:
+            return engine_unavailable(f"the engine has died: {self._engine.dead}").response()
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=TEXT)
-    async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics_text(self) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/version")
-    async def version_of() -> dict[str, str]:
-        return {"version": app.version}
+    async def version_of(self) -> dict[str, str]:
+        return {"version": own_version()}
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name != model.name:
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model.name:
             raise ApiError(
-                f"the model {name!r} is not served here; {model.name!r} is",
+                f"the model {name!r} is not served here; {self._model.name!r} is",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
 
-    def text_workers(param: str) -> TextWorkers:
-        if workers is None:
-            raise ApiError(f"{model.name} has no tokenizer", param=param)
-        return workers
+    def _check_number_of_prompts(self, count: int) -> None:
+        if count > self._limits.max_prompts:
+            raise ApiError(
+                f"the request has {count} prompts, each counted n times; this server's --max-prompts is "
+                f"{self._limits.max_prompts}; send fewer at a time",
+                status=413,
+                param="prompt",
+                code="too_many_prompts",
+            )
 
-    async def grammar_of(body: CompletionRequest | ChatCompletionRequest) -> str | None:
-        schema = body.answer_schema
-        return None if schema is None else await text_workers("response_format").run(compile_schema, schema)
+    def _text_workers(self, param: str) -> TextWorkers:
+        if self._workers is None:
+            raise ApiError(f"{self._model.name} has no tokenizer", param=param)
+        return self._workers
 
-    def new_generation(
+    async def _generation(
+        self,
         body: CompletionRequest | ChatCompletionRequest,
         request_id: str,
         prompts: list[list[int]],
-        grammar: str | None,
         skip_special_tokens: bool,
     ) -> Generation:
-        params = [model.sampling_params(body, len(prompt), grammar) for prompt in prompts]
+        schema = body.answer_schema
+        grammar = None
+        if schema is not None:
+            grammar = await self._text_workers("response_format").run(compile_schema, schema)
+        params = [self._model.sampling_params(body, len(prompt), grammar) for prompt in prompts]
         return Generation(
-            engine,
-            model.tokenizer,
+            self._engine,
+            self._model.tokenizer,
             request_id,
             prompts,
             params,
@@ -194,8 +227,6 @@ def create_app(
             body.stop_strings,
             skip_special_tokens,
         )
-
-    return app
 
 
 async def answer(
