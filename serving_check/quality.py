@@ -5,9 +5,7 @@ In process on two modules, exact over the whole vocabulary; what is good enough,
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,6 @@ RESAMPLES = 400
 TAIL = 0.05
 """The share of tokens, furthest first, that resampled percentiles are looked up in."""
 CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Score:
-    """One model on a text."""
-
-    tokens: int
-    """Predicted tokens: every token of every window but the first."""
-    nats_per_token: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.nats_per_token)
 
 
 def read_texts(path: Path) -> list[str]:
@@ -87,21 +72,6 @@ def token_windows(
             if predictions == max_predictions:
                 return windows
     return windows
-
-
-def score(
-    model: nn.Module, windows: Sequence[Tensor], progress: Callable[[int], None] | None = None
-) -> Score:
-    """Mean negative log-likelihood of the windows under `model`; `progress` hears of each window's tokens."""
-    total, tokens = 0.0, 0
-    for window in windows:
-        for logits, targets in _predictions(model, window):
-            total += _nll(logits.log_softmax(-1), targets).double().sum().item()
-            tokens += targets.numel()
-        if progress is not None:
-            progress(window.numel())
-    _require_tokens(tokens)
-    return Score(tokens=tokens, nats_per_token=total / tokens)
 
 
 def compare(

@@ -3,7 +3,6 @@
 `quality.py` measures them; it needs torch, and reading a verdict does not.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,11 +27,3 @@ class Comparison:
     @property
     def extra_nats_per_token(self) -> float:
         return self.nats_per_token - self.baseline_nats_per_token
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.nats_per_token)
-
-    @property
-    def baseline_perplexity(self) -> float:
-        return math.exp(self.baseline_nats_per_token)

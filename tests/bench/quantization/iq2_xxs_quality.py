@@ -28,7 +28,8 @@ from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.gguf_file.architecture import Architecture
 from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_iq2_xxs
-from scalegate.serving_check.quality import read_texts, score, token_windows
+from scalegate.serving_check.quality import read_texts, token_windows
+from scalegate.tests.bench.quantization.model_nats import nats_per_token
 from scalegate.tests.bench.quantization.quality import relative_l2
 from torch import Tensor, nn
 
@@ -108,7 +109,7 @@ def measure(
     model.to(device)
     windows = [window.to(device) for window in windows]
     if "nats_per_token" not in result:
-        result["nats_per_token"] = score(model, windows).nats_per_token
+        result["nats_per_token"] = nats_per_token(model, windows)
         save()
     for name, (bits, make) in solvers(checkpoint, weights, calibration).items():
         if name in result["cells"]:
@@ -119,7 +120,7 @@ def measure(
         cell = {
             "bits_per_weight": bits,
             "relative_l2": relative_l2(weights, changed),
-            "extra_nats_per_token": score(model, windows).nats_per_token - result["nats_per_token"],
+            "extra_nats_per_token": nats_per_token(model, windows) - result["nats_per_token"],
         }
         result["cells"][name] = cell if same is None else cell | {"gguf_reads_our_bits": same}
         print(f"{checkpoint.name} {name}: {cell}", flush=True)

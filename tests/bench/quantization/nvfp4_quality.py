@@ -25,12 +25,13 @@ from scalegate.layouts.formats.weight_format import Weight
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.serving_check.quality import read_texts, score, token_windows
+from scalegate.serving_check.quality import read_texts, token_windows
 from scalegate.tests.bench.quantization.interchange_tools.environments import (
     REQUIREMENTS,
     SOLVERS,
     make_environments,
 )
+from scalegate.tests.bench.quantization.model_nats import nats_per_token, predicted_tokens
 from torch import Tensor
 
 TOOLS = Path(__file__).parent / "interchange_tools"
@@ -132,8 +133,9 @@ def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, An
                 continue
             for name, value in (weights or original).items():
                 model.get_submodule(name).weight.data.copy_(value)
-            found = score(model, windows[start : start + SLICE_WINDOWS])
-            cells[subject]["slices"].append([found.tokens, found.nats_per_token])
+            slice_windows = windows[start : start + SLICE_WINDOWS]
+            tokens, nats = predicted_tokens(slice_windows), nats_per_token(model, slice_windows)
+            cells[subject]["slices"].append([tokens, nats])
             report(options, results)
 
 

@@ -20,7 +20,8 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.records.recipe import Recipe
-from scalegate.serving_check.quality import read_texts, score, token_windows
+from scalegate.serving_check.quality import read_texts, token_windows
+from scalegate.tests.bench.quantization.model_nats import nats_per_token
 from torch import Tensor
 from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
 
@@ -57,7 +58,7 @@ def measure(checkpoint: Path, heldout: Path, group_sizes: list[int], context: in
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     windows = token_windows(tokenizer, read_texts(heldout), context)
     stored = open_checkpoint(checkpoint)
-    original = score(model, windows).nats_per_token
+    original = nats_per_token(model, windows)
     cells = []
     for group_size in group_sizes:
         mine = ours(checkpoint, group_size)
@@ -68,7 +69,7 @@ def measure(checkpoint: Path, heldout: Path, group_sizes: list[int], context: in
         ):
             for name, value in changed.items():
                 model.get_submodule(name).weight.data.copy_(value)
-            extra = score(model, windows).nats_per_token - original
+            extra = nats_per_token(model, windows) - original
             cells.append(
                 {
                     "group_size": group_size,

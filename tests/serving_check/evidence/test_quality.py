@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scalegate.serving_check.quality import compare, continuation_nats, read_texts, score, token_windows
+from scalegate.serving_check.quality import compare, continuation_nats, read_texts, token_windows
 from torch import nn
 
 
@@ -27,20 +27,19 @@ SKEWED = FixedModel([0.7, 0.1, 0.1, 0.1])
 WINDOWS = [torch.tensor([0, 0, 1, 2]), torch.tensor([3, 0])]
 
 
-def test_score_is_the_mean_over_predicted_tokens():
-    result = score(SKEWED, WINDOWS)
+def test_nats_are_the_mean_over_predicted_tokens():
+    result = compare(SKEWED, EVEN, WINDOWS)
     assert result.tokens == 4
     assert result.nats_per_token == pytest.approx(-(2 * math.log(0.7) + 2 * math.log(0.1)) / 4)
-    assert score(EVEN, WINDOWS).perplexity == pytest.approx(4.0)
+    assert math.exp(result.baseline_nats_per_token) == pytest.approx(4.0)
 
 
 def test_kl_is_of_the_model_from_the_baseline():
     result = compare(EVEN, SKEWED, WINDOWS)
     expected = 0.7 * math.log(0.7 / 0.25) + 0.3 * math.log(0.1 / 0.25)
     assert result.mean_kl == pytest.approx(expected, rel=1e-5)
-    assert result.extra_nats_per_token == pytest.approx(
-        score(EVEN, WINDOWS).nats_per_token - score(SKEWED, WINDOWS).nats_per_token
-    )
+    skewed = -(2 * math.log(0.7) + 2 * math.log(0.1)) / 4
+    assert result.extra_nats_per_token == pytest.approx(-math.log(0.25) - skewed, rel=1e-5)
 
 
 def test_a_model_against_itself_is_at_zero_and_agrees_everywhere():
@@ -55,7 +54,7 @@ def test_only_the_continuation_is_counted():
 
 def test_nothing_to_score_is_an_error_not_a_zero():
     with pytest.raises(ValueError, match="nothing to score"):
-        score(EVEN, [])
+        compare(EVEN, EVEN, [])
 
 
 class Words:
