@@ -7,7 +7,7 @@ import torch
 
 from ...layouts.choosing.choose import choose
 from ...layouts.choosing.plan import KVMeasurement, LayoutPlan
-from ...serving_check.checks.diagnosis import Diagnosis, diagnose, kv_sentence
+from ...serving_check.checks.diagnosis import diagnose, kv_sentence
 from ...serving_check.engine.offline.kv_timing import time_kv_formats
 from ...serving_check.engine.options import UNQUANTIZED
 from ..conventions.kv_cache import kv_cache_of
@@ -17,7 +17,7 @@ from ..model_loader.load_model import problems
 from .run import Run
 
 
-def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]:
+def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], str]:
     """Explains a slow M from the artifact's plan, or from one measured now where that does not cover it."""
     recorded = run.manifest.layout_plan if run.manifest else None
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
@@ -29,13 +29,13 @@ def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], Diagnosis]:
             return found
         return choose(to_serve, ms=run.workload.ms, progress=run.progress)
 
-    def explain(m: int) -> Diagnosis:
+    def explain(m: int) -> str:
         kv = "" if kv_format == UNQUANTIZED else kv_sentence(_time_kv(run, kv_format, m))
         if not used:
             layers = "No layer ran in one of Scalegate's layouts, so none of them is to blame."
-            return Diagnosis(kv or layers)
+            return kv or layers
         found = diagnose(plan(), used, m, run.bounds.throughput_floor)
-        return Diagnosis(f"{found.sentence} {kv}".strip()) if kv else found
+        return f"{found} {kv}".strip()
 
     return explain
 

@@ -68,7 +68,7 @@ def measure_and_judge(run: Run) -> Verdict:
         compiled=served.compiled,
         packed=served.packed,
         has_rival=run.rival is not None,
-        diagnoses={point.m: explain(point.m).sentence for point in curve if point.is_slow},
+        diagnoses={point.m: explain(point.m) for point in curve if point.is_slow},
     )
     judgement = judge(evidence, run.workload, run.bounds)
     baseline_layouts = figures.baseline_loaded.layouts if theirs_here else {}

@@ -4,7 +4,6 @@ Reads the chooser's measurements (`layouts/choosing/plan.py`); measures nothing 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ...layouts.choosing.explain import lowest_ratio
 from ...layouts.choosing.plan import KVMeasurement, LayoutPlan, Measurement, ShapeChoice
@@ -15,22 +14,7 @@ SLOW_WRITE = 2.0
 """Times a step that writes no page: noise makes less of it."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Which layer shape, which kernel, at which M, and what would have passed."""
-
-    sentence: str
-    shape: str | None = None
-    """None where no linear layer is below the floor."""
-    layout: str | None = None
-    kernel: str | None = None
-    m: int | None = None
-    """The measured M nearest to the one asked about."""
-    passing_layout: str | None = None
-    """The fastest layout at or above the floor at every measured M; None where there is none."""
-
-
-def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> Diagnosis:
+def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> str:
     """Blame the shape that loses the most time against the unquantized product at M; name all that lose.
 
     used: module name to the layout it was served in, which need not be the plan's own choice.
@@ -49,19 +33,18 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
             lost = measured.microseconds - measured.baseline_microseconds
             losses.append((lost * len(choice.modules), choice, measured))
     if not losses:
-        return Diagnosis(
+        return (
             "Every linear layer by itself is at or above the floor at this M, so the time is lost elsewhere: "
             "attention, sampling, or the engine's own work between steps."
         )
     _, choice, slow = max(losses, key=lambda loss: loss[0])
-    passing, advice = _advice(choice, slow, floor)
-    sentence = (
+    return (
         f"Most of it is lost in {choice.shape} ({len(choice.modules)} layers): layout {slow.layout}, kernel "
         f"{slow.kernel}, takes {slow.microseconds:.0f} µs at M={slow.m} where the unquantized product takes "
-        f"{slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). {advice} "
+        f"{slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). "
+        f"{_advice(choice, slow, floor)} "
         f"Below the floor by themselves: {', '.join(slow_from)}."
     )
-    return Diagnosis(sentence, choice.shape, slow.layout, slow.kernel, slow.m, passing)
 
 
 def kv_sentence(timed: KVMeasurement | None) -> str:
@@ -97,15 +80,15 @@ def _at(choice: ShapeChoice, layout: str, m: int) -> Measurement | None:
     )
 
 
-def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> tuple[str | None, str]:
-    """The fastest other layout that reaches the floor at every M, if any, and a sentence about it."""
+def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> str:
+    """A sentence about the fastest other layout that reaches the floor at every M, if there is one."""
     others = [layout for layout in choice.measured_layouts if layout != slow.layout]
     if not others:
-        return None, "No other layout serves this shape here; `pipeline doctor` says what could be installed."
+        return "No other layout serves this shape here; `pipeline doctor` says what could be installed."
     passing = [layout for layout in others if lowest_ratio(choice, layout) >= floor]
     if not passing:
         best = max(others, key=lambda layout: lowest_ratio(choice, layout))
-        return None, (
+        return (
             f"No other layout here reaches the floor at every M; the least slow is {best}, "
             f"at least {lowest_ratio(choice, best):.2f}×."
         )
@@ -113,7 +96,7 @@ def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> tuple[str |
         layout: measurement for layout in passing if (measurement := _at(choice, layout, slow.m)) is not None
     }
     best = min(at_m, key=lambda layout: at_m[layout].microseconds)
-    return best, (
+    return (
         f"Layout {best} would have passed: {at_m[best].microseconds:.0f} µs at M={slow.m} "
         f"({at_m[best].ratio:.2f}×), at least {lowest_ratio(choice, best):.2f}× at every M."
     )

@@ -47,30 +47,28 @@ SLOW_AND_FAST = {"slow": {1: 50.0, 8: 400.0}, "fast": {1: 80.0, 8: 90.0}, "half"
 
 def test_a_diagnosis_names_shape_kernel_m_and_the_layout_that_would_have_passed():
     found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {"up": "slow", "gate": "slow"}, 8, 0.93)
-    assert (found.shape, found.layout, found.kernel, found.m) == (SHAPE, "slow", "slow_kernel", 8)
-    assert found.passing_layout == "fast"
     for part in (
         SHAPE,
-        "slow_kernel",
+        "layout slow, kernel slow_kernel",
         "M=8",
         "floor 0.93",
         "Layout fast would have passed",
         f"themselves: {SHAPE} (slow) from M=8.",
     ):
-        assert part in found.sentence
+        assert part in found
 
 
 def test_a_diagnosis_does_not_promise_a_layout_that_would_fail_at_another_m():
     curves = {name: SLOW_AND_FAST[name] for name in ("slow", "half")}
     found = diagnose(plan_with(curves, "slow"), {}, 8, 0.93)
-    assert found.passing_layout is None
-    assert "least slow is half" in found.sentence
+    assert "would have passed" not in found
+    assert "least slow is half" in found
 
 
 def test_a_diagnosis_acquits_layers_that_are_fast_enough():
     found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {}, 8, 0.93)
-    assert found.shape is None
-    assert "elsewhere" in found.sentence
+    assert SHAPE not in found
+    assert "elsewhere" in found
 
 
 def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
