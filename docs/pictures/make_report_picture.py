@@ -20,7 +20,7 @@ from pathlib import Path
 from scalegate.pipeline.report.curve_picture import Scale, asked_ms, curve_in_words, curve_marks, ratio_span
 from scalegate.pipeline.report.headline import headline_of
 from scalegate.serving_check.evidence.verdict import Verdict
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.serving_check.gate.record import judged_again, parse_verdict
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "qwen3-pycode-5m"
@@ -55,7 +55,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.measure is not None:
         measure(arguments.measure, arguments.slow_layout)
-    PICTURE.write_text(draw(read_verdict(SLOW), read_verdict(CHOSEN)), encoding="utf-8")
+    slow, chosen = (judged_again(parse_verdict(path)) for path in (SLOW, CHOSEN))
+    PICTURE.write_text(draw(slow, chosen), encoding="utf-8")
 
 
 def measure(work: Path, slow_layout: str) -> None:

@@ -22,7 +22,6 @@ CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
 """Unknown is what the engine that was chosen cannot tell: shown, and decides nothing."""
 
 SCHEMA_VERSION = 3
-SCHEMA_PATH = Path(__file__).parents[1] / "schema" / "serving_check.schema.json"
 EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
 
 
@@ -302,9 +301,3 @@ def _plain(value: Any) -> Any:
 
 
 _ADAPTER: TypeAdapter[Verdict] = TypeAdapter(Verdict)
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of `serving_check.json`; `schema/serving_check.schema.json` is a copy of it."""
-    schema = _ADAPTER.json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

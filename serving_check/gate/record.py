@@ -23,22 +23,7 @@ from .policy import weaker
 
 TOLERANCE = 1e-6
 """Relative, of a figure made again: another machine's `exp` may round otherwise."""
-SHOWN = 3
 WORDS = ("measured", "bound", "reason")
-
-
-def read_verdict(path: Path) -> Verdict:
-    """The verdict in the file `path`, its checks, curve and status made again from its raw figures.
-
-    UserError where it is absent, not JSON, of another form, or where what it says does not follow from them.
-    """
-    verdict = parse_verdict(path)
-    if problems := contradictions(verdict):
-        raise UserError(
-            f"{path} contradicts its own raw figures, so it was edited after it was given: "
-            f"{'; '.join(problems[:SHOWN])}. Validate again"
-        )
-    return judged_again(verdict)
 
 
 def claimed_by(verdict: Verdict) -> str:

@@ -28,9 +28,9 @@ from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoin
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.serving_check.gate.record import read_verdict
 from scalegate.tests.bench.quantization.interchange_tools.environments import make_environments
 from scalegate.tests.bench.quantization.interchange_tools.score import nats_per_token
+from scalegate.tests.verdict_files import read_verdict
 from transformers import AutoTokenizer
 
 TOOLS = Path(__file__).parent / "interchange_tools"

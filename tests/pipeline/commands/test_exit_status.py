@@ -20,7 +20,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.serving_check.evidence.verdict import Verdict
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.tests.verdict_files import read_verdict
 
 from ...serving_check.gate_samples import sample_verdict
 

@@ -16,11 +16,12 @@ from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENT
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.gate.record import judged_again, read_verdict
+from scalegate.serving_check.gate.record import judged_again
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json, give_verdict, passing_verdict
 from scalegate.tests.serving_check.gate_samples import sample_evidence
+from scalegate.tests.verdict_files import read_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.long

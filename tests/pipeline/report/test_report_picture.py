@@ -6,14 +6,15 @@ from xml.etree import ElementTree
 
 import pytest
 from scalegate.serving_check.evidence.verdict import Verdict
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.serving_check.gate.record import judged_again, parse_verdict
 
 FOLDER = Path(__file__).parents[3] / "docs" / "pictures"
 
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[Verdict]:
-    return [read_verdict(FOLDER / f"report-{name}-layout.json") for name in ("slow", "chosen")]
+    paths = [FOLDER / f"report-{name}-layout.json" for name in ("slow", "chosen")]
+    return [judged_again(parse_verdict(path)) for path in paths]
 
 
 def test_the_picture_is_of_one_artifact_in_two_layouts(verdicts: list[Verdict]):

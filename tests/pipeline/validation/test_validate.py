@@ -24,7 +24,7 @@ from scalegate.pipeline.records.signature import check_signature
 from scalegate.serving_check.adapters import SubprocessEndpoint
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.evidence.verdict import Verdict
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.tests.verdict_files import read_verdict
 
 pytestmark = pytest.mark.long
 

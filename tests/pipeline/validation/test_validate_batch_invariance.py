@@ -13,7 +13,8 @@ from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.publishing.examination import examine
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
 from scalegate.serving_check.evidence.verdict import Verdict
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.serving_check.gate.record import contradictions, parse_verdict
+from scalegate.tests.verdict_files import read_verdict
 
 RECIPE = "format: int4\nbatch_invariance: pin\n"
 
@@ -71,8 +72,10 @@ def test_a_claim_without_figures_of_its_own_is_refused(
     assert read_verdict(path) == claimed[1]
     edit(value)
     path.write_text(json.dumps(value), encoding="utf-8")
-    with pytest.raises(UserError, match=r"its server claims to be .*, its figures are of one that claims"):
-        read_verdict(path)
+    assert any(
+        "its server claims to be" in line and "its figures are of one that claims" in line
+        for line in contradictions(parse_verdict(path))
+    )
 
 
 @pytest.mark.exhaustive

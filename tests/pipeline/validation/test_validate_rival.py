@@ -11,7 +11,7 @@ from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.tests.verdict_files import read_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.alone

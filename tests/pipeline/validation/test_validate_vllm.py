@@ -15,9 +15,9 @@ from scalegate.pipeline.validation.gpu_memory import MemoryPlan
 from scalegate.pipeline.validation.servers import server_of
 from scalegate.serving_check.adapters.taking_turns import TakingTurns
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.gate.record import read_verdict
 from scalegate.serving_check.gate.turns import LEAST_BLOCKS
 from scalegate.serving_check.statistics.decide import LOOKS, TURN_LOOKS
+from scalegate.tests.verdict_files import read_verdict
 
 from .vllm_stand_in import OUT_OF_MEMORY
 

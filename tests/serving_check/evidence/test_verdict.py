@@ -3,14 +3,26 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from scalegate.base.errors import UserError
-from scalegate.serving_check.evidence.verdict import SCHEMA_PATH, CheckResult, json_schema, overall_status
-from scalegate.serving_check.gate.record import read_verdict
+from scalegate.serving_check.evidence import verdict
+from scalegate.serving_check.evidence.verdict import CheckResult, Verdict, overall_status
+from scalegate.serving_check.gate.record import parse_verdict
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
+from ...verdict_files import read_verdict
 from ..gate_samples import sample_verdict
+
+SCHEMA_PATH = Path(verdict.__file__).parents[1] / "schema" / "serving_check.schema.json"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of `serving_check.json`, of which the tree keeps a copy for its readers."""
+    schema = TypeAdapter(Verdict).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def test_a_verdict_comes_back_from_its_file_as_it_went(tmp_path: Path):
@@ -65,15 +77,15 @@ def test_a_verdict_of_another_form_is_refused_by_name(tmp_path: Path, change, me
     path = tmp_path / "serving_check.json"
     path.write_text(json.dumps(value), encoding="utf-8")
     with pytest.raises(UserError, match=message):
-        read_verdict(path)
+        parse_verdict(path)
 
 
 def test_what_is_no_json_and_what_is_not_there_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="pipeline validate"):
-        read_verdict(tmp_path / "serving_check.json")
+        parse_verdict(tmp_path / "serving_check.json")
     (tmp_path / "serving_check.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="not valid JSON"):
-        read_verdict(tmp_path / "serving_check.json")
+        parse_verdict(tmp_path / "serving_check.json")
 
 
 def check(status: str) -> CheckResult:
@@ -107,3 +119,7 @@ def test_a_recipe_changes_the_bounds_it_names_and_no_others():
 def test_a_load_that_makes_no_sense_is_refused(settings):
     with pytest.raises(UserError):
         WorkloadSettings(**settings)
+
+
+if __name__ == "__main__":
+    SCHEMA_PATH.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
