@@ -65,16 +65,13 @@ class Endpoint:
 class UrlEndpoint:
     """An engine that somebody else started; `start` only looks, `stop` does nothing."""
 
-    def __init__(self, url: str, model: str | None = None, api_key: str | None = None):
-        self.name = url
+    def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.model = model
         self.api_key = api_key
 
     def start(self) -> Endpoint:
-        """The endpoint, its model read from `/v1/models` where none was given."""
-        model = self.model or first_model(self.url, self.api_key)
-        endpoint = Endpoint(self.url, model, self.api_key)
+        """The endpoint; its model is the first that `/v1/models` lists."""
+        endpoint = Endpoint(self.url, first_model(self.url, self.api_key), self.api_key)
         return replace(
             endpoint,
             takes_return_token_ids=_takes(endpoint, {"return_token_ids": True}),

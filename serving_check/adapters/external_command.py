@@ -91,7 +91,7 @@ class ExternalCommand:
         )
 
 
-def free_port(host: str = LOOPBACK) -> int:
+def free_port() -> int:
     """One that was free a moment ago, for a command that cannot bind port 0 and say which it got."""
-    with socket.create_server((host, 0)) as server:
+    with socket.create_server((LOOPBACK, 0)) as server:
         return int(server.getsockname()[1])
