@@ -27,8 +27,8 @@ from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.recipe import load_recipe, shipped_recipes
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.serving_check.adapters.all_engines import ENGINES
-from scalegate.serving_check.quality import score
 
+from .bench.quantization.model_nats import nats_per_token
 from .serving_check.gate_samples import sample_verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,7 +213,7 @@ def test_the_examples_state_what_the_shipped_text_costs(example_checkpoint: Path
     checkpoint = open_checkpoint(str(example_checkpoint))
     text = read_held_out(None, checkpoint, checkpoint, 8192)
     model = load_model(checkpoint.folder, device="cpu", dtype=torch.float32, progress=False).model
-    measured = score(model, text.windows).nats_per_token
+    measured = nats_per_token(model, text.windows)
     for readme in (ROOT / "examples" / "README.md", example_checkpoint / "README.md"):
         [stated] = re.findall(r"([\d.]+) nats", readme.read_text(encoding="utf-8"))
         assert measured == pytest.approx(float(stated), abs=0.001), readme

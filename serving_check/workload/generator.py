@@ -9,13 +9,10 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import aiohttp
-from tqdm import tqdm
 
-from ...base.progress import progress_bar
 from ..adapters.endpoint import Endpoint
 from ..adapters.prometheus_text import by_label, parse_metrics, total
 from ..adapters.series import Series
@@ -31,21 +28,17 @@ _HAS_ERROR = re.compile(rb'"error"\s*:\s*\{')
 _DONE = b"data: [DONE]"
 
 
-def run_workload(endpoint: Endpoint, spec: WorkloadSpec, progress: bool = False) -> WorkloadResult:
+def run_workload(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
     """Send `spec`'s requests to `endpoint` and wait for all answers; a failed one is recorded, not raised."""
-    return asyncio.run(run_workload_async(endpoint, spec, progress))
+    return asyncio.run(run_workload_async(endpoint, spec))
 
 
-async def run_workload_async(
-    endpoint: Endpoint, spec: WorkloadSpec, progress: bool = False
-) -> WorkloadResult:
+async def run_workload_async(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
     """`run_workload` inside a running event loop."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=spec.request_timeout)
     headers = endpoint.headers()
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        source = prompts(spec)
-        await _closed_loop(session, endpoint, spec, source, spec.num_warmups, time.perf_counter(), None)
         before = await _metrics(session, endpoint)
         samples: list[MetricsSample] = []
         # What is there already is not looked at again while the workload runs. Collecting it first would cost
@@ -55,9 +48,7 @@ async def run_workload_async(
         sampler = asyncio.create_task(
             _sample_metrics(session, endpoint, spec.sample_interval, start, samples)
         )
-        label = f"{endpoint.model} M={spec.m}"
-        with progress_bar(total=spec.num_requests, desc=label, unit="req", shown=progress) as bar:
-            records = await _closed_loop(session, endpoint, spec, source, spec.num_requests, start, bar)
+        records = await _closed_loop(session, endpoint, spec, start)
         sampler.cancel()
         gc.unfreeze()
         after = await _metrics(session, endpoint)
@@ -76,17 +67,11 @@ async def run_workload_async(
 
 
 async def _closed_loop(
-    session: aiohttp.ClientSession,
-    endpoint: Endpoint,
-    spec: WorkloadSpec,
-    source: Iterator[list[int]],
-    count: int,
-    origin: float,
-    bar: tqdm | None,
+    session: aiohttp.ClientSession, endpoint: Endpoint, spec: WorkloadSpec, origin: float
 ) -> list[RequestRecord]:
-    """Send `count` requests, at most `spec.m` at a time; their records in the order they were sent."""
+    """Send the requests, at most `spec.m` at a time; their records in the order they were sent."""
     url = endpoint.base_url + "/v1/completions"
-    asked = [next(source) for _ in range(count)]
+    asked = itertools.islice(prompts(spec), spec.num_requests)
     bodies = iter([(prompt, _body(endpoint, prompt, spec)) for prompt in asked])
     sent: list[tuple[RequestRecord, list[int], list[bytes]]] = []
 
@@ -94,10 +79,8 @@ async def _closed_loop(
         for prompt, body in bodies:
             record, events = await _send(session, url, body, spec, origin)
             sent.append((record, prompt, events))
-            if bar is not None:
-                bar.update()
 
-    await asyncio.gather(*(client() for _ in range(min(spec.m, count))))
+    await asyncio.gather(*(client() for _ in range(min(spec.m, spec.num_requests))))
     records = [record for record, _, _ in sent]
     if spec.keep_answers:
         records = [

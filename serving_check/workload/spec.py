@@ -5,8 +5,7 @@ Not for sending anything: that is `generator.py`.
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from .answers import Answer
 from .engine_work import EngineWork
@@ -26,8 +25,6 @@ class WorkloadSpec:
     """Prompt tokens a request."""
     output_len: int
     """Output tokens a request; the end-of-sequence token is ignored, so each gives exactly this many."""
-    num_warmups: int = 0
-    """Requests sent and finished, at the same concurrency, before the clock starts."""
     seed: int = 0
     """Same seed, same prompts. Another seed gives prompts that share no prefix, so nothing is reused."""
     vocab_size: int = 1024
@@ -129,7 +126,7 @@ class WorkloadResult:
     def output_throughput(self) -> float:
         """Output tokens per second: all tokens over `duration`, ramp-up and ramp-down of the batch included.
 
-        Nothing is cut off at either end, so no choice of window can flatter it; warm-ups are outside.
+        Nothing is cut off at either end, so no choice of window can flatter it.
         """
         return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
@@ -141,13 +138,6 @@ class WorkloadResult:
             return sum(running * count for running, count in self.steps_by_running.items()) / steps
         running = [sample.running for sample in self.samples if sample.running is not None]
         return sum(running) / len(running) if running else None
-
-    @property
-    def running_max(self) -> float | None:
-        """The most requests that ever decoded together."""
-        if self.steps_by_running:
-            return float(max(self.steps_by_running))
-        return max((sample.running for sample in self.samples if sample.running is not None), default=None)
 
     @property
     def waiting_max(self) -> float | None:
@@ -174,42 +164,9 @@ class WorkloadResult:
     def e2els(self) -> list[float]:
         return [record.e2el for record in self.requests if record.error is None]
 
-    def summary(self) -> dict[str, Any]:
-        """For a report: throughput in tokens per second, latencies in milliseconds, what M was, errors."""
-        spec = {name: value for name, value in asdict(self.spec).items() if name != "token_pool"}
-        return {
-            "spec": spec,
-            "duration_s": self.duration,
-            "output_tokens": self.output_tokens,
-            "output_throughput": self.output_throughput,
-            "ttft_ms": latency_summary(self.ttfts),
-            "tpot_ms": latency_summary(self.tpots),
-            "itl_ms": latency_summary(self.itls),
-            "e2el_ms": latency_summary(self.e2els),
-            "running_mean": self.running_mean,
-            "running_max": self.running_max,
-            "waiting_max": self.waiting_max,
-            "steps_by_running": self.steps_by_running,
-            "preemptions": self.preemptions,
-            "step_ms": self.engine.step_ms,
-            "host_ms": self.engine.host_ms,
-            "device_idle_share": self.engine.device_idle_share,
-            "failed_requests": len(self.errors),
-            "first_errors": self.errors[:3],
-        }
-
 
 def percentile(values: list[float], percent: float) -> float | None:
     """The nearest-rank percentile: always one of the values measured; None of nothing."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
-
-
-def latency_summary(seconds: list[float]) -> dict[str, float] | None:
-    """Mean, p50, p90 and p99 in milliseconds; None where nothing was measured."""
-    if not seconds:
-        return None
-    figures = {"mean": sum(seconds) / len(seconds)}
-    figures |= {f"p{percent}": percentile(seconds, percent) or 0.0 for percent in (50, 90, 99)}
-    return {name: value * MILLISECONDS for name, value in figures.items()}

@@ -27,7 +27,8 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.server.model_description import ModelDescription
 from scalegate.serving_check.server.run import ServerOptions, run_server
-from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, run_workload
+from scalegate.serving_check.workload import WorkloadResult, WorkloadSpec, percentile, run_workload
+from scalegate.serving_check.workload.spec import MILLISECONDS
 from scalegate.tests.bench.random_qwen3 import SHAPES, random_model, random_prompts
 
 WORKLOADS = {"32/512": (32, 512), "512/128": (512, 128)}
@@ -138,7 +139,8 @@ def row_of(cell: dict[str, Any], results: list[WorkloadResult]) -> dict[str, Any
     errors = [error for result in results for error in result.errors]
     offline = [n * output_len / seconds for seconds in cell["seconds"]]
     http = [result.output_throughput for result in results]
-    last, summary = results[-1], results[-1].summary()
+    last = results[-1]
+    latencies = {"ttft_ms": last.ttfts, "tpot_ms": last.tpots, "itl_ms": last.itls}
     return {
         "workload": f"{cell['input_len']}/{output_len}",
         "n": n,
@@ -148,9 +150,21 @@ def row_of(cell: dict[str, Any], results: list[WorkloadResult]) -> dict[str, Any
         "repeats": {"offline": offline, "http": http},
         "errors": errors[:3],
         "tokens_a_chunk": last.output_tokens / sum(len(one.itls) + 1 for one in last.requests),
-        **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "itl_ms")},
-        **{name: summary[name] for name in ("step_ms", "host_ms", "device_idle_share", "running_mean")},
+        **{name: latency_summary(seconds) for name, seconds in latencies.items()},
+        "step_ms": last.engine.step_ms,
+        "host_ms": last.engine.host_ms,
+        "device_idle_share": last.engine.device_idle_share,
+        "running_mean": last.running_mean,
     }
+
+
+def latency_summary(seconds: list[float]) -> dict[str, float] | None:
+    """Mean, p50, p90 and p99 in milliseconds; None if nothing was measured."""
+    if not seconds:
+        return None
+    figures = {"mean": sum(seconds) / len(seconds)}
+    figures |= {f"p{percent}": percentile(seconds, percent) or 0.0 for percent in (50, 90, 99)}
+    return {name: value * MILLISECONDS for name, value in figures.items()}
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,8 @@ LEAST_REQUESTS = 8
 APART = 0.03
 BOUND = ("output_throughput", "tpot_ms")
 TOKENIZER_VOCABULARY = 1024
+WARMUP_SEED = 1 << 32
+"""Added to a seed for prompts that are not measured."""
 NAME = "served"
 
 
@@ -119,9 +122,8 @@ def medians_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def by_ours(endpoint: Endpoint, m: int, requests: int, seed: int) -> dict[str, float]:
-    spec = WorkloadSpec(
-        m, requests, PROMPT, OUTPUT, num_warmups=1, seed=seed, vocab_size=TOKENIZER_VOCABULARY
-    )
+    spec = WorkloadSpec(m, requests, PROMPT, OUTPUT, seed=seed, vocab_size=TOKENIZER_VOCABULARY)
+    run_workload(endpoint, replace(spec, num_requests=1, seed=seed + WARMUP_SEED))
     result = run_workload(endpoint, spec)
     return {
         "output_throughput": result.output_throughput,
