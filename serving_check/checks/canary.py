@@ -1,6 +1,6 @@
-"""Whether the served artifact still writes text: greedy, over HTTP, batched, beside the baseline's.
+"""Whether the served artifact still writes text: greedy, over HTTP, in a batch, compared with the baseline's.
 
-It catches what numbers taken in process cannot: a kernel that is wrong only when served, or only for a batch.
+It catches what in-process figures cannot: a kernel that is wrong only when served, or only in a batch.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..settings import Bounds
 
 NAME = "canary text"
 LEAST_VARIETY = 0.5
-"""A text with less than half of the baseline's distinct tokens repeats itself."""
+"""Of the baseline's share of distinct tokens: a text with less repeats itself."""
 SHOWN_CHARACTERS = 80
 
 Tokens = Sequence[int]
@@ -71,7 +71,10 @@ def check_canary(
     silent = sum(not text.tokens for text in artifact)
     written = [text for text in artifact if text.tokens]
     reference = [text for text in baseline if text.tokens]
-    bound = f"at most {bounds.max_canary_extra_nats:+g} nats per token under the baseline, and as varied"
+    bound = (
+        f"at most {bounds.max_canary_extra_nats:g} nats per token more than the baseline's own text, scored "
+        f"by the baseline, and at least {LEAST_VARIETY:g}× its variety"
+    )
     if silent or not written:
         reason = f"{silent} of {len(artifact)} greedy completions came back empty or failed"
         return CheckResult(NAME, "fail", f"{silent} of {len(artifact)} without text", bound, reason)
@@ -87,7 +90,7 @@ def check_canary(
         problems.append("its text repeats itself")
     example = min(written, key=lambda text: len(set(text.tokens)))
     shown = example.text[:SHOWN_CHARACTERS]
-    reason = f"served greedy text, {len(written)} prompts decoded together"
+    reason = f"greedy text of {len(written)} prompts, served as one batch"
     if problems:
         reason = (
             f"{' and '.join(problems)}: it wrote {shown!r}. If the quality check passed, the fault is in "

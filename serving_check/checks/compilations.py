@@ -1,6 +1,6 @@
-"""Whether anything was compiled or captured while requests were served: a pause that some of them felt.
+"""Whether anything was compiled or captured while requests were served, which pauses some of them.
 
-The server's own monitor says so; from outside such a pause looks like any other.
+The server's own monitor counts compilations; from outside such a pause looks like any other.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ Compilations = Mapping[str, int]
 
 
 def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> Compilations | None:
-    """What was compiled since warm-up, in one look at `/metrics`; None where nobody counts."""
+    """What was compiled since warm-up, according to `/metrics`; None if the server does not count."""
     counted = labelled(samples, series.compilations)
     if not counted:
         return None
@@ -28,20 +28,27 @@ def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -
 
 
 def check_compilations(before: Compilations | None, after: Compilations | None) -> CheckResult:
-    """Nothing between two looks, one before the first request and one after the last.
+    """Fail if anything was compiled between the first request and the last.
 
     A compiled kernel that is read from disk counts as well: on the next machine it is a compilation.
+
+    before, after: what the server had compiled by then
     """
     bound = "none"
     if before is None or after is None:
-        reason = "this engine's /metrics does not count them; a pause by one shows in throughput and latency"
+        reason = (
+            "this engine's /metrics do not count compilations; their pauses show in throughput and latency"
+        )
         return CheckResult(NAME, "unknown", "not known", bound, reason)
     during = Counter(after) - Counter(before)
     named = [f"{words[:SHOWN_CHARACTERS]} ({count}×)" for words, count in during.most_common(SHOWN)]
     if during:
-        reason = "; ".join(named) + ". Warm-up must meet it, or the kernel must not specialize on what runs"
+        reason = (
+            "; ".join(named)
+            + ". Warm-up must run this kernel at this size, or the kernel must not specialize on it"
+        )
     else:
-        reason = "warm-up had met every kernel and every size that ran"
+        reason = "warm-up compiled every kernel and every size that ran"
     return CheckResult(
         name=NAME,
         status="fail" if during else "pass",

@@ -1,6 +1,6 @@
 """Throughput of decoding alone, artifact over baseline: with long prompts, prefill would hide a slow step.
 
-The decision is `curve.steady_decisions_of`; this words it.
+`curve.steady_decisions_of` decides; this file puts the decision into words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ NAME = "decode throughput"
 def check_decode_throughput(
     curve: Sequence[CurvePoint], floor: float, context: int, diagnoses: Mapping[int, str]
 ) -> CheckResult:
-    """Fail where decoding is surely slower than `floor` at any M, pass where it surely is not at every M.
+    """Fail if decoding is slower than `floor` with confidence at any M, pass if it is not at every M.
 
     context:   tokens of a prompt
-    diagnoses: for an M that failed, what the layers' own timings say
+    diagnoses: for each M that failed, which layer is to blame
     """
     points = [(point.m, point.steady) for point in curve if point.steady is not None]
     failed = [(m, point) for m, point in points if point.status == "fail"]
@@ -43,16 +43,17 @@ def _reason(
 ) -> str:
     if failed:
         return "\n".join(
-            f"at M={m} a decode step takes {_step_ms(m, point.artifact)} ms against "
-            f"{_step_ms(m, point.baseline)}, whatever reading the prompts takes: ratio {_ratio(point)}. "
+            f"at M={m} a decode step takes {_step_ms(m, point.artifact)} ms against the "
+            f"baseline's {_step_ms(m, point.baseline)}, prefill not counted: ratio {_ratio(point)}. "
             f"{diagnoses.get(m, '')}".strip()
             for m, point in failed
         )
     unseen = [m for m, point in undecided if point.artifact is None or point.baseline is None]
     if unseen:
         return (
-            f"M={', '.join(map(str, unseen))}: hardly ever did all M requests decode at once, so it is not "
-            "known. Give longer answers (--output-len), or let the servers read larger chunks of prompts"
+            f"M={', '.join(map(str, unseen))}: all M requests hardly ever decoded at once, so decode "
+            "throughput is unknown. Ask for longer answers (--output-len) or larger prefill chunks "
+            "(--prefill-chunk)"
         )
     if undecided:
         ms = ", ".join(f"M={m} ({_ratio(point)})" for m, point in undecided)

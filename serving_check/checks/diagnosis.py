@@ -1,4 +1,4 @@
-"""Says which linear layer makes an artifact slow at an M, and which layout would not have.
+"""Which linear layer makes an artifact slow at an M, and which layout would have been fast enough.
 
 Reads the chooser's measurements (`layouts/choosing/plan.py`); measures nothing itself.
 """
@@ -9,9 +9,9 @@ from ...layouts.choosing.explain import lowest_ratio
 from ...layouts.choosing.plan import KVMeasurement, LayoutPlan, Measurement, ShapeChoice
 
 MOST = 0.5
-"""Of the time lost: what goes into writing pages is named from there on."""
+"""Share of the time lost from which on writing pages is named as the cause."""
 SLOW_WRITE = 2.0
-"""Times a step that writes no page: noise makes less of it."""
+"""Times a step that writes no page: noise alone stays below this."""
 
 
 def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> str:
@@ -39,36 +39,36 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
         )
     _, choice, slow = max(losses, key=lambda loss: loss[0])
     return (
-        f"Most of it is lost in {choice.shape} ({len(choice.modules)} layers): layout {slow.layout}, kernel "
-        f"{slow.kernel}, takes {slow.microseconds:.0f} µs at M={slow.m} where the unquantized product takes "
-        f"{slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). "
+        f"Most of the time is lost in {choice.shape} ({len(choice.modules)} layers): layout {slow.layout}, "
+        f"kernel {slow.kernel}, takes {slow.microseconds:.0f} µs at M={slow.m} where the unquantized product "
+        f"takes {slow.baseline_microseconds:.0f} ({slow.ratio:.2f}×, floor {floor:.2f}). "
         f"{_advice(choice, slow, floor)} "
-        f"Below the floor by themselves: {', '.join(slow_from)}."
+        f"Shapes below the floor on their own: {', '.join(slow_from)}."
     )
 
 
 def kv_sentence(timed: KVMeasurement | None) -> str:
-    """What storing and attending takes in the artifact's KV format; empty where it costs no time."""
+    """The time to store and attend in the artifact's KV format; empty if it is no slower than unquantized."""
     if timed is None or timed.ratio >= 1:
         return ""
     return (
-        f"Keys and values as {timed.kv_format}: storing and attending takes "
+        f"With keys and values as {timed.kv_format}, storing and attending takes "
         f"{timed.microseconds / 1e3:.2f} ms of a decode step at M={timed.m} and contexts of {timed.context} "
-        f"tokens, where unquantized ones take {timed.baseline_microseconds / 1e3:.2f} ({timed.ratio:.2f}×). "
+        f"tokens; unquantized, {timed.baseline_microseconds / 1e3:.2f} ({timed.ratio:.2f}×). "
         f"{_writing(timed)}"
         "`pipeline layout` says which KV format pays from which context on."
     )
 
 
 def _writing(timed: KVMeasurement) -> str:
-    """That the time goes into writing full pages, where most of it does; else nothing."""
+    """A sentence that says so if most of the time is lost on writing full pages; else empty."""
     plain, full = timed.plain_microseconds, timed.full_page_microseconds
     if not plain or not full or timed.writing_share < MOST or full < SLOW_WRITE * plain:
         return ""
     return (
-        f"{timed.writing_share:.0%} of what is lost goes into writing full pages: a step in which every "
-        f"request's page becomes full takes {full / 1e3:.2f} ms, {full / plain:.0f} times one in which none "
-        f"does ({plain / 1e3:.2f} ms). Look at what writes a page, rather than at what attends to it. "
+        f"{timed.writing_share:.0%} of the extra time is spent writing full pages: a step that completes a "
+        f"page for every request takes {full / 1e3:.2f} ms, {full / plain:.0f} times a step that completes "
+        f"none ({plain / 1e3:.2f} ms). Look at the kernel that writes pages, not at attention. "
     )
 
 

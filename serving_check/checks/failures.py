@@ -11,7 +11,7 @@ SHOWN = 3
 
 
 def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
-    """Fail where any of the artifact's requests failed; inconclusive where only another side's did."""
+    """Fail if any of the artifact's requests failed; inconclusive if only other servers' requests did."""
     artifact = _errors([(level.m, result) for level in measured for result in level.artifact])
     baseline = _errors([(level.m, result) for level in measured for result in level.baseline])
     rival = _errors([(level.m, result) for level in measured for result in level.rival])
@@ -24,7 +24,7 @@ def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
     elif rival_failed:
         reason = "the rival's server, so there is nothing to compare with: " + _most_common(rival)
     else:
-        reason = "every request gave all its tokens, on every side"
+        reason = "every request on every server returned all its tokens"
     return CheckResult(
         name=NAME,
         status="fail"

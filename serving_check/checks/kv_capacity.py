@@ -1,4 +1,4 @@
-"""Whether the KV cache held what the workload needed: M requests of full length at once, none thrown out."""
+"""Whether the KV cache held what the workload needed: M requests of full length at once, none preempted."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from ..settings import WorkloadSettings
 
 NAME = "KV capacity"
 FULL = 0.9
-"""Of the cache in use: then there is no room, whatever was promised."""
+"""Share of the KV cache in use from which on it counts as full."""
 
 
 def kv_cache_tokens(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
-    """How many tokens a server's KV cache holds, as its `/metrics` say; None where they do not."""
+    """How many tokens a server's KV cache holds, as its `/metrics` say; None if they do not."""
     for labels, _ in labelled(samples, series.cache_config):
         pages, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
         if pages.isdigit() and size.isdigit():
@@ -43,10 +43,11 @@ def check_kv_capacity(
     limit: int | None = None,
     share: float = 0.0,
 ) -> CheckResult:
-    """No preemption at any M, and as many requests running as the server says that it holds.
+    """No preemption at any M, and as many requests running as the server has room for by its own figures.
 
-    A server that does not count preemptions leaves it open.
-    limit: requests that the server says it runs together; share: of M, that have to be running
+    Inconclusive if the server does not count preemptions.
+
+    limit: the most requests that the server runs together, if it says; share: of M, that must be running
     """
     preemptions = {point.m: point.artifact.preemptions for point in curve}
     lost = {m: count for m, count in preemptions.items() if count}
@@ -55,18 +56,18 @@ def check_kv_capacity(
     counted = bool(curve) and None not in preemptions.values()
     if lost:
         where = ", ".join(f"{count} preemptions at M={m}" for m, count in lost.items())
-        reason = f"{where}: give the KV cache more memory, or promise a smaller M"
+        reason = f"{where}: give the KV cache more memory, or validate at a smaller M (--m)"
     elif broken:
         reason = "; ".join(_broken_promise(point, workload, capacity) for point in broken) + (
-            ": what a request has beside its pages, such as tokens kept in 16 bits, has no room for more. "
-            "Count it for every request that may run"
+            ". A request also needs memory besides its pages, for instance for tokens kept in 16 bits: "
+            "reserve it for every request that may run"
         )
     elif counted:
         reason = "every request kept its pages from start to end"
     elif not curve:
         reason = "nothing was measured under load"
     else:
-        reason = "the server's /metrics tells nothing of preemptions"
+        reason = "the server's /metrics do not report preemptions"
     held = "capacity not reported" if capacity is None else f"holds {capacity} tokens"
     return CheckResult(
         name=NAME,
@@ -81,7 +82,7 @@ def check_kv_capacity(
 def _breaks_promise(
     point: CurvePoint, workload: WorkloadSettings, capacity: int | None, limit: int | None, share: float
 ) -> bool:
-    """Whether M requests were to fit, by the server's own words, and some stood in its queue all the same."""
+    """Whether some requests were queued although all M fit, by the server's own figures."""
     if capacity is None or limit is None or limit < point.m:
         return False
     holds = capacity // (workload.input_len + workload.output_len) >= point.m
@@ -98,7 +99,7 @@ def _waiting(side: ServingFigures) -> float:
 def _broken_promise(point: CurvePoint, workload: WorkloadSettings, capacity: int | None) -> str:
     side, length = point.artifact, workload.input_len + workload.output_len
     return (
-        f"at M={point.m} the cache holds {(capacity or 0) // length} such requests, and "
-        f"{side.running_mean or 0.0:.3g} ran while {_waiting(side):.0f} waited, with "
+        f"at M={point.m} the KV cache has room for {(capacity or 0) // length} such requests, yet "
+        f"{side.running_mean or 0.0:.3g} ran and {_waiting(side):.0f} waited with "
         f"{side.kv_usage_max or 0.0:.0%} of it in use"
     )

@@ -35,8 +35,8 @@ class _Ratio:
 def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
     """The slowest requests' TPOT, TTFT and time between tokens, artifact over baseline, at every M.
 
-    A guard with slack in its bounds, so the estimate decides a pass; a fail needs the lower confidence limit
-    above the bound, and an estimate above it that could be chance is inconclusive.
+    The bounds have slack, so an estimate within its bound passes. A fail needs the lower confidence limit
+    above the bound; an estimate above it that could be chance is inconclusive.
     """
     ratios = _ratios(measured, bounds)
     slow = [ratio for ratio in ratios if ratio.value > ratio.bound]
@@ -48,7 +48,7 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
         status = "fail"
     reason = "the slowest requests keep up with the baseline's at every M"
     if not ratios:
-        reason = "nothing was measured to its end, so there is nothing to compare"
+        reason = "no repeat was finished, so there is nothing to compare"
     elif slow:
         reason = "; ".join(_problem(ratio, measured) for ratio in slow)
     return CheckResult(
@@ -64,7 +64,7 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
 
 
 def _ratios(measured: Sequence[MeasuredM], bounds: Bounds) -> list[_Ratio]:
-    """Those that there are: one output token has no TPOT, and a block that was broken off has nothing."""
+    """The ratios that exist: a single output token has no TPOT, an unfinished block has no figure at all."""
     error = ERROR / max(1, len(measured))
     ratios = []
     for level in measured:
@@ -104,9 +104,9 @@ def _problem(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
 
 def _cause(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
     if not is_streamed(_stream_of(ratio.level.artifact), _stream_of(ratio.level.baseline)):
-        return "nothing is streamed, so the first token comes with the last"
+        return "nothing is streamed: the first token arrives with the last"
     if ratio.name == "ITL":
-        return "single steps take far longer than others: something runs in them now and then"
+        return "a few steps take far longer than the rest: something else runs in them from time to time"
     if ratio.name == "TTFT":
         return _ttft_cause(ratio.level)
     return _tpot_cause(ratio.level, measured, ratio.bound)
@@ -114,12 +114,12 @@ def _cause(ratio: _Ratio, measured: Sequence[MeasuredM]) -> str:
 
 def _ttft_cause(level: MeasuredM) -> str:
     if level.m == 1:
-        return "a prompt alone takes longer to prefill, or waits although nothing else runs"
+        return "a single prompt takes longer to prefill, or waits while nothing else runs"
     return "requests wait in the queue or behind long prefills"
 
 
 def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> str:
-    """What the other requests and the other Ms say of a slow TPOT."""
+    """The cause of a slow TPOT, from the other requests and the other Ms."""
     typical = _typical_ratio(level)
     if typical is not None and typical <= bound:
         return (
@@ -129,8 +129,8 @@ def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -
     alone = _typical_ratio(fewest)
     if fewest is level or (alone is not None and alone > bound):
         return (
-            f"every decode step takes longer, from M={fewest.m} on ({alone or math.inf:.2f}×), so it is not "
-            "the batch's size: a slow kernel or layout, or the engine's own work between steps"
+            f"every decode step takes longer, from M={fewest.m} on ({alone or math.inf:.2f}×), so the batch "
+            "size is not the cause: look for a slow kernel or layout, or slow engine work between steps"
         )
     known = "" if alone is None else f" (M={fewest.m}: {alone:.2f}×)"
     return f"decode steps take longer as the batch grows{known}"

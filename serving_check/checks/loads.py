@@ -19,7 +19,7 @@ SHOWN = 3
 
 
 def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> PackedLayers:
-    """What a server's `/metrics` say of its layers."""
+    """The layers that a server has packed, as its `/metrics` say."""
     said = labelled(samples, series.packed_layers)
     if not said:
         return None
@@ -44,29 +44,29 @@ def check_loads(
     served: PackedLayers = None,
     baseline_served: PackedLayers = None,
 ) -> CheckResult:
-    """Same layers, shapes and vocabulary as the baseline: anything else is another model. Served in the
-    layouts that were loaded here: otherwise the verdict would be on others."""
+    """Fail if layers, shapes or vocabulary differ from the baseline's, or if the servers packed the layers in
+    other layouts than this process did."""
     problems = []
     for side, loaded, there in (("artifact", artifact, served), ("baseline", baseline, baseline_served)):
         if loaded.packed is not None and there is not None and dict(there) != dict(loaded.packed):
             problems.append(
-                f"the {side}'s server packed its layers as {_listed(there)}, the check in this process as "
-                f"{_listed(loaded.packed)}: the verdict would be on layouts that nobody serves"
+                f"the {side}'s server packed its layers as {_listed(there)}, this process as "
+                f"{_listed(loaded.packed)}: the verdict would describe layouts that are not served"
             )
         weights = None if there is None else weights_in(there)
         if loaded.packed_weights is not None and weights not in (None, loaded.packed_weights):
             problems.append(
                 f"the {side}'s server holds {weights} quantized weights, the checkpoint "
-                f"{loaded.packed_weights}: it serves another one"
+                f"{loaded.packed_weights}: it serves another checkpoint"
             )
     if artifact.vocab_size != baseline.vocab_size:
         problems.append(
             f"vocabulary of {artifact.vocab_size} tokens, the baseline's has {baseline.vocab_size}"
         )
     for what, names in (
-        ("absent here", baseline.linear_shapes.keys() - artifact.linear_shapes.keys()),
-        ("absent from the baseline", artifact.linear_shapes.keys() - baseline.linear_shapes.keys()),
-        ("of another shape than the baseline's", _reshaped(artifact, baseline)),
+        ("missing from the artifact", baseline.linear_shapes.keys() - artifact.linear_shapes.keys()),
+        ("missing from the baseline", artifact.linear_shapes.keys() - baseline.linear_shapes.keys()),
+        ("with another shape than the baseline's", _reshaped(artifact, baseline)),
     ):
         if names:
             problems.append(f"{len(names)} linear layers {what}: {', '.join(sorted(names)[:SHOWN])}")

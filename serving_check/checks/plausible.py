@@ -1,6 +1,6 @@
-"""Whether the artifact is not faster than it can be: what looks too good was not computed.
+"""Whether the artifact is implausibly fast, so that its answers cannot have been computed.
 
-The bound is physics with slack: a decode step reads every weight once, so the bytes of the weights bound it.
+The bound follows from memory traffic, with slack: a decode step reads every weight once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from .streamed import is_streamed, stream_of
 
 NAME = "plausible speed"
 LEAST_REPEATED_TPOT = 0.5
-"""TPOT of prompts sent for a second time, over that of the first: prefixes may be kept, tokens not."""
+"""TPOT of prompts sent a second time, over the first time: prefixes may be cached, answers may not."""
 
 
 def check_plausible(
@@ -23,7 +23,7 @@ def check_plausible(
     repeated: RepeatedPrompts | None,
     bounds: Bounds,
 ) -> CheckResult:
-    """Fail where the artifact is surely faster than its weights allow, or answers known prompts at once."""
+    """Fail if the artifact is faster than its weights allow, or answers repeated prompts from a cache."""
     known = artifact.weight_bytes and baseline.weight_bytes
     byte_ratio = baseline.weight_bytes / artifact.weight_bytes if known else 1.0
     fastest = bounds.max_speedup * max(1.0, byte_ratio)
@@ -49,10 +49,10 @@ def check_plausible(
         reason=(
             "implausible: "
             + "; ".join(problem.words for problem in problems)
-            + ". No server computes that fast: look for answers that are kept, cut short, or not made by "
-            "this model"
+            + ". No server computes that fast: look for answers that are cached, cut short, or "
+            "made by another model"
             if problems
-            else "no faster than fewer bytes of weights can make it"
+            else "no faster than its smaller weights allow"
         ),
         figures={
             "byte_ratio": byte_ratio,
@@ -75,15 +75,15 @@ def _problems_at(point: CurvePoint, fastest: float, byte_ratio: float) -> Iterat
         sure = (point.decision_low or 0.0) > fastest
         yield _Problem(
             "fail" if sure else "inconclusive",
-            f"at M={point.m} it gives {point.ratio:.1f}× the baseline's tokens, and its weights have "
-            f"{1 / byte_ratio:.2f} of the bytes" + ("" if sure else ", but that may be noise"),
+            f"at M={point.m} it gives {point.ratio:.1f}× the baseline's tokens per second although its "
+            f"weights have {1 / byte_ratio:.2f} of the bytes" + ("" if sure else ", but that may be noise"),
         )
     ours, theirs = point.artifact.tpot_p50_ms, point.baseline.tpot_p50_ms
     comes_in_parts = is_streamed(stream_of(point.artifact), stream_of(point.baseline))
     if comes_in_parts and ours is not None and theirs is not None and ours * fastest < theirs:
         yield _Problem(
             "fail",
-            f"at M={point.m} a token takes {ours:.3f} ms where a step of the baseline takes {theirs:.2f}",
+            f"at M={point.m} a token takes {ours:.3f} ms, the baseline's {theirs:.2f} ms",
         )
 
 

@@ -1,7 +1,7 @@
 """How far the artifact may be from its baseline on held-out text; the measuring is `..quality`.
 
-The bounds leave a sound 4-bit artifact a margin and no more. Those of the tail are for what a mean hides: a
-few tokens, or a few packed words, that are wrong while everything else is right.
+The bounds leave a sound 4-bit artifact a small margin. The bounds on the tail catch what a mean hides: a few
+tokens, or a few packed words, that are wrong while everything else is right.
 """
 
 import math
@@ -29,7 +29,7 @@ class _Figure:
     sign: int = 1
     is_tail: bool = False
     is_extreme: bool = False
-    """It was seen, and no other text takes it back: its interval decides nothing."""
+    """One observed value is enough to fail: its interval does not matter."""
 
     def status(self, comparison: Comparison) -> Status:
         if self.sign * self.value <= self.sign * self.bound:
@@ -55,7 +55,7 @@ def check_quality(
 ) -> CheckResult:
     """Mean, 99.9th percentile and maximum of KL, extra nats per token, top-1 agreement, each in its bound.
 
-    It fails where a whole interval is beyond its bound, and is inconclusive where only an estimate is.
+    It fails if a whole interval is beyond its bound, and is inconclusive if only the estimate is.
 
     worst_modules: those with the largest rounding errors, worst first, for the advice
     by_layers: whether the models were run a layer at a time, which the reason then says
@@ -68,16 +68,18 @@ def check_quality(
         status = "fail"
         reason = (
             "its logits are not finite: NaN or Inf in its weights or scales, or an overflow in a kernel. The "
-            "weights check names a module that holds one; another recipe does not cure it"
+            "weights check names a module with such values; another recipe will not help"
         )
     elif status == "fail":
         problems = "; ".join(figure.problem(comparison) for figure in bad)
         reason = f"{problems}. {_advice(comparison, bad, worst_modules)}"
     elif status == "inconclusive":
         problems = "; ".join(figure.problem(comparison) for figure in bad)
-        reason = f"{problems}, but that could be the text: validate on more of it (--quality-tokens)"
+        reason = (
+            f"{problems}, but the text may be too short to tell: validate on more tokens (--quality-tokens)"
+        )
     else:
-        reason = f"exact over the whole vocabulary, on {comparison.tokens} held-out tokens"
+        reason = f"computed over the whole vocabulary, on {comparison.tokens} held-out tokens"
     if by_layers:
         reason += "; run a layer at a time with dequantized weights, since the models did not fit in memory"
     return CheckResult(
@@ -107,21 +109,21 @@ def _figures(comparison: Comparison, bounds: Bounds) -> list[_Figure]:
 
 
 def _advice(comparison: Comparison, bad: Sequence[_Figure], worst_modules: Sequence[str]) -> str:
-    """What could have made these figures, and what to do."""
+    """The likely cause of these figures, and what to do."""
     if (
         comparison.mean_kl > BEYOND_ROUNDING_KL
         or comparison.top1_agreement < BEYOND_ROUNDING_AGREEMENT
         or comparison.extra_nats_per_token > BEYOND_ROUNDING_KL
     ):
         return (
-            "No rounding is as far off as that, so a finer recipe will not help: these are other weights "
-            "than the baseline's, or in another order (layers, or rows of the vocabulary), or their scales "
+            "Rounding does not cause errors this large, so a finer recipe will not help. The weights are not "
+            "the baseline's, or are in another order (layers, or rows of the vocabulary), or their scales "
             "and zero points are not read as they were written"
         )
     if all(figure.is_tail for figure in bad):
         return (
-            "Nearly every token is predicted well and a few are far off, which rounding does not do: rows of "
-            "the embeddings or of lm_head that changed, or packed words that are damaged"
+            "Most tokens are predicted well and a few are far off, which rounding does not cause: look for "
+            "changed rows of the embeddings or of lm_head, or for damaged packed words"
         )
     keep = f" ({', '.join(worst_modules)})" if worst_modules else ""
     return (

@@ -1,4 +1,4 @@
-"""Whether M requests really decoded together, rather than some of them while the rest stood in the queue."""
+"""Whether M requests really decoded together, rather than some of them while the rest were queued."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -
 
 
 def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None = None) -> CheckResult:
-    """Fail where the average output token of the artifact saw fewer than `share` of M requests running.
+    """Fail if the average output token of the artifact saw fewer than `share` of M requests running.
 
-    limit: the server's own on running requests, where it is known
+    limit: the server's own limit on running requests, if known
     """
     short = [point for point in curve if _share(point) < share]
     lowest = min(curve, key=_share, default=None)

@@ -1,7 +1,7 @@
 """Output throughput against a rival's: a format that reads fewer bytes must lose once requests are batched.
 
-The decision is `curve.rival_decisions_of`; this words it. Source: ds4-nvfp4-spark issue 6, where NVFP4 has to
-beat IQ2_XXS from M = 4 on.
+`curve.rival_decisions_of` decides; this file puts the decision into words. Source:
+ds4-nvfp4-spark issue 6, where NVFP4 has to beat IQ2_XXS from M = 4 on.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ NAME = "rival"
 
 
 def check_rival(curve: Sequence[CurvePoint], from_m: float, max_blocks: int) -> CheckResult:
-    """Pass where the artifact is surely faster than the rival at every M from `from_m` on.
+    """Pass if the artifact is faster than the rival, with confidence, at every M from `from_m` on.
 
-    Lower Ms are shown, and decide nothing.
+    Lower Ms are shown and do not affect the result.
     """
     points = [(point.m, point, point.rival) for point in curve if point.rival is not None]
     voting = [(m, point, rival) for m, point, rival in points if rival.status is not None]
@@ -34,17 +34,17 @@ def check_rival(curve: Sequence[CurvePoint], from_m: float, max_blocks: int) -> 
         reason = f"could not be decided within {blocks} blocks of repeats: {listed}"
     elif not voting:
         reason = (
-            f"no M of {from_m:g} or more was measured to its end; measure some (--m), or set --rival-from-m"
+            f"no M of at least {from_m:g} was measured completely; add some (--m), or lower --rival-from-m"
         )
     else:
-        reason = f"every ratio from M={from_m:g} on is surely above 1"
+        reason = f"every ratio from M={from_m:g} on is above 1 with confidence"
     shown = ", ".join(f"M={m} ({_ratio(rival)})" for m, _, rival in points if rival.status is None)
     return CheckResult(
         name=NAME,
         status=status,
         measured=f"lowest {_ratio(worst[2])} at M={worst[0]}" if worst else "nothing",
         bound=f"more output tok/s than the rival at every M from {from_m:g} on",
-        reason=reason + (f"; without a vote: {shown}" if shown else ""),
+        reason=reason + (f"; not counted: {shown}" if shown else ""),
         figures={f"ratio_m{m}": rival.ratio for m, _, rival in points},
     )
 

@@ -1,7 +1,7 @@
-"""Whether what was served under load is the judged artifact's text: each token held to its own logits.
+"""Whether text served under load is the artifact's own: each token is compared with the artifact's logits.
 
-Greedy tokens lie at the top of the logits of the model that wrote them, but for rounding. Text that does not
-was written by another model or by a kernel that is wrong for a batch, or was changed on its way.
+Except for rounding, a greedy token has the highest logit of the model that wrote it. Other tokens were
+written by another model or by a kernel that is wrong for a batch, or were changed on their way.
 """
 
 import math
@@ -16,16 +16,16 @@ from ..statistics.decide import chance_of_as_many
 
 NAME = "served text"
 CHANCE = 0.05
-"""That so many of both sides' answers of a kind are the artifact's, where both give them alike: one answer of
+"""Chance of so many such answers from the artifact if both sides give them equally often: one answer of
 eleven says nothing, five of eleven do."""
 LOGIT_TOLERANCE = 0.25
-"""Nats by which a greedy token may lie below the best one: another order of summation in 16 bits."""
+"""Nats by which a greedy token may lie below the best one: 16-bit sums depend on their order."""
 SURELY = 3.0
-"""Standard deviations by which fewer tokens are off under the baseline's logits than under the artifact's."""
+"""Standard deviations by which the baseline's logits must explain the text better than the artifact's."""
 FEWEST_OFF = 4
-"""Tokens of one text that are off before that text is: near ties fall together now and then."""
+"""Tokens of one text that must be off before the text counts as foreign: near ties happen."""
 FEWEST_ANSWERS = 8
-"""On either side at an M, before sameness among them says anything: a small model repeats itself in some."""
+"""Answers needed on either side at an M to judge likeness: a small model repeats itself in some."""
 SHOWN = 3
 SHOWN_CHARACTERS = 40
 
@@ -43,10 +43,10 @@ def text_score(
 def check_served_text(
     scores: Sequence[TextScore], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> CheckResult:
-    """Fail where tokens are not the artifact's own, or answers are more alike than the baseline's."""
+    """Fail if tokens are not the artifact's own, or answers are more alike than the baseline's."""
     bound = (
-        f"at most {bounds.max_foreign_tokens:.0%} of tokens further than {LOGIT_TOLERANCE:g} below the "
-        f"artifact's best logit, {bounds.max_foreign_text:.0%} of any one text"
+        f"at most {bounds.max_foreign_tokens:.0%} of tokens more than {LOGIT_TOLERANCE:g} nats below "
+        f"the artifact's best logit, and {bounds.max_foreign_text:.0%} in any one text"
     )
     tokens = sum(score.tokens for score in scores)
     if not tokens:
@@ -64,8 +64,8 @@ def check_served_text(
     is_baselines = off - baseline_off > SURELY * math.sqrt(off + baseline_off)
     if is_baselines:
         problems.append(
-            f"{off} of {tokens} tokens are not the artifact's and only {baseline_off} not the baseline's: "
-            "the artifact's server serves the baseline, or another model like it"
+            f"{off} of {tokens} tokens are not the artifact's greedy choice, only {baseline_off} are not "
+            "the baseline's: the artifact's server serves the baseline or a similar model"
         )
     elif off > bounds.max_foreign_tokens * tokens or foreign:
         problems.append(_wrong(scores, foreign, off, tokens))
@@ -77,7 +77,7 @@ def check_served_text(
         measured=f"{off / tokens:.1%} of {tokens} tokens are not the artifact's own greedy ones",
         bound=bound,
         reason="; ".join(problems)
-        or f"{len(scores)} texts served under load, each token held to logits computed in this process",
+        or f"every token of {len(scores)} texts served under load was compared with logits computed here",
         figures={
             "texts": len(scores),
             "tokens": tokens,
@@ -90,25 +90,25 @@ def check_served_text(
 
 def _changed(artifact: Mapping[int, AnswerFigures]) -> list[str]:
     return [
-        f"at M={m} the text of {figures.not_its_tokens} of {figures.answers} answers is not what their token "
-        "ids stand for: it was changed between the engine and the client, or decoded wrongly"
+        f"at M={m} the text of {figures.not_its_tokens} of {figures.answers} answers does not match their "
+        "token ids: it was changed between the engine and the client, or decoded wrongly"
         for m, figures in artifact.items()
         if figures.not_its_tokens
     ]
 
 
 def _wrong(scores: Sequence[TextScore], foreign: Sequence[TextScore], off: int, tokens: int) -> str:
-    """Which of the causes it looks like: all texts are wrong, or those of some batch size alone."""
+    """What is wrong and the likely cause: all texts are wrong, or only those of some batch sizes."""
     by_m = {m: sum(score.m == m for score in foreign) for m in sorted({score.m for score in foreign})}
     where = ", ".join(f"{count} of {_texts(scores, m)} at M={m}" for m, count in by_m.items())
     shown = "; ".join(repr(score.beginning) for score in foreign[:SHOWN])
     texts = f" (texts: {where}, such as {shown})" if foreign else ""
     clean = [score for score in scores if score.m not in by_m]
     cause = (
-        "another model is served, or text is changed on its way"
+        "another model is served, or text is changed on its way to the client"
         if not foreign or not clean
-        else "it is wrong under that load only: the kernel for that batch size, or what the server does when "
-        "requests run together"
+        else "only that load is wrong: look at the kernel for that batch size, or at how the server batches "
+        "requests"
     )
     return f"{off} of {tokens} tokens are not what the artifact's own logits give{texts}: {cause}"
 
@@ -126,8 +126,8 @@ def _likeness(
         if min(ours.answers, theirs.answers) < FEWEST_ANSWERS:
             continue
         for what, count, usual, most in (
-            ("equal another one", ours.duplicates, theirs.duplicates, bounds.max_duplicates),
-            ("are one token again and again", ours.one_token, theirs.one_token, bounds.max_one_token),
+            ("repeat another answer", ours.duplicates, theirs.duplicates, bounds.max_duplicates),
+            ("are one token repeated", ours.one_token, theirs.one_token, bounds.max_one_token),
         ):
             chance = chance_of_as_many(count, usual, ours.answers / (ours.answers + theirs.answers))
             if count / ours.answers > usual / theirs.answers + most and chance <= CHANCE:

@@ -1,8 +1,8 @@
-"""Whether the artifact's server stops now and then while it serves: pauses that no average shows.
+"""Whether the artifact's server stops from time to time while it serves: pauses that no average shows.
 
-A repeat has stalled where no stream moved for far longer than in a typical repeat of the baseline. The
-machine is shared, so the artifact's stalls are compared with the baseline's in the same minutes; where that
-leaves a doubt, both are served at once for a while: what stops the machine stops both.
+A repeat has stalled if no stream moved for far longer than in a typical repeat of the baseline. The machine
+is shared, so the artifact's stalls are compared with the baseline's in the same minutes. If doubt remains,
+both are served at once for a while: whatever stops the machine then stops both.
 """
 
 import math
@@ -23,13 +23,13 @@ that is larger."""
 LONGER_S = 0.1
 """Seconds beyond that gap: what a person sees as a pause."""
 ERROR = 0.02
-"""Chance that so many of the stalls fall on the artifact's repeats if both servers stall alike: fail."""
+"""Fail at or below this chance of so many stalls on the artifact if both servers stall equally often."""
 ERROR_TOGETHER = 0.04
-"""The same of repeats at the same time, of which only one stalled: the machine's are left out already."""
+"""The same for repeats on both servers at once, where only one stalled: the machine stalls both."""
 CERTAIN = 0.001
-"""The same, from which on no more needs to be measured: small, since it is asked at every look."""
+"""The same for ending the measurement early: small, because it is tested at every look."""
 UNSURE = 0.15
-"""From this chance on it is the machine, unless it has been seen not to be."""
+"""Above this chance the machine is taken to be the cause."""
 SHOWN = 5
 
 
@@ -44,11 +44,11 @@ class Stall:
 def check_stalls(
     measured: Sequence[MeasuredM], bounds: Bounds, together: MeasuredM | None = None
 ) -> CheckResult:
-    """Fail where the artifact's repeats stall more often than a shared machine's chance gives.
+    """Fail if the artifact's repeats stall more often than chance on a shared machine explains.
 
-    together: blocks whose repeats ran at the same time, if doubt made them necessary
+    together: blocks whose repeats ran on both servers at once; None if there was no doubt
     """
-    bound = "no more repeats with a stall than the baseline's, but for chance"
+    bound = "no more stalled repeats than the baseline has, beyond chance"
     both = _measured_on_both(measured)
     if not both:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no repeat was finished")
@@ -70,7 +70,7 @@ def check_stalls(
     return CheckResult(
         name=NAME,
         status=status,
-        measured=f"{ours} repeats with a stall, the baseline's {theirs}",
+        measured=f"{ours} repeats stalled, {theirs} of the baseline's",
         bound=bound,
         reason=_reason(stalls, theirs, seconds, status) + _of_both_at_once(together, alone, theirs_alone),
         figures={
@@ -85,14 +85,14 @@ def check_stalls(
 
 
 def surely_stalls(measured: Sequence[MeasuredM], bounds: Bounds) -> bool:
-    """Whether the stalls alone decide, so that no more repeats are needed."""
+    """Whether the stalls already decide, so that no more repeats are needed."""
     chance = check_stalls(measured, bounds).figures.get("chance")
     return isinstance(chance, float) and chance <= CERTAIN
 
 
 def m_in_doubt(measured: Sequence[MeasuredM], bounds: Bounds) -> int | None:
-    """The M of the artifact's longest stall, where it stalled more often than the baseline and that is not
-    enough to be sure; None where there is no doubt."""
+    """The M of the artifact's longest stall, if it stalled more often than the baseline but not often enough
+    to fail; else None."""
     both = _measured_on_both(measured)
     if check_stalls(both, bounds).status == "fail":
         return None
@@ -107,7 +107,7 @@ def m_to_watch(measured: Sequence[MeasuredM]) -> int | None:
 
 
 def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
-    """Measuring may have ended before the largest M."""
+    """The levels at which both sides have repeats: measuring may have ended before the largest M."""
     return [level for level in measured if level.artifact and level.baseline]
 
 
@@ -162,17 +162,17 @@ def _seconds(repeats: Iterator[Repeat]) -> float:
 
 def _reason(stalls: Sequence[Stall], theirs: int, seconds: float, status: Status) -> str:
     if not stalls:
-        return "no stream stood still for longer than is usual while the baseline waited"
+        return "no stream paused for much longer than the baseline's streams do"
     placed = sorted(stalls, key=lambda stall: stall.at)
     times = ", ".join(f"{stall.seconds:.2f} s at {stall.at:.1f} s (M={stall.m})" for stall in placed[:SHOWN])
     more = f" and {len(placed) - SHOWN} times more" if len(placed) > SHOWN else ""
     share = math.fsum(stall.seconds for stall in stalls) / max(seconds, 1e-9)
-    where = f"no stream moved for {times}{more}: {share:.1%} of the time it served"
+    where = f"no stream moved for {times}{more}: {share:.1%} of its serving time"
     if status == "fail":
-        return f"{where}. The server stops, not the machine, on which the baseline's stalled {theirs} times"
+        return f"{where}. The server stops, not the machine: the baseline stalled {theirs} times on it"
     if status == "inconclusive":
-        return f"{where}. That may be the machine: validate again on a quieter one"
-    return f"{where}; the baseline's stalled {theirs} times, so it may be the machine"
+        return f"{where}. The machine may be the cause: validate again on a quieter one"
+    return f"{where}; the baseline stalled {theirs} times, so the machine may be the cause"
 
 
 def _of_both_at_once(together: MeasuredM | None, alone: int, theirs_alone: int) -> str:
@@ -180,6 +180,6 @@ def _of_both_at_once(together: MeasuredM | None, alone: int, theirs_alone: int) 
         return ""
     seconds = _seconds(iter(together.artifact))
     return (
-        f". Served at the same time for {seconds:.0f} s at M={together.m}, it stalled {alone} times while "
-        f"the baseline did not, and the baseline {theirs_alone} times while it did not"
+        f". With both served at once for {seconds:.0f} s at M={together.m}, the artifact alone stalled "
+        f"{alone} times, the baseline alone {theirs_alone} times"
     )

@@ -1,6 +1,6 @@
-"""Whether tokens reach clients as they are made, rather than all of them at the end.
+"""Whether tokens reach clients as they are generated, rather than all of them at the end.
 
-Without that, TTFT is the whole request and TPOT is nothing, and every other latency check would mislead.
+Without streaming, TTFT is the whole request and TPOT is zero, so every other latency check would mislead.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,15 @@ LEAST_OF_BASELINE = 0.25
 """Of the baseline's share, or of its TPOT. An artifact that decodes faster, or whose prefill is slower, has a
 smaller share of its time after the first chunk, and streams all the same."""
 LEAST_SHARE = 0.05
-"""Of the baseline: where even it spends less on decoding, a stream cannot be told from a burst."""
+"""Of the baseline's time after the first chunk: if it spends less, a stream looks like a burst."""
 
 
 def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
-    """Fail where the artifact's first chunk comes at the end of the request, and the baseline's does not."""
-    bound = f"at least {LEAST_OF_BASELINE:.0%} of the baseline's time after the first chunk, or of its share"
+    """Fail if the artifact's first chunk comes at the end of the request and the baseline's does not."""
+    bound = (
+        f"at least {LEAST_OF_BASELINE:.0%} of the baseline's time per output token, or of its share of time "
+        "after the first chunk"
+    )
     known = {
         point.m: (point.artifact.streamed_share, point.baseline.streamed_share)
         for point in curve
@@ -27,7 +30,7 @@ def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
         and point.baseline.streamed_share >= LEAST_SHARE
     }
     if not known:
-        reason = "the baseline's requests have no time after their first chunk to compare with"
+        reason = "the baseline's requests end with their first chunk, so there is nothing to compare with"
         return CheckResult(NAME, "unknown", "not known", bound, reason)
     burst = [
         point.m for point in curve if not is_streamed(stream_of(point.artifact), stream_of(point.baseline))
@@ -45,7 +48,7 @@ def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
             f"{1 - theirs:.0%}). Something between the engine and the client holds the tokens back: "
             "a proxy's buffer, or a server that does not flush"
             if burst
-            else "tokens come while others are being made, at every M"
+            else "tokens arrive while later ones are still generated, at every M"
         ),
         figures={f"streamed_share_m{m}": share for m, (share, _) in known.items()},
     )
@@ -53,7 +56,7 @@ def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is known of one side's answers at one M: medians, None where there is none."""
+    """How one side's answers arrive at one M: medians, None if unknown."""
 
     share: float | None
     """Of a request's time after its first chunk, 0 to 1."""
@@ -66,7 +69,7 @@ def stream_of(figures: ServingFigures) -> Stream:
 
 
 def is_streamed(ours: Stream, theirs: Stream) -> bool:
-    """True where that cannot be told."""
+    """Whether answers come in parts; true if that cannot be told."""
     if ours.share is None or theirs.share is None or theirs.share < LEAST_SHARE:
         return True
     if ours.tpot is not None and theirs.tpot is not None and ours.tpot >= LEAST_OF_BASELINE * theirs.tpot:

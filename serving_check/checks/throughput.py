@@ -1,6 +1,6 @@
 """Output throughput at every M, artifact over baseline: the check that the gate exists for.
 
-The decision is `statistics.py`; this words it, and names the layer to blame from the layout plan.
+`statistics/decide.py` decides; this file puts the decision into words and names the layer to blame.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from ..evidence.verdict import CheckResult, CurvePoint, Status
 from ..statistics.decide import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
 
 NAME = "throughput"
-HOPELESS_SENTENCE = "So far below the floor that a first look and a second were enough. "
+HOPELESS_SENTENCE = "It is so far below the floor that two blocks of repeats were enough. "
 MORE_REPEATS = "or with more repeats (--max-repeats) or longer ones (--output-len)"
 
 
@@ -21,9 +21,9 @@ def check_throughput(
     broken_off: int | None = None,
     in_turns: bool = False,
 ) -> CheckResult:
-    """Fail where any M is surely below `floor`, pass where every M is surely at or above it.
+    """Fail if any M is below `floor` with confidence, pass if every M is at or above it with confidence.
 
-    diagnoses:  for an M that failed, what the layers' own timings say
+    diagnoses:  for each M that failed, which layer is to blame
     broken_off: the M at which a request failed, which ends the measuring
     in_turns:   whether no two servers were up together
     """
@@ -63,7 +63,7 @@ def _ratio(point: CurvePoint) -> str:
 
 
 def _limits(point: CurvePoint) -> str:
-    """Those the decision was made with."""
+    """The limits that the decision was made with."""
     high = "any" if point.decision_high is None else f"{point.decision_high:.3f}"
     return f"{point.decision_low or 0:.3f} to {high}"
 
@@ -80,7 +80,7 @@ def _reason(
     open_points = [point for point in curve if point.status == "inconclusive"]
     if failed:
         lines = [
-            f"at M={point.m}: {point.artifact.output_throughput:.0f} tok/s against "
+            f"at M={point.m}: {point.artifact.output_throughput:.0f} tok/s against the baseline's "
             f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. "
             + (HOPELESS_SENTENCE if len(point.log_ratios) < LOOKS[0] else "")
             + diagnoses.get(point.m, "")
@@ -88,10 +88,10 @@ def _reason(
         ]
         return "\n".join(line.strip() for line in lines)
     if broken_off is not None:
-        return f"not measured to its end: a request failed at M={broken_off}, and the measuring stopped there"
+        return f"measuring stopped early because a request failed at M={broken_off}"
     if open_points:
         ms = ", ".join(
-            f"M={point.m} ({point.ratio or 0:.3f}, surely from {_limits(point)}{_obstacle(point, floor)})"
+            f"M={point.m} ({point.ratio or 0:.3f}, limits {_limits(point)}{_obstacle(point, floor)})"
             for point in open_points
         )
         blocks = min(max_blocks, max(len(point.log_ratios) for point in open_points))
@@ -101,22 +101,22 @@ def _reason(
         return "no block of repeats was finished"
     widest = max(curve, key=lambda point: _width(point) or 0.0)
     return (
-        "every ratio is surely at or above the floor; the widest 95% interval is "
-        f"{_width(widest) or 1:.2f}× from limit to limit, at M={widest.m}"
+        "every ratio is at or above the floor with confidence; the widest 95% interval spans "
+        f"{_width(widest) or 1:.2f}×, at M={widest.m}"
     )
 
 
 def _in_turns(blocks: int) -> tuple[str, str]:
-    """What was measured on servers that took turns, and what would tell more."""
+    """What was measured on servers that took turns, and how to measure more."""
     more = " or more repeats (--max-repeats)" if blocks < TURN_LOOKS[-1] * GROUP else ""
     return (
-        f"{blocks // GROUP} groups of {GROUP} blocks, each on servers that were started anew",
-        f"with longer repeats (--output-len){more}, or where the servers fit side by side (--devices)",
+        f"{blocks // GROUP} groups of {GROUP} blocks, each on restarted servers",
+        f"with longer repeats (--output-len){more}, or on GPUs that hold all servers at once (--devices)",
     )
 
 
 def _obstacle(point: CurvePoint, floor: float) -> str:
-    """What kept it from being decided, where that is more than noise about the floor."""
+    """What kept it from being decided, if it is more than noise near the floor."""
     if point.correlation >= STRONG:
-        return f", each block much like the one before, correlation up to {point.correlation:.2f}"
-    return ", too wide an interval" if (point.decision_low or 0.0) >= floor else ""
+        return f", consecutive blocks are correlated, up to {point.correlation:.2f}"
+    return ", interval too wide" if (point.decision_low or 0.0) >= floor else ""

@@ -1,7 +1,7 @@
-"""Whether the stored weights are the baseline's, but for the rounding that was declared.
+"""Whether the stored weights are the baseline's, except for the declared rounding.
 
-An artifact of ours is held to its manifest: every module's error as recorded, everything else bit for bit. Of
-another tool's, where nothing is recorded, the modules that stand out from their kind are found.
+An artifact of ours must match its manifest: every module's error as recorded, everything else bit for bit.
+Another tool's artifact records nothing, so the check looks for modules that stand out from their kind.
 """
 
 import math
@@ -17,23 +17,23 @@ order and six recorded digits differ by 1e-6 to 1e-5, torchao's zero points, sto
 Of 4-bit codes, five in a million that are others, drawn at random, are beyond it."""
 OUTLIER_RATIO = 2.0
 OUTLIER_DEVIATIONS = 6.0
-"""A module stands out of its kind at this many times the median error, and as many of the robust standard
-deviations (1.4826 times the median absolute deviation) of the errors' logarithms."""
+"""A module stands out from its kind if its error is this many times the median, and this many robust standard
+deviations (1.4826 times the median absolute deviation) of the errors' logarithms above it."""
 LEAST_DEVIATION = 0.05
 NEGLIGIBLE = 0.01
-"""Such errors are of 8 bits and more, or of weights that were exact before."""
+"""Errors up to this come from 8 bits or more, or from weights that were exact before."""
 MAD_TO_DEVIATION = 1.4826
 SHOWN = 3
 
 
 def check_weights(figures: WeightFigures | None) -> CheckResult:
-    """None, where the baseline is itself quantized, is not known."""
+    """Unknown without figures: the baseline is quantized itself."""
     bound = "the baseline's weights, rounded as the manifest says and otherwise equal"
     if figures is None:
         reason = "the baseline is quantized itself, so there are no source weights to compare with"
         return CheckResult(NAME, "unknown", "not known", bound, reason)
     if not figures.is_ours:
-        bound = "no module far from its kind, and no tensor that is changed in part"
+        bound = "no module with an error far from others of its kind, and no tensor changed in part"
     problems = list(_count_problems(figures))
     problems += _recorded_problems(figures) if figures.is_ours else _outliers(figures)
     problems += _kept_problems(figures)
@@ -64,22 +64,22 @@ def largest_errors(figures: WeightFigures | None) -> list[str]:
 
 
 def _count_problems(figures: WeightFigures) -> Iterator[str]:
-    """Something is quantized, and exactly what the manifest says."""
+    """Unless something is quantized, and exactly what the manifest says."""
     may_be_plain = (figures.is_baseline and not figures.is_ours) or figures.is_other_quantized
     if not figures.quantized and not may_be_plain:
-        said = f", and its manifest says that {figures.recorded} are" if figures.recorded else ""
-        yield f"no module is quantized{said}: these are plain weights under another name"
+        said = f", but its manifest lists {figures.recorded}" if figures.recorded else ""
+        yield f"no module is quantized{said}: these are unquantized weights"
     elif figures.not_quantized:
-        yield f"the manifest says that {_list(figures.not_quantized)} are quantized, and they are not"
+        yield f"the manifest says that {_list(figures.not_quantized)} are quantized, but they are not"
     if figures.routers:
         yield (
-            f"{_list(figures.routers)} choose experts, and are quantized: a router's rounding sends tokens "
-            "to other experts. Keep routers unquantized"
+            f"{_list(figures.routers)} are routers and are quantized: rounding a router sends tokens to "
+            "other experts. Keep routers unquantized"
         )
     if figures.is_ours and figures.not_recorded:
-        yield f"{_list(figures.not_recorded)} are quantized, and the manifest does not say so"
+        yield f"{_list(figures.not_recorded)} are quantized, but the manifest does not list them"
     if figures.is_ours and figures.missing:
-        yield f"nothing stands for the baseline's {_list(figures.missing)}"
+        yield f"the artifact has no counterpart of the baseline's {_list(figures.missing)}"
     if figures.is_ours and figures.unknown:
         yield f"the baseline has no counterpart of {_list(figures.unknown)}, or one of another shape"
 
@@ -95,8 +95,8 @@ def _recorded_problems(figures: WeightFigures) -> list[str]:
     )
     more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return [
-        f"the weights are not those that were quantized: {named}{more}. Damaged or exchanged codes, scales "
-        "or zero points; quantize again"
+        f"the weights are not the ones that were quantized: {named}{more}. Codes, scales or zero points are "
+        "damaged or swapped; quantize again"
     ]
 
 
@@ -118,8 +118,8 @@ def _outliers(figures: WeightFigures) -> list[str]:
     )
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return [
-        f"modules far from their kind: {named}{more}. No rounding to the same format does that: look for "
-        "damaged or exchanged weights, scales or zero points"
+        f"modules with errors far from others of their kind: {named}{more}. Rounding to the same format does "
+        "not cause that: look for damaged or swapped weights, scales or zero points"
     ]
 
 
@@ -135,7 +135,7 @@ def _stands_out(kind: KindErrors, error: ModuleError) -> bool:
 
 
 def _kept_problems(figures: WeightFigures) -> Iterator[str]:
-    """Of ours, every change; of another tool's, tensors of which some rows are changed and most are not.
+    """Every change in an artifact of ours; in another tool's, tensors with a few changed rows.
 
     Another tool may fold scales into norms or rotate the embeddings, which changes every row.
     """
@@ -144,24 +144,27 @@ def _kept_problems(figures: WeightFigures) -> Iterator[str]:
         named = ", ".join(f"{tensor.name} ({tensor.rows} of {tensor.of} rows)" for tensor in wrong[:SHOWN])
         count = max(len(wrong), figures.changed_tensors if figures.is_ours else 0)
         more = f" and {count - SHOWN} more" if count > SHOWN else ""
-        yield f"kept unquantized, and yet not the baseline's: {named}{more}"
+        yield f"not quantized, but different from the baseline's: {named}{more}"
 
 
 def _praise(figures: WeightFigures) -> str:
     if not figures.quantized:
         return (
-            "nothing is quantized: these are the baseline's own weights, to try the gate or a KV format with"
+            "nothing is quantized: these are the baseline's own weights, to test the gate or a KV format"
             if figures.is_baseline
-            else "the weights are not quantized, keys and values are"
+            else "the weights are not quantized; keys and values are"
         )
     if figures.is_ours:
-        return "every module is as far from the baseline's as when it was quantized"
+        return "every module has the error that was recorded when it was quantized"
     changed = (
-        f"; {figures.changed_tensors} others are changed as a whole, and quality judges them"
+        f"; {figures.changed_tensors} other tensors are changed entirely, which the quality check judges"
         if figures.changed_tensors
         else ""
     )
-    return f"no manifest to hold it to; {figures.compared} modules are each like their kind{changed}"
+    return (
+        f"there is no manifest to compare with; {figures.compared} modules have errors like others of their "
+        f"kind{changed}"
+    )
 
 
 def _all(figures: WeightFigures) -> Iterator[ModuleError]:

@@ -98,10 +98,10 @@ def store_plain(folder: Path, modules: list[str], ignore: list[str]) -> None:
         config["quantization_config"]["ignore"] += ignore
 
 
-# Weights that are not those that were quantized.
+# Weights that are not the ones that were quantized.
 
 
-@fault("weights", "not those that were quantized")
+@fault("weights", "not the ones that were quantized")
 def a_thousandth_of_the_packed_words_random(folder: Path, rng: random.Random) -> None:
     with tensors(folder) as held:
         for name, words in held.items():
@@ -117,7 +117,7 @@ def zero_points_of_one_linear_off_by_one(folder: Path, rng: random.Random) -> No
         held[f"{ONE}.weight_zero_point"] ^= 0x11111111
 
 
-@fault("weights", "not those that were quantized")
+@fault("weights", "not the ones that were quantized")
 def zero_points_of_every_linear_shifted(folder: Path, rng: random.Random) -> None:
     with tensors(folder) as held:
         for name, words in held.items():
@@ -125,7 +125,7 @@ def zero_points_of_every_linear_shifted(folder: Path, rng: random.Random) -> Non
                 words ^= 0x11111111
 
 
-@fault("weights", "not those that were quantized: model.layers.")
+@fault("weights", "not the ones that were quantized: model.layers.")
 def two_layers_swapped(folder: Path, rng: random.Random) -> None:
     with tensors(folder) as held:
         for name in [name for name in held if name.startswith("model.layers.1.")]:
@@ -152,7 +152,7 @@ def the_vocabulary_rotated(folder: Path, rng: random.Random) -> None:
         held[EMBEDDINGS] = held[EMBEDDINGS].roll(1, dims=0)
 
 
-@fault("weights", "not those that were quantized", of=NVFP4)
+@fault("weights", "not the ones that were quantized", of=NVFP4)
 def a_shared_global_scale_corrupted(folder: Path, rng: random.Random) -> None:
     with tensors(folder) as held:
         for name in held:
@@ -163,19 +163,19 @@ def a_shared_global_scale_corrupted(folder: Path, rng: random.Random) -> None:
 # Something else quantized than is said.
 
 
-@fault("weights", "no module is quantized, and its manifest says that 28 are")
+@fault("weights", "no module is quantized, but its manifest lists 28")
 def nothing_quantized(folder: Path, rng: random.Random) -> None:
     store_plain(folder, list(Artifact.read(folder).module_errors()), [])
     with document(folder, "config.json") as config:
         del config["quantization_config"]
 
 
-@fault("weights", f"the manifest says that {ONE} are quantized, and they are not")
+@fault("weights", f"the manifest says that {ONE} are quantized, but they are not")
 def a_layer_left_plain(folder: Path, rng: random.Random) -> None:
     store_plain(folder, [ONE], [ONE])
 
 
-@fault("weights", "model.layers.0.mlp.gate choose experts, and are quantized", of=EXPERTS)
+@fault("weights", "model.layers.0.mlp.gate are routers and are quantized", of=EXPERTS)
 def a_router_quantized(folder: Path, rng: random.Random) -> None:
     router = "model.layers.0.mlp.gate"
     with tensors(folder) as held:

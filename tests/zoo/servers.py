@@ -242,7 +242,7 @@ def drifting_split_kv(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return step_with_attention(drift)(engine)
 
 
-@fault("engine", "served text", "under that load only")
+@fault("engine", "served text", "only that load is wrong")
 def wrong_kernel_for_one_batch_size(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return step_with_attention(lambda output, _: output.roll(1, 0) if len(output) == M else output)(engine)
 
@@ -292,7 +292,7 @@ async def crossed_answers(traffic: Traffic, generation: Generation, deltas: Call
         yield some
 
 
-@fault("request", "served text", "equal another one")
+@fault("request", "served text", "repeat another answer")
 async def one_answer_for_all(
     traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
 ) -> Deltas:
@@ -361,19 +361,19 @@ async def half_the_answer(traffic: Traffic, deltas: Deltas) -> Deltas:
         yield some
 
 
-@fault("stream", "served text", "is not what their token ids stand for")
+@fault("stream", "served text", "does not match their token ids")
 async def garbled_in_streams(traffic: Traffic, deltas: Deltas) -> Deltas:
     async for some in deltas:
         yield garbled(some)
 
 
-@fault("stream", "served text", "is not what their token ids stand for")
+@fault("stream", "served text", "does not match their token ids")
 async def garbled_when_together(traffic: Traffic, deltas: Deltas) -> Deltas:
     async for some in deltas:
         yield garbled(some) if traffic.open >= M else some
 
 
-@fault("stream", "served text", "one token again and again")
+@fault("stream", "served text", "one token repeated")
 async def one_token_answers(traffic: Traffic, deltas: Deltas) -> Deltas:
     async for some in deltas:
         yield [replace(delta, text=" a" * len(delta.token_ids), token_ids=[64] * len(delta.token_ids))

@@ -60,12 +60,12 @@ def test_a_checkpoint_that_other_engines_would_misread_is_refused(sound, one: Ar
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a shared global scale corrupted", "far from their kind: model.layers.0.mlp"),
-        ("two layers swapped", "far from their kind: model.layers."),
+        ("a shared global scale corrupted", "far from others of their kind: model.layers.0.mlp"),
+        ("two layers swapped", "far from others of their kind: model.layers."),
         ("a scale that is not a number", "(relative error not finite"),
         ("rare embeddings shuffled", "82 of 8192 rows"),
-        ("a router quantized", "choose experts"),
-        ("nothing quantized", "no module is quantized: these are plain weights"),
+        ("a router quantized", "are routers"),
+        ("nothing quantized", "no module is quantized: these are unquantized weights"),
     ],
 )
 def test_another_tools_artifact_is_caught_without_a_manifest(sound, name: str, words: str, tmp_path: Path):
@@ -81,7 +81,7 @@ def test_another_tools_artifact_is_caught_without_a_manifest(sound, name: str, w
         ("the vocabulary rotated", "a finer recipe will not help"),
         ("zero points of every linear shifted", "a finer recipe will not help"),
         ("a scale that is not a number", "NaN or Inf"),
-        (None, "exact over the whole vocabulary"),
+        (None, "computed over the whole vocabulary"),
     ],
 )
 def test_quality_says_whether_rounding_is_to_blame(sound, name: str | None, words: str, tmp_path: Path):

@@ -19,10 +19,10 @@ INPUT_LEN, OUTPUT_LEN = 112, 32
 """Every answer fills a page of 64 tokens, the request's second one."""
 PLUGIN = Path(__file__).with_name("kvarn_replays.py")
 REASONS = {
-    FLUSHED_IN_PYTHON: {"throughput": "of what is lost goes into writing full pages"},
+    FLUSHED_IN_PYTHON: {"throughput": "of the extra time is spent writing full pages"},
     SIDE_POOL: {
         "M reached": "something else caps the running requests: a limit, or a side pool",
-        "KV capacity": "the cache holds 7 such requests, and",
+        "KV capacity": "the KV cache has room for 7 such requests, yet",
     },
     COMPILED: {"compilations in traffic": "_sinkhorn_log_kernel"},
 }

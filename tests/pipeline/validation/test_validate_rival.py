@@ -56,7 +56,7 @@ def test_a_faster_artifact_passes_and_all_three_are_shown(fast_and_slow, tmp_pat
     fast, slow = fast_and_slow
     result, verdict, check = run(fast, slow, tmp_path)
     assert check.status == "pass", check.reason
-    assert "without a vote: M=2" in check.reason
+    assert "not counted: M=2" in check.reason
     assert verdict.rival is not None and verdict.rival.name == "slow"
     assert [point.m for point, _ in verdict.rivals] == [2, 4]
     assert "--rival slow --rival-from-m 4" in verdict.command

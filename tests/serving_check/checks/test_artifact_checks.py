@@ -36,14 +36,14 @@ def test_a_module_is_held_to_the_error_that_the_manifest_records():
     for error in (0.095 * 1.003, 0.09, 1.4, None):
         result = check_weights(with_error(error))
         assert result.status == "fail"
-        assert "not those that were quantized: model.layers.0.mlp.up_proj" in result.reason
+        assert "not the ones that were quantized: model.layers.0.mlp.up_proj" in result.reason
 
 
 @pytest.mark.parametrize(("error", "status"), [(0.12, "pass"), (0.4, "fail"), (None, "fail")])
 def test_where_nothing_is_recorded_a_module_is_held_to_its_kind(error, status: str):
     result = check_weights(with_error(error, FOREIGN, None))
     assert result.status == status
-    assert status == "pass" or "far from their kind: model.layers.0.mlp.up_proj" in result.reason
+    assert status == "pass" or "far from others of their kind: model.layers.0.mlp.up_proj" in result.reason
 
 
 def test_weights_that_are_exact_are_like_their_kind_and_one_that_is_not_stands_out():
@@ -62,11 +62,11 @@ def test_every_module_far_off_alike_is_another_basis_and_left_to_quality():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantized": 0}, "no module is quantized, and its manifest says that 4 are"),
-        ({"not_quantized": ("a", "b")}, "manifest says that a, b are quantized, and they are not"),
-        ({"not_recorded": ("gate",)}, "gate are quantized, and the manifest does not say so"),
-        ({"routers": ("mlp.gate",)}, "mlp.gate choose experts, and are quantized"),
-        ({"missing": ("norm",)}, "nothing stands for the baseline's norm"),
+        ({"quantized": 0}, "no module is quantized, but its manifest lists 4"),
+        ({"not_quantized": ("a", "b")}, "manifest says that a, b are quantized, but they are not"),
+        ({"not_recorded": ("gate",)}, "gate are quantized, but the manifest does not list them"),
+        ({"routers": ("mlp.gate",)}, "mlp.gate are routers and are quantized"),
+        ({"missing": ("norm",)}, "the artifact has no counterpart of the baseline's norm"),
         ({"changed": (ChangedTensor("embed", 82, 8192),), "changed_tensors": 1}, "embed (82 of 8192 rows)"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_difference_fails_unless_it_is_declared_and_is_named_with_where():
         ({"mean_kl": 0.2}, "more bits per weight"),
         ({"mean_kl": 0.2}, "the largest errors (a.b 0.3)"),
         ({"max_kl": 9.8}, "rows of the embeddings"),
-        ({"p999_kl": 3.0, "max_kl": 9.8}, "packed words that are damaged"),
+        ({"p999_kl": 3.0, "max_kl": 9.8}, "damaged packed words"),
         ({"mean_kl": 7.0, "nats_per_token": 9.0, "top1_agreement": 0.01}, "a finer recipe will not help"),
         ({"mean_kl": float("nan"), "nats_per_token": float("nan")}, "NaN or Inf"),
     ],

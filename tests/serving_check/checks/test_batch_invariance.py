@@ -43,7 +43,7 @@ def test_a_server_whose_bits_drift_fails_and_the_request_token_and_neighbours_ar
     with SubprocessEndpoint(command, "pycode", log=tmp_path / "log.txt") as endpoint:
         result = check_batch_invariance(figures_of(endpoint))
     assert result.status == "fail", result
-    assert "prompt tokens) beside" in result.reason and "alone and" in result.reason
+    assert "prompt tokens) next to" in result.reason and "alone and" in result.reason
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_server_whose_bits_drift_fails_and_the_request_token_and_neighbours_ar
     [
         ({"neighbours": 0}, "larger M"),
         ({"tokens": 0}, "no answer"),
-        ({"failed": 1}, "1 requests had no answer"),
+        ({"failed": 1}, "1 requests got no answer"),
     ],
 )
 def test_what_could_not_be_compared_decides_nothing(kept: CompanyFigures, change: dict, reason: str):

@@ -53,7 +53,7 @@ def test_a_diagnosis_names_shape_kernel_m_and_the_layout_that_would_have_passed(
         "M=8",
         "floor 0.93",
         "Layout fast would have passed",
-        f"themselves: {SHAPE} (slow) from M=8.",
+        f"on their own: {SHAPE} (slow) from M=8.",
     ):
         assert part in found
 
@@ -191,7 +191,10 @@ def test_loading_another_model_fails():
     loaded = ModelFigures(shapes, 8192, {"up": "tiles"})
     assert check_loads(loaded, ModelFigures(shapes, 8192)).status == "pass"
     assert "down" in check_loads(loaded, ModelFigures({**shapes, "down": (256, 512)}, 8192)).reason
-    assert "absent here" in check_loads(loaded, ModelFigures({**shapes, "extra": (1, 1)}, 8192)).reason
+    assert (
+        "missing from the artifact"
+        in check_loads(loaded, ModelFigures({**shapes, "extra": (1, 1)}, 8192)).reason
+    )
     assert check_loads(loaded, ModelFigures(shapes, 4096)).status == "fail"
 
 
@@ -235,7 +238,7 @@ def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():
     assert "3 preemptions at M=8" in check_kv_capacity([curve[0], preempted], load, 2048).reason
     silent = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=None))
     unknown = check_kv_capacity([silent], load, None)
-    assert unknown.status == "inconclusive" and "tells nothing of preemptions" in unknown.reason
+    assert unknown.status == "inconclusive" and "do not report preemptions" in unknown.reason
 
 
 def test_a_cache_that_has_room_while_requests_wait_breaks_its_promise():
@@ -247,7 +250,9 @@ def test_a_cache_that_has_room_while_requests_wait_breaks_its_promise():
         return check_kv_capacity([seen], load, capacity, limit, share=0.75)
 
     assert check().status == "fail"
-    assert "at M=8 the cache holds 16 such requests, and 2 ran while 6 waited, with 25%" in check().reason
+    assert (
+        "at M=8 the KV cache has room for 16 such requests, yet 2 ran and 6 waited with 25%" in check().reason
+    )
     assert check(running_mean=7.0).status == "pass"
     assert check(limit=4).status == "pass", "it says itself that it runs four"
     assert check(capacity=512).status == "pass", "it says itself that it holds four"

@@ -123,7 +123,7 @@ def test_one_ten_times_slower_fails_after_a_short_look_and_a_second(slow_from):
     assert sent[slow_from, 64] == sent[slow_from, 16] == 2
     status, checks = verdict_of(measured, decisions)
     assert (status, checks["throughput"].status) == ("fail", "fail")
-    assert f"M={slow_from}" in checks["throughput"].reason and "second" in checks["throughput"].reason
+    assert f"M={slow_from}" in checks["throughput"].reason and "two blocks" in checks["throughput"].reason
 
 
 def test_one_slow_first_look_decides_nothing():
