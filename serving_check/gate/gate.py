@@ -1,7 +1,6 @@
-"""The gate: what two servers say of themselves, what they write, and how fast, all kept to be judged.
+"""The gate: collects from two running servers what they report, what they write and how fast they are.
 
-It is given servers that are up, and knows nothing of checkpoints; `interleaving.py` measures the speed, and
-`judge.py` says what follows.
+It knows nothing of checkpoints. `interleaving.py` measures the speed, `judge.py` draws the conclusions.
 """
 
 import math
@@ -35,11 +34,11 @@ CANARY_PROMPT = 32
 CANARY_REQUESTS = 16
 
 TOGETHER_S = 90.0
-"""Seconds spent at most on serving both at once, where stalls of the artifact could be the machine's."""
+"""Seconds, at most, of serving both at once to tell the machine's stalls from the artifact's."""
 PATIENCE_S = 25.0
-"""Seconds of it without another stall, after which those before were chance."""
+"""Seconds without another stall after which serving both at once ends."""
 WATCHED_S = 5.0
-"""Seconds that the artifact serves at least: in less, one that stops every two seconds may show nothing."""
+"""The least time, in seconds, that the artifact serves: a stall every two seconds could be missed in less."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +49,22 @@ class RunFigures:
     baseline_canary: list[Continuation]
     measured: list[MeasuredM]
     capacity: int | None
-    """Tokens that the artifact's KV cache holds, where its server says."""
+    """Tokens that the artifact's KV cache holds; None if its server does not say."""
     limit: int | None = None
-    """Requests that the artifact's server runs together at most, where it says."""
+    """The most requests that the artifact's server runs together; None if it does not say."""
     compiled: tuple[Compilations | None, Compilations | None] = (None, None)
-    """By the artifact's server since its warm-up: before the first request, and after the last."""
+    """What the artifact's server compiled after warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
-    """By the artifact's server, and by the baseline's."""
+    """The layers packed by the artifact's server, and by the baseline's."""
     packed_on: tuple[str | None, str | None] = (None, None)
-    """The models of the devices that they did it for, where they say."""
+    """The device models that they packed for; None if a server does not say."""
     texts: list[ServedText] = field(default_factory=list)
     """Answers of the artifact's server under load, to be scored."""
     repeated: RepeatedPrompts | None = None
     together: MeasuredM | None = None
-    """On both servers at once, where stalls left a doubt."""
+    """Blocks served on both servers at once; None if stalls left no doubt."""
     company: CompanyFigures | None = None
-    """Of the artifact's server, where it claims batch invariance."""
+    """Of the artifact's server; None if it does not claim batch invariance."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _refuse_shared_addresses(artifact: Endpoint, baseline: Endpoint, rival: Riva
 def _require_capacity(
     name: str, endpoint: Endpoint, said: dict[str, float], workload: WorkloadSettings
 ) -> int | None:
-    """Tokens that the server's KV cache holds, where it says. UserError if the workload needs more."""
+    """Tokens that the KV cache holds; None if the server does not say. UserError if that is too few."""
     held = kv_cache_tokens(said, endpoint.series)
     require_capacity(name, held, workload)
     return held
@@ -159,10 +158,10 @@ def _canary_texts(
 
 
 def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Bounds) -> MeasuredM | None:
-    """Load on both servers at once, where the artifact has stalled but that could have been the machine, or
-    where it has served for so short a time that its stalls may not have shown.
+    """Load both servers at once if the artifact's stalls may be the machine's, or if it served too briefly to
+    show stalls; None if neither holds.
 
-    It ends when no stall of the artifact alone has come for a while, or enough of them.
+    It ends after a while without a stall of the artifact alone, or once there are enough to fail.
     """
     in_doubt = m_in_doubt(measured, bounds)
     watched = math.fsum(repeat.duration for level in measured for repeat in level.artifact)
@@ -176,7 +175,7 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Boun
     while (now := time.monotonic()) < min(last + patience, began + TOGETHER_S):
         servers.run_together(together)
         if together.blocks[-1].errors:
-            # A failed request is for its own check, whichever repeat it was in.
+            # `no failed requests` judges a failed request, whichever repeat it was in.
             next(level for level in measured if level.m == m).blocks.append(together.blocks.pop())
             break
         result = check_stalls(measured, bounds, together)
@@ -236,9 +235,9 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
 
 
 def repeat_prompts(servers: Servers, measured: Sequence[MeasuredM]) -> RepeatedPrompts | None:
-    """Send the prompts of the artifact's last repeat once more: an answer that was kept comes at once.
+    """Send the prompts of the artifact's last repeat again: a cached answer comes at once.
 
-    None after fewer repeats than the first look has: the quickest of them may have been disturbed.
+    None with fewer repeats than the first look has: even the fastest may have been disturbed.
     """
     level = next((level for level in reversed(measured) if len(level.artifact) >= LOOKS[0]), None)
     first = None if level is None else tpot_of(level.artifact)

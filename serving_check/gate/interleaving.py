@@ -1,7 +1,6 @@
-"""Measures two servers, or with a rival three, side by side: blocks of repeats, until every M is decided.
+"""Measures two servers, or three with a rival, side by side in blocks of repeats until every M is decided.
 
-Which blocks are run, in which order, and when there are enough; the decision itself is `statistics.py`, one
-repeat is `repeats.py`.
+It chooses the blocks and their order; `statistics/decide.py` decides, `repeats.py` runs a repeat.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from ..workload import WorkloadSpec
 from .repeats import Repeats
 
 WARMUP_PART = 4
-"""A warm-up gives one token for so many of a measured repeat."""
+"""Output tokens of a measured repeat for each output token of a warm-up."""
 SEEDS_PER_M = 1000
 SEEDS_PER_RUN = 1_000_000
 
@@ -40,11 +39,11 @@ def measure(
     clock: StageClock,
     restart: Callable[[], None] | None = None,
 ) -> tuple[list[MeasuredM], list[Decision]]:
-    """Block after block over all undecided Ms, so that a slow minute of the machine meets every M alike.
+    """Block after block over all undecided Ms, so that a slow minute of the machine affects every M alike.
 
-    Where blocks resemble each other too much to decide, both servers are started anew for each group of them.
-    Ends early where every M is decided, where one M has failed or the artifact surely stalls and all have
-    their first look, and at the first failed request, which decides by itself.
+    If blocks are too correlated to decide, the servers are restarted for each group of blocks. It ends early
+    once every M is decided, once one M has failed or the artifact certainly stalls and every M has had its
+    first look, and at the first failed request, which decides by itself.
     """
     workload = servers.workload
     floor = bounds.throughput_floor
@@ -63,7 +62,7 @@ def measure(
     with clock.stage("blocks of repeats"):
         decisions = _decide(servers, measured, test, bounds, clock, can_restart=restart is not None)
     if restart is not None and not surely_stalls(measured, bounds) and needs_new_servers(decisions, test):
-        clock.say("each block is much like the one before: the servers are started anew for groups of them")
+        clock.say("consecutive blocks are correlated: restarting the servers for each group of blocks")
         with clock.stage("blocks on new servers"):
             decisions = _decide_in_groups(servers, measured, test, clock, restart)
     return measured, decisions
@@ -154,7 +153,7 @@ def _sentence(m: int, decision: Decision) -> str:
 
 
 def _given_up(decisions: Sequence[Decision], blocks: int) -> bool:
-    """One M has failed, so the verdict stands; the others need no more than their first look."""
+    """Whether one M has failed, so that the others need no more than their first look."""
     return blocks > LOOKS[0] and any(decision.status == "fail" for decision in decisions)
 
 
@@ -164,12 +163,12 @@ class Rival:
 
     endpoint: Endpoint
     from_m: float
-    """At every M from this one on; below it the ratio is measured and decides nothing."""
+    """It must be faster at every M from this one on; below, the ratio is only shown."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """The sides, and what they are sent."""
+    """The servers to measure, and what they are sent."""
 
     artifact: Endpoint
     baseline: Endpoint
@@ -179,7 +178,7 @@ class Servers:
     rival: Rival | None = None
 
     def settled_against_rival(self, measured: Sequence[MeasuredM]) -> set[int]:
-        """The Ms at which no further block is wanted for the rival's sake."""
+        """The Ms at which the comparison with the rival needs no further block."""
         ms = {level.m for level in measured}
         if self.rival is None:
             return ms
@@ -187,29 +186,29 @@ class Servers:
         return ms - {m for m, decision in decisions.items() if not decision.final}
 
     def warm_up(self, level: MeasuredM) -> bool:
-        """Short repeats of every side, which are kept as first looks; false where a request failed.
+        """Short repeats of every side, kept as first looks; false if a request failed.
 
-        The baseline's come first: its speed gives the artifact its deadline.
+        The baseline goes first: its speed sets the artifact's deadline.
         """
         short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
         for index in range(self.workload.warmups):
             spec = workload_spec(short, level.m, self.text, seed=SEEDS_PER_M - 1 - index)
             block = self._block(index + 1, spec)
-            # A failed request is the end of it, whichever repeat it was in.
+            # A failed request ends the measuring, whichever repeat it was in.
             (level.blocks if block.errors else level.warmups).append(block)
             if block.errors:
                 return False
         return True
 
     def run_block(self, level: MeasuredM, restarts: int = 0) -> bool:
-        """Add a block to `one`; false where a request failed, and the block is then left unfinished."""
+        """Add a block to `level`; false if a request failed, which leaves the block unfinished."""
         index = len(level.blocks)
         block = self._block(index, workload_spec(self.workload, level.m, self.text, index))
         level.blocks.append(replace(block, restarts=restarts))
         return not block.errors
 
     def run_together(self, level: MeasuredM) -> None:
-        """Add a block to `one` of repeats on both servers at the same time."""
+        """Add a block to `level` whose repeats run on both servers at the same time."""
         seed = SEEDS_PER_M // 2 + len(level.blocks)
         spec = workload_spec(self.workload, level.m, self.text, seed)
         with ThreadPoolExecutor() as pool:

@@ -1,6 +1,6 @@
-"""Judges a gate run: every check, the curve and the status, from its raw figures and nothing else.
+"""Judges a gate run: every check, the curve and the status, from its raw figures alone.
 
-A pure function, called once when a verdict is given and again whenever one is read (`record.py`).
+A pure function, called when a verdict is given and again whenever one is read (`record.py`).
 """
 
 from dataclasses import dataclass

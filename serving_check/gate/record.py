@@ -1,6 +1,6 @@
-"""Reading a verdict back, and judging it again: what its raw figures do not bear out is refused.
+"""Reads a verdict back and judges it again from its raw figures, to find what does not follow from them.
 
-It tells an edit, not a forgery: whoever makes up the raw figures as well must be held off by a signature.
+This detects edits, not forgeries: only a signature protects against made-up raw figures.
 """
 
 import math
@@ -22,24 +22,24 @@ from .judge import Judgement, judge
 from .policy import weaker
 
 TOLERANCE = 1e-6
-"""Relative, of a figure made again: another machine's `exp` may round otherwise."""
+"""Relative, of a recomputed figure: `exp` may round differently on another machine."""
 WORDS = ("measured", "bound", "reason")
 
 
 def claimed_by(verdict: Verdict) -> str:
-    """The batch invariance that the artifact's server was started with; one that ran already claims none."""
+    """The batch invariance that the artifact's server was started with; a server by URL claims none."""
     return str((verdict.environment.engine_options or {}).get("batch_invariance", TUNED))
 
 
 def judged_again(verdict: Verdict) -> Verdict:
-    """With the status, checks, curve and policy that follow from its raw figures, whatever it says itself."""
+    """The verdict with the status, checks, curve and policy that follow from its raw figures."""
     found = _judged(verdict)
     weak = tuple(weaker(verdict))
     return replace(verdict, status=found.status, checks=found.checks, curve=found.curve, exploratory=weak)
 
 
 def parse_verdict(path: Path) -> Verdict:
-    """The verdict as the file says it. UserError where it is absent, not JSON, or of another form."""
+    """The verdict as the file has it. UserError if the file is absent, not JSON, or not a verdict."""
     if not path.exists():
         raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first")
     value = read_json_object(path, advice="validate again")
@@ -57,9 +57,9 @@ def parse_verdict(path: Path) -> Verdict:
 
 
 def contradictions(verdict: Verdict) -> list[str]:
-    """What in a verdict does not follow from its raw figures, one line each; empty where all does.
+    """What in a verdict does not follow from its raw figures, a line for each contradiction.
 
-    The words of a check may differ where another version of Scalegate gave them; its figures may not.
+    The words of a check may differ if another version of Scalegate wrote them; its figures may not.
     """
     found = _judged(verdict)
     problems = _of_the_settings(verdict)
@@ -82,11 +82,11 @@ def contradictions(verdict: Verdict) -> list[str]:
 
 
 def _judged(verdict: Verdict) -> Judgement:
-    """UserError where the raw figures are none that a gate could have measured."""
+    """UserError if a gate could not have measured such raw figures."""
     try:
         return judge(verdict.evidence, verdict.workload, verdict.bounds)
     except (ArithmeticError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"nothing follows from a verdict's raw figures: {error}; validate again") from error
+        raise UserError(f"a verdict's raw figures cannot be judged: {error}; validate again") from error
 
 
 def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
@@ -108,18 +108,18 @@ def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
 
 
 def _of_the_settings(verdict: Verdict) -> list[str]:
-    """Whether the repeats are those that the workload asks for."""
+    """Repeats that are not the ones that the workload asks for."""
     problems = []
     measured, workload = verdict.evidence.measured, verdict.workload
     if [level.m for level in measured] != sorted(workload.ms):
-        problems.append("its repeats are at other Ms than its workload names")
+        problems.append("its repeats are at other Ms than its workload asks for")
     for level in measured:
         if len(level.blocks) > workload.max_blocks or not all(
             _as_asked(repeat, level.m, workload) for repeat in (*level.artifact, *level.baseline)
         ):
-            problems.append(f"the repeats at M={level.m} are not of its workload")
+            problems.append(f"the repeats at M={level.m} do not match its workload")
         elif verdict.status == "pass" and not _is_whole(level):
-            problems.append(f"M={level.m} was not measured to its end")
+            problems.append(f"M={level.m} was not measured completely")
     problems += _of_the_claim(verdict)
     if verdict.quality_tokens != verdict.evidence.quality.tokens:
         problems.append("quality was measured on another number of tokens than it says")
@@ -127,7 +127,7 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
 
 
 def _of_the_claim(verdict: Verdict) -> list[str]:
-    """Whether batch invariance, where the artifact's server was started with it, has figures of its own."""
+    """A claim of batch invariance that its own figures do not support."""
     claim, company = claimed_by(verdict), verdict.evidence.company
     proved = TUNED if company is None else company.claim
     if proved == claim:
@@ -154,7 +154,7 @@ def _is_whole(measured: MeasuredM) -> bool:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equal, but for the last digits of a float, and for tuples that JSON made lists."""
+    """Equal, except for the last digits of a float, and for tuples that JSON turned into lists."""
     if isinstance(left, float) and isinstance(right, float | int):
         return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     if isinstance(left, Mapping) and isinstance(right, Mapping):

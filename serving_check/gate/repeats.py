@@ -1,6 +1,6 @@
-"""One repeat after another: sent with a deadline from the baseline's speed, and boiled down to its figures.
+"""Runs one repeat: sends it with a deadline from the baseline's speed, and reduces it to figures.
 
-Which repeats are sent, and in which order, is `interleaving.py`.
+`interleaving.py` chooses the repeats and their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ from ..workload import WorkloadResult, WorkloadSpec
 Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
 
 DEADLINE_FACTOR = 20.0
-"""Times the baseline's slowest request: what is ten times slower is for the throughput check to fail."""
+"""Times the baseline's slowest request: long enough for the throughput check to fail a tenfold slowdown."""
 DEADLINE_S = 5.0
-"""Seconds beyond that."""
+"""Seconds added to that."""
 TEXTS_AT_LARGEST_M = 12
 TEXTS_AT_OTHER_MS = 1
-"""Answers that are scored: each costs a pass over prompt and answer on both models."""
+"""Answers that are scored: each costs a forward pass on both models."""
 MOST_KEPT = 4 * TEXTS_AT_LARGEST_M
-"""Answers of one M that are kept until it is known which are scored: prompts can be long."""
+"""Answers of one M that are kept until some are chosen for scoring: prompts can be long."""
 
 
 class Repeats:
-    """Runs repeats of every side, and keeps some of the artifact's answers of every M.
+    """Runs repeats on every side, and keeps some of the artifact's answers at every M.
 
-    artifact, baseline: where their answers come from; None until it is known, for what has yet to be started
+    artifact, baseline: their endpoints; None until their server has started
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Repeats:
         return Repeat.of(result, self._tokenizer)
 
     def _deadline(self, spec: WorkloadSpec) -> float:
-        """Seconds for a request; the spec's own while the baseline's speed is not known at any M so low."""
+        """Seconds for a request; the spec's own until the baseline was measured at this M or a lower one."""
         known = [m for m in self._slowest if m <= spec.m]
         if not known:
             return spec.request_timeout
@@ -65,7 +65,7 @@ class Repeats:
         return deadline_from(self._slowest[nearest] * spec.output_len * spec.m / nearest)
 
     def texts_to_score(self) -> list[ServedText]:
-        """From all over the repeats, most of them of the largest M."""
+        """The answers to score, spread over all repeats, most of them of the largest M."""
         largest = max(self._texts, default=0)
         return [
             text
@@ -75,7 +75,7 @@ class Repeats:
 
 
 def deadline_from(seconds: float) -> float:
-    """For the artifact, where the baseline's slowest request took `seconds`."""
+    """The artifact's deadline in seconds if the baseline's slowest request took `seconds`."""
     return DEADLINE_FACTOR * seconds + DEADLINE_S
 
 

@@ -1,8 +1,7 @@
-"""Measures servers of which only one is up at a time: groups of blocks, every side's repeats in a turn.
+"""Measures servers that take turns, since only one fits at a time; a turn is one side's repeats of a group.
 
-Blocks stay as close together as starting servers allows: a side that ends one group begins the next. A
-server's first repeats after its start are warm-up. A group's blocks share their servers, so `statistics.py`
-counts their mean as one.
+The side that ends one group begins the next, so blocks stay close together in time. A server's first repeats
+after a start are warm-up. The blocks of a group share their servers, so their mean counts as one value.
 """
 
 import itertools
@@ -26,11 +25,11 @@ from .repeats import Repeats
 
 ARTIFACT, BASELINE, RIVAL = "artifact", "baseline", "rival"
 LEAST_BLOCKS = TURN_LOOKS[0] * GROUP
-"""Fewer than these allow no decision by groups."""
+"""The fewest blocks that allow a decision by groups."""
 
 
 def require_groups(workload: WorkloadSettings) -> None:
-    """UserError where too few blocks are allowed to decide anything in turns."""
+    """UserError if the workload allows too few blocks to decide anything in turns."""
     if workload.max_blocks < LEAST_BLOCKS:
         raise UserError(
             f"the servers do not fit in memory together and take turns, which needs --max-repeats "
@@ -51,13 +50,13 @@ class Turns:
     floor: float
     rival_from_m: float = 0.0
     when_first_up: Callable[[str, Endpoint], None] = lambda side, endpoint: None
-    """What each side's server meets before anything else."""
+    """Called once for each side, when its server is first up."""
     compiled: Compilations | None = None
-    """By the artifact's server in its turns, after its warm-up; None where nobody counts."""
+    """What the artifact's server compiled in its turns, after its warm-up; None if it does not count."""
     _met: set[str] = field(default_factory=set, init=False)
 
     def measure(self, clock: StageClock) -> list[MeasuredM]:
-        """Group after group over all undecided Ms. UserError where too few blocks are allowed to decide."""
+        """Group after group over all undecided Ms. UserError if the workload allows too few blocks."""
         require_groups(self.workload)
         test = sequential_test(self.workload, self.floor)
         measured = [MeasuredM(m) for m in sorted(self.workload.ms)]
@@ -67,7 +66,7 @@ class Turns:
             undecided = measured
             for group in range(1, groups.max_blocks + 1):
                 blocks = {level.m: [Block(restarts=group) for _ in range(GROUP)] for level in undecided}
-                # All of them also where a request has failed: each is to have been up.
+                # Every side takes its turn even if a request has failed: each must have been up once.
                 succeeded = [self._turn(side, undecided, blocks) for side in order]
                 for level in undecided:
                     level.blocks += [block for block in blocks[level.m] if block.repeats]
@@ -97,7 +96,7 @@ class Turns:
         ]
 
     def _turn(self, side: str, due: Sequence[MeasuredM], blocks: dict[int, list[Block]]) -> bool:
-        """One side's repeats of a group; false where a request failed."""
+        """One side's repeats of a group; false if a request failed."""
         fresh = self.servers.up != side
         endpoint = self.servers.take(side)
         if side not in self._met:

@@ -1,13 +1,11 @@
-"""How strongly a series' neighbours resemble each other, at most, and how much wider that makes the limits of
-its mean.
+"""An upper limit for the correlation of neighbours in a series, and how much it widens the mean's limits.
 
-The model is a first-order autoregression: each value takes over the share `rho` of its predecessor's
-deviation. A few values tell little of rho and tell it too low, because the mean that deviations are taken
-from is their own. So the estimate is inverted through what the same number of values would show on average
-under each rho (the idea of Andrews, 1993), and an upper limit is used rather than the estimate. A random walk
-then ends at `LARGEST`, where nothing can be decided.
+The model is a first-order autoregression: each value inherits the share `rho` of its predecessor's deviation.
+Few values estimate rho poorly and too low, because deviations are taken from their own mean. So the estimate
+is inverted through the average that the same number of values shows under each rho (after Andrews, 1993), and
+an upper limit replaces the estimate. A random walk then reaches `LARGEST`, at which nothing can be decided.
 
-Where what is to be known is where the walk set out, its limits are finite (`random_walk`).
+If the mean is to tell where a random walk started, its limits are finite (`random_walk`).
 """
 
 import itertools
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 LARGEST = 0.98
-"""The strongest correlation that is told from a random walk."""
+"""The strongest correlation that can be distinguished from a random walk."""
 STEPS = 49
 """Correlations are rounded up to a step of `LARGEST / STEPS`."""
 CAUTION = 1.5
@@ -35,14 +33,14 @@ class VarianceInflation:
     """How much wider correlation makes the limits of a mean than independent values would."""
 
     cost: float
-    """By how much the variance of the mean exceeds what the values' own variance makes it look."""
+    """The variance of the mean, over the variance that independent values would suggest."""
     freedom: float
-    """Degrees of freedom that the values' own variance has (Satterthwaite, 1946)."""
+    """Degrees of freedom of the values' own variance (Satterthwaite, 1946)."""
 
 
 @dataclass(frozen=True)
 class Autoregression(VarianceInflation):
-    """What `count` values of a first-order autoregression show of themselves on average.
+    """The averages that `count` values of a first-order autoregression show.
 
     Exact, from the covariance matrix R (R_ij = rho^|i-j|) and the centring matrix C = I - 11'/count.
     """
@@ -93,10 +91,10 @@ def autoregression(count: int, rho: float) -> Autoregression:
 
 
 def random_walk(count: int) -> VarianceInflation:
-    """Of a random walk of `count` values, at least 2, whose first one is what their mean is to tell.
+    """For a random walk of `count` values, at least 2, whose mean estimates its first value.
 
-    Exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk is still near where it set out,
-    so its cost is finite, where an autoregression's grows with rho without end.
+    Exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk stays near its start, so its
+    cost is finite, while an autoregression's grows with rho without limit.
     """
     return VarianceInflation(cost=(count - 1) * (2 * count - 1) / (count + 1), freedom=WALK_FREEDOM)
 

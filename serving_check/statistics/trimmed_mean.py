@@ -1,6 +1,6 @@
 """A series' trimmed mean and its confidence limits, as wide as the correlation between neighbours makes them.
 
-Pure arithmetic, with Student's t; what is decided by the limits is `statistics.py`.
+Pure arithmetic, with Student's t; `decide.py` decides by the limits.
 """
 
 import math
@@ -12,7 +12,7 @@ from statistics import fmean
 from .correlation import VarianceInflation, autoregression, random_walk
 
 VALUES_PER_TRIM = 8
-"""One value is trimmed from each end for every so many."""
+"""One value is trimmed from each end for every this many."""
 
 
 def interval(
@@ -25,7 +25,7 @@ def interval(
     """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
 
     correlation: between neighbours, at most
-    at_most_a_walk: whether the worst that the values can be is a random walk since the first of them
+    at_most_a_walk: whether the values are at worst a random walk that starts at the first of them
     """
     if len(values) < 2:
         return -math.inf, math.inf
@@ -45,7 +45,7 @@ class TrimmedMean:
     centre: float
     """The trimmed mean."""
     standard_error: float
-    """Of it, from the winsorized values, were they independent."""
+    """Of the trimmed mean, from the winsorized values as if they were independent."""
     freedom: int
 
 
@@ -61,7 +61,7 @@ def trimmed(values: Sequence[float]) -> TrimmedMean:
 
 
 def winsorized(values: Sequence[float]) -> list[float]:
-    """In their own order, the extremes moved in to the outermost value that is not trimmed."""
+    """The values in their order, with the extremes replaced by the outermost value that is not trimmed."""
     trim = len(values) // VALUES_PER_TRIM
     ordered = sorted(values)
     return [min(max(value, ordered[trim]), ordered[-1 - trim]) for value in values]

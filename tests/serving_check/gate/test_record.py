@@ -62,7 +62,7 @@ def loosen_the_bound(value: dict) -> None:
         (FAILED, lambda value: value.update(status="pass"), "it says pass, its figures say fail"),
         (FAILED, say_pass_everywhere, "throughput says pass, its figures say fail"),
         (FAILED, drop_what_failed, "its checks are not the gate's: latency, throughput"),
-        (FAILED, drop_the_slow_m, "at other Ms than its workload names"),
+        (FAILED, drop_the_slow_m, "at other Ms than its workload asks for"),
         (FAILED, slow_the_baseline, "the curve at M=8 is not the one of its repeats"),
         (FAILED, loosen_the_bound, "throughput says fail, its figures say pass"),
         (PASSED, lambda value: value["curve"][0].update(ratio=9.0), "the curve at M=1"),
@@ -78,9 +78,9 @@ def loosen_the_bound(value: dict) -> None:
             "the figures of quality",
         ),
         (PASSED, lambda value: value.update(quality_tokens=10**6), "another number of tokens"),
-        (PASSED, send_less, "the repeats at M=8 are not of its workload"),
-        (PASSED, lambda value: value["workload"].update(output_len=256), "are not of its workload"),
-        (PASSED, lambda value: value["evidence"]["measured"][0]["blocks"].clear(), "not measured to its end"),
+        (PASSED, send_less, "the repeats at M=8 do not match its workload"),
+        (PASSED, lambda value: value["workload"].update(output_len=256), "do not match its workload"),
+        (PASSED, lambda value: value["evidence"]["measured"][0]["blocks"].clear(), "not measured completely"),
     ],
 )
 def test_an_edit_is_told_by_what_it_contradicts(tmp_path: Path, ratios, edit, words: str):
