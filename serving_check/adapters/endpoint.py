@@ -94,7 +94,7 @@ def first_model(base_url: str, api_key: str | None = None) -> str:
     try:
         return str(json.loads(_get(base_url + "/v1/models", headers))["data"][0]["id"])
     except urllib.error.HTTPError as error:
-        hint = "; give the server's key" if error.code == 401 else ""
+        hint = "; a server that is validated must need no API key" if error.code == 401 else ""
         raise UserError(f"{base_url}/v1/models answered {error.code} {error.reason}{hint}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)

@@ -1,6 +1,6 @@
-"""What the answers under load held: tokens received beside tokens claimed, text beside tokens, likeness.
+"""Counts over the answers under load: tokens received and claimed, text and tokens, likeness.
 
-Counting only, on answers that the workload generator kept; whether it is good enough, `checks/` say.
+It only counts, on answers that the workload generator kept; `checks/` judge the counts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,14 +12,14 @@ from ..workload import RequestRecord, WorkloadResult
 
 T = TypeVar("T")
 LEAST_RETOKENIZED = 0.8
-"""Of the tokens claimed: text alone, tokenized again, need not give as many tokens as were generated."""
+"""Share of the claimed tokens that text must give when tokenized again: it may give a few less."""
 LEAST_FOR_LIKENESS = 4
-"""Tokens that an answer needs before sameness within it says anything."""
+"""Tokens that an answer needs before one repeated token counts against it."""
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """A tokenizer, as far as answers need one."""
+    """The two functions of a tokenizer that answers need."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
@@ -109,7 +109,7 @@ def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigure
 
 
 def spread_evenly(several: Sequence[T], count: int) -> list[T]:
-    """At most `count` of them, from all over."""
+    """At most `count` of them, spread evenly."""
     step = max(1.0, len(several) / count)
     return [several[int(index * step)] for index in range(min(count, len(several)))]
 
@@ -128,7 +128,7 @@ def _is_kept(record: RequestRecord) -> bool:
 
 
 def _received(record: RequestRecord, tokenizer: TokenText) -> Sequence[int]:
-    """The tokens of an answer that was kept: as they were told, or its text tokenized again."""
+    """The tokens of a kept answer: the ids in its stream, or its text tokenized again."""
     if record.answer is None or record.answer.token_ids is None:
         return tokenizer.encode(_text(record))
     return list(record.answer.token_ids)
@@ -139,7 +139,7 @@ def _text(record: RequestRecord) -> str:
 
 
 def _text_is_of_its_tokens(record: RequestRecord, tokenizer: TokenText) -> bool:
-    """White space at either end, and a character cut in two, depend on who decodes."""
+    """Whether they match, apart from white space at either end and characters cut in two."""
     if record.answer is None or record.answer.token_ids is None:
         return True
     return _bare(tokenizer.decode(list(record.answer.token_ids))) == _bare(record.answer.text)

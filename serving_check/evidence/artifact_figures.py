@@ -1,4 +1,4 @@
-"""What an artifact's own files show beside its baseline's: raw figures, measured without a model or a server.
+"""What an artifact's files show compared with its baseline's: raw figures, measured without model or server.
 
 Data only. `pipeline/validation/` reads the files, `checks/weights.py` and `checks/text_files.py` judge.
 """
@@ -36,12 +36,12 @@ class KindErrors:
     spread: float
     """Median absolute deviation of the errors' logarithms."""
     furthest: tuple[ModuleError, ...]
-    """Those furthest from what the manifest records or, where it records nothing, from the median."""
+    """The modules furthest from the manifest's record or, without a record, from the median."""
 
 
 @dataclass(frozen=True)
 class ChangedTensor:
-    """A tensor that is stored unquantized, and is not the baseline's bit for bit."""
+    """An unquantized tensor that differs from the baseline's."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -60,31 +60,31 @@ class WeightFigures:
     is_ours: bool
     """It has a manifest, which records the error of every module."""
     is_baseline: bool
-    """Its bytes are the baseline's own: the gate is trying itself out."""
+    """Its bytes are the baseline's own, to test the gate."""
     is_other_quantized: bool
     """Keys and values are stored quantized, so the weights need not be."""
     quantized: int
     """Modules that are stored quantized."""
     recorded: int
-    """Modules that the manifest says are."""
+    """Modules that the manifest lists as quantized."""
     compared: int
     """Quantized modules whose baseline was found and read."""
     kept: int
-    """Tensors that were held against the baseline's, bit for bit."""
+    """Unquantized tensors that were compared with the baseline's, bit for bit."""
     kinds: tuple[KindErrors, ...] = ()
     not_quantized: tuple[str, ...] = ()
-    """Modules that the manifest says are quantized, and are not."""
+    """Modules that the manifest lists as quantized but that are not."""
     not_recorded: tuple[str, ...] = ()
-    """Quantized modules that the manifest does not name."""
+    """Quantized modules that the manifest does not list."""
     routers: tuple[str, ...] = ()
     """Quantized modules that choose experts in the baseline."""
     changed: tuple[ChangedTensor, ...] = ()
     changed_tensors: int = 0
-    """All that differ; `changed` names the first."""
+    """Number of tensors that differ; `changed` names the first."""
     missing: tuple[str, ...] = ()
-    """Tensors of the baseline that nothing in the artifact stands for."""
+    """Tensors of the baseline that have no counterpart in the artifact."""
     unknown: tuple[str, ...] = ()
-    """What the artifact stores and the baseline has no counterpart of."""
+    """Tensors of the artifact that have no counterpart in the baseline."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
-"""Requests long enough that what a KV format codes is read and written while they are answered.
+"""Whether requests are long enough that a KV format reads and writes quantized pages while it answers them.
 
-A format that codes whole pages keeps short contexts as they came. A load of such requests says nothing of its
-codes: their kernel could take a second, and writing a page could be a loop in Python.
+A format that quantizes whole pages keeps short contexts unquantized. Short requests then say nothing about
+its speed: its kernel could take a second, and writing a page could be a loop in Python.
 """
 
 from ...layouts.kv.format import KV_FORMATS, PageCodedKVFormat
 from ..settings import WorkloadSettings
 
 ANSWERED_BEFORE = 32
-"""Tokens of an answer before it fills a page, of the prompts that are chosen here."""
+"""Output tokens before an answer fills a page, with the prompts chosen here."""
 
 
 def default_input_len(kv_cache_dtype: str | None) -> int:
-    """Prompt tokens a request, where none are asked for. kv_cache_dtype: None where it is not known."""
+    """Prompt tokens a request by default. kv_cache_dtype: None if unknown."""
     form = _page_coded(kv_cache_dtype)
     if form is None:
         return WorkloadSettings.input_len
@@ -20,7 +20,7 @@ def default_input_len(kv_cache_dtype: str | None) -> int:
 
 
 def uncoded(workload: WorkloadSettings, kv_cache_dtype: str | None) -> str | None:
-    """Why such a load leaves out what the format does; None where it does not."""
+    """Why such requests do not exercise the format; None if they do."""
     form = _page_coded(kv_cache_dtype)
     if form is None:
         return None

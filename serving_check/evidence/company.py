@@ -1,6 +1,6 @@
-"""The same prompts alone and among others on a running server, their logprobs compared bit for bit.
+"""Sends the same prompts alone and in a batch to a running server, and compares their logprobs bit for bit.
 
-What a server that claims batch invariance is held to. Not for judging it (`checks/batch_invariance.py`).
+It tests a server that claims batch invariance; `checks/batch_invariance.py` judges the result.
 """
 
 from collections.abc import Sequence
@@ -21,46 +21,46 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a prompt's answer that came out other than alone."""
+    """The first token of an answer that differs from the answer that the prompt got alone."""
 
     __pydantic_config__ = DOCUMENTED
 
     company: str
-    """Who shared the batch."""
+    """The neighbours in the batch."""
     request: int
     """Which of the prompts, counted from 0."""
     prompt_tokens: int
     token: int
     """Which token of the answer, counted from 0."""
     alone: str
-    """What was said of it: text, logprob, alternatives."""
+    """The token as the server gave it: text, logprob, alternatives."""
     together: str
 
 
 @dataclass(frozen=True)
 class CompanyFigures:
-    """What prompts got alone and in company."""
+    """How many answers differ between prompts sent alone and in a batch."""
 
     __pydantic_config__ = DOCUMENTED
 
     claim: str
     """`pin` or `per-token`."""
     requests: int
-    """Prompts that were sent alone and in every company."""
+    """Prompts that were sent alone, and once with every kind of neighbours."""
     neighbours: int
-    """Requests that came with them, at most."""
+    """The most requests in a batch besides them."""
     tokens: int
     """Tokens compared, each with its logprob and its alternatives'."""
     failed: int
     """Requests without an answer."""
     differing: int
-    """Answers in company that are not the one alone."""
+    """Answers in a batch that differ from the answer alone."""
     first: Difference | None = None
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """One request; every other one draws its tokens, by a seed of its own."""
+    """One request; every second one samples, with a seed of its own."""
 
     prompt: tuple[int, ...]
     answer_len: int
@@ -74,9 +74,9 @@ Answer = list[tuple[Any, ...]] | None
 def compare_in_company(
     endpoint: Endpoint, claim: str, text: Sequence[int], most: int, input_len: int, output_len: int
 ) -> CompanyFigures:
-    """Send prompts of up to `input_len` tokens of `text` one at a time, then beside others, `most` at once.
+    """Send prompts of up to `input_len` tokens of `text` one at a time, then in batches of at most `most`.
 
-    The other prompts are beside them, then shorter requests besides, then longer ones.
+    A batch holds all prompts; the second also holds shorter requests, the third longer ones.
     """
     answer_len = min(LONGEST_ANSWER, output_len)
     count = max(1, min(MOST_PROBES, most // 2))
@@ -95,7 +95,7 @@ def compare_in_company(
     alone = [_ask(endpoint, probe) for probe in probes]
     failed, tokens, differing, first = sum(answer is None for answer in alone), 0, 0, None
     for company, neighbours in companies:
-        # Half of them go ahead, so that places in the batch are others than alone.
+        # Half of the neighbours go first, so that the prompts get other places in the batch than alone.
         ahead = neighbours[: len(neighbours) // 2]
         sent = [*ahead, *probes, *neighbours[len(ahead) :]]
         with ThreadPoolExecutor(max_workers=len(sent)) as pool:
@@ -115,7 +115,7 @@ def compare_in_company(
 
 
 def _slice(text: Sequence[int], index: int, length: int) -> tuple[int, ...]:
-    """Another part of the text for every index."""
+    """A different part of the text for every index."""
     start = index * 977 % max(1, len(text) - length)
     return tuple(text[start : start + length])
 
@@ -131,7 +131,7 @@ def _first_difference(alone: list, together: list) -> int | None:
 
 
 def _ask(endpoint: Endpoint, probe: _Probe) -> Answer:
-    """Its tokens as JSON has them, where every float has the digits that tell it from its neighbours."""
+    """Its tokens as JSON gives them: every float has enough digits to be exact."""
     body = {
         "prompt": list(probe.prompt),
         "max_tokens": probe.answer_len,

@@ -49,7 +49,7 @@ def rival_decisions_of(
     voting = [level for level in measured if level.m >= from_m]
     if not voting:
         return {}
-    # Faster is all that is asked, by how much is not.
+    # It only has to be faster, so a wide interval is enough.
     test = SequentialTest(RIVAL_FLOOR, len(voting), workload.max_blocks, widest=math.inf)
     if all(took_turns(level) for level in voting):
         groups = [level.group_means(output_throughput, over_rival=True) for level in voting]
@@ -82,8 +82,8 @@ def rival_point(
 def binding_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> list[Decision]:
-    """At every M the decision that it hangs on, of whole requests or of decoding by itself: one that failed,
-    else one that is open, else one that stays undecided, else the lower one."""
+    """The decision that counts at every M, of whole requests or of decoding alone: a failed one, else an open
+    one, else an undecided one, else the lower one."""
     decisions = decisions_of(measured, sequential_test(workload, floor))
     steady = steady_decisions_of(measured, workload, floor)
     if not steady:
@@ -105,9 +105,9 @@ def binding_decisions_of(
 def steady_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> dict[int, Decision]:
-    """Where decoding by itself stands at every M; nothing where the workload does not ask for it.
+    """The decision on decoding alone at every M; empty if the workload does not ask for it.
 
-    Where M requests hardly ever decode at once, no number of blocks would tell, and none is waited for.
+    If M requests hardly ever decode at once, more blocks would not help, so the decision is final.
     """
     if not workload.decoding_apart:
         return {}
@@ -136,9 +136,9 @@ def steady_point(measured: MeasuredM, decision: Decision | None) -> SteadyPoint 
 
 
 def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
-    """Where every M stands; one that is hopelessly slow has failed, however few its blocks.
+    """The decision at every M; a hopelessly slow one has failed after two blocks.
 
-    Not where servers take turns: their first blocks share a start, which may have been a bad one.
+    Not if servers take turns: their first blocks share a start, which may have been a bad one.
     """
     decisions = _decided(measured, test, output_throughput)
     if any(took_turns(level) for level in measured):
@@ -154,8 +154,8 @@ def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[De
 def _decided(
     measured: Sequence[MeasuredM], test: SequentialTest, figure: Callable[[Repeat], float | None]
 ) -> list[Decision]:
-    """From blocks on the first servers, or, of an M that has any, from groups on servers started anew; from
-    groups alone where servers take turns."""
+    """From the blocks on the first servers or, if there are any, from groups on restarted servers; from
+    groups alone if servers take turns."""
     groups = [level.group_means(figure) for level in measured]
     if any(took_turns(level) for level in measured):
         return decide_all(groups, test.of_turns)
@@ -165,7 +165,7 @@ def _decided(
     ]
     decisions = decide_all(first, test)
     if any(groups):
-        # What was decided before has none.
+        # An M that was decided before has no groups.
         grouped = decide_all(groups, test.of_groups)
         decisions = [
             new if means else old for old, new, means in zip(decisions, grouped, groups, strict=True)

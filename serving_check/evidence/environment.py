@@ -1,4 +1,4 @@
-"""What a measurement was taken on, so that its reader can tell whether it applies to them."""
+"""The machine and software of a measurement, so that readers can tell whether it applies to them."""
 
 import os
 import platform

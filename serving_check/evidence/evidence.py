@@ -1,7 +1,7 @@
-"""The raw figures of a gate run: all that its checks are judged from, kept in the verdict beside them.
+"""The raw figures of a gate run, from which every check is made; the verdict keeps them.
 
-`judge.py` makes every check anew from these alone, so an edited result contradicts its own evidence. A new
-check adds what it needs here, as plain data, and is one more line in `judge`.
+`judge.py` can repeat every check from these alone, so an edited result contradicts its own evidence. A new
+check adds its figures here, as plain data, and a line in `judge`.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """What a server wrote after one prompt, and how likely that is to the baseline."""
+    """What a server wrote after one prompt, and how likely the baseline finds it."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -50,18 +50,18 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class TextScore:
-    """One answer of the artifact's server under load, its tokens held to logits computed in process."""
+    """One answer of the artifact's server under load, compared with logits computed in process."""
 
     __pydantic_config__ = DOCUMENTED
 
     m: int
     tokens: int
     off: int
-    """Tokens whose logit under the artifact is further below the best one than rounding explains."""
+    """Tokens whose logit under the artifact is too far below the best one to be explained by rounding."""
     baseline_off: int
     """The same under the baseline's logits."""
     beginning: str
-    """Of the text, to recognize it by."""
+    """The first characters of the text."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,25 @@ class Evidence:
     texts: TextFigures
     """Tokenizer, templates and generation settings against the baseline's."""
     capacity: int | None = None
-    """Tokens that the artifact's KV cache holds, where its server says."""
+    """Tokens that the artifact's KV cache holds; null if its server does not say."""
     limit: int | None = None
-    """Requests that the artifact's server runs together at most, where it says."""
+    """The most requests that the artifact's server runs together; null if it does not say."""
     compiled: tuple[Mapping[str, int] | None, Mapping[str, int] | None] = (None, None)
-    """By the artifact's server since its warm-up: before the first request, and after the last."""
+    """What the artifact's server compiled after warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
-    """By the artifact's server, and by the baseline's."""
+    """The layers packed by the artifact's server, and by the baseline's."""
     answers: tuple[TextScore, ...] = ()
     """Answers under load of the artifact's server, most of them at the largest M."""
     repeated: RepeatedPrompts | None = None
-    """Null where nothing was measured to its end."""
+    """Null if nothing was measured completely."""
     together: MeasuredM | None = None
-    """Blocks whose repeats ran on both servers at the same time, where stalls left a doubt."""
+    """Blocks whose repeats ran on both servers at the same time; null if stalls left no doubt."""
     company: CompanyFigures | None = None
-    """Prompts alone and among others, where the artifact's server claims batch invariance."""
+    """Prompts alone and in a batch; null if the artifact's server does not claim batch invariance."""
     by_layers: bool = False
-    """Whether quality and answers were looked at a decoder layer at a time, since both models together fit
-    into no memory whole: with dequantized weights, and keys and values as they are."""
+    """Whether quality and answers were computed a decoder layer at a time because the models did not fit in
+    memory together: with dequantized weights, and unquantized keys and values."""
     has_rival: bool = False
     """Whether a rival was served as well: its repeats are among `measured`."""
     diagnoses: Mapping[int, str] = field(default_factory=dict)
-    """For each M that failed, what the layers' own timings say."""
+    """For each M that failed, which layer is to blame."""

@@ -1,6 +1,6 @@
-"""The times in which a server gave nothing to anybody, in what its clients saw of one repeat.
+"""The gaps of one repeat in which a server sent nothing to any client.
 
-Not for slow requests: in such a gap no stream moves at all. Which gap is a stall, `checks/stalls.py` says.
+Not for slow requests: in a gap no stream moves at all. `checks/stalls.py` decides which gap is a stall.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Gap:
-    """A time between two events of any stream, while requests were open."""
+    """The time between two consecutive events of all streams, while requests were open."""
 
     __pydantic_config__ = DOCUMENTED
 

@@ -1,7 +1,7 @@
-"""What the interleaved repeats gave at one M, on every side: the raw figures that every check is judged from.
+"""What the interleaved repeats gave at one M, on every side: the raw figures of every check.
 
-They are kept in the verdict, so that whoever reads it can judge again. Running repeats is `interleaving.py`,
-judging them `judge.py` and `checks/`.
+The verdict keeps them, so that its readers can judge again. `interleaving.py` runs repeats; `judge.py` and
+`checks/` judge them.
 """
 
 import math
@@ -17,14 +17,14 @@ from .gaps import NO_GAPS, LongestGaps, longest_gaps
 from .steady_decoding import steady_decoding
 
 SLOWEST = 95
-"""The percentile of a repeat's requests that stands for its slowest: one straggler is not yet a pattern."""
+"""The percentile of a repeat's requests that stands for its slowest: a single straggler does not count."""
 DIGITS = 6
 """Latencies are kept to the microsecond."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One repeat of one side, as it is kept: every figure of it that a check or the curve reads."""
+    """One repeat of one side: every figure of it that a check or the curve reads."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -103,7 +103,7 @@ class Block:
     baseline: list[Repeat] = field(default_factory=list)
     rival: list[Repeat] = field(default_factory=list)
     restarts: int = 0
-    """How often the servers had been started anew by then."""
+    """How often the servers had been restarted by then."""
 
     @property
     def repeats(self) -> list[Repeat]:
@@ -134,7 +134,7 @@ class MeasuredM:
     m: int
     blocks: list[Block] = field(default_factory=list)
     warmups: list[Block] = field(default_factory=list)
-    """Shorter repeats, before the first block: their figures tell only of what is hopeless."""
+    """Shorter repeats before the first block, enough to tell that an M is hopeless."""
 
     @property
     def artifact(self) -> list[Repeat]:
@@ -145,7 +145,7 @@ class MeasuredM:
         return [result for block in self.blocks for result in block.baseline]
 
     def group_means(self, figure: Callable[[Repeat], float | None], over_rival: bool = False) -> list[float]:
-        """The mean log ratio of each whole group of blocks on servers that were started anew for it."""
+        """The mean log ratio of each complete group of blocks on restarted servers."""
         groups: dict[int, list[Block]] = {}
         for block in self.blocks:
             if block.restarts:

@@ -19,7 +19,7 @@ from .task_scores import TaskScore
 
 Status = Literal["pass", "fail", "inconclusive"]
 CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
-"""Unknown is what the engine that was chosen cannot tell: shown, and decides nothing."""
+"""A check is unknown if the engine cannot report its figures; it then does not affect the verdict."""
 
 SCHEMA_VERSION = 3
 EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
@@ -33,13 +33,13 @@ class CheckResult:
 
     name: str
     status: CheckStatus
-    """`unknown` where the engine cannot tell; such a check is shown, and decides nothing."""
+    """`unknown` if the engine cannot report its figures; such a check does not affect the verdict."""
     measured: str
     """The measured value in a few words, with units."""
     bound: str
-    """What it was held against, in the same words."""
+    """The bound, in the same terms."""
     reason: str
-    """Why, in terms the reader can act on; for a failed check what is to blame and what would have passed."""
+    """Why, in terms the reader can act on: for a failed check the cause, and what would have passed."""
     figures: dict[str, float | int | str | None] = field(default_factory=dict)
     """The numbers behind `measured`."""
 

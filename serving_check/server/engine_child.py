@@ -1,4 +1,4 @@
-"""The engine's own process: builds the engine, steps it, and talks over one pipe; nothing of HTTP or text.
+"""The engine's own process: builds the engine, steps it, and talks over one pipe, without HTTP or text.
 
 A process of its own because tokenizing, detokenizing and writing to sockets would hold the interpreter lock
 that the next step needs.
