@@ -6,12 +6,12 @@ Pure arithmetic, for tests and for whoever writes a kernel; `docs/batch-invarian
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-Numerics = Literal["tuned", "pin", "per-token"]
+BatchInvariance = Literal["tuned", "pin", "per-token"]
 """What a request's bits may depend on: `tuned` on its batch, `pin` on its own tokens and the chunks of its
 prompt, `per-token` on its own tokens alone."""
 
-NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
-TUNED: Numerics = NUMERICS[0]
+INVARIANCE_MODES: tuple[BatchInvariance, ...] = get_args(BatchInvariance)
+TUNED: BatchInvariance = INVARIANCE_MODES[0]
 
 FOR_INVARIANCE_ONLY = "is for --batch-invariance pin and per-token only"
 """Why a layout that is there to keep bits refuses where they need not be kept."""

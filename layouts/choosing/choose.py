@@ -61,7 +61,7 @@ def default_layout(problem: Problem) -> str:
     for name, layout in LAYOUTS.items():
         if layout.refuses(problem) is None:
             return name
-    advice = "" if problem.numerics == "tuned" else "; leave --batch-invariance out"
+    advice = "" if problem.batch_invariance == "tuned" else "; leave --batch-invariance out"
     raise UserError(f"no layout serves {problem!s} on {problem.device.type}{advice}")
 
 

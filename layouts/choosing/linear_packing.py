@@ -3,12 +3,13 @@
 Not for quantized weights, which are packed as they are loaded.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import nn
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ..formats.unquantized import Unquantized, UnquantizedWeight
 from ..modules.linear import QuantizedLinear
 from ..packing.all_layouts import LAYOUTS
@@ -17,7 +18,7 @@ from .choose import default_layout
 
 
 @torch.no_grad()
-def pack_linears(model: nn.Module, numerics: Numerics) -> int:
+def pack_linears(model: nn.Module, batch_invariance: BatchInvariance) -> int:
     """Replace every plain `nn.Linear`, its weight not copied; the number of products replaced.
 
     Merged layers share one product, and go on sharing it.
@@ -27,16 +28,15 @@ def pack_linears(model: nn.Module, numerics: Numerics) -> int:
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
                 if child not in packed:
-                    packed[child] = _packed(child, numerics)
+                    packed[child] = _packed(child, batch_invariance)
                 parent.add_module(name, packed[child])
     return len(packed)
 
 
-def _packed(linear: nn.Linear, numerics: Numerics) -> QuantizedLinear:
+def _packed(linear: nn.Linear, batch_invariance: BatchInvariance) -> QuantizedLinear:
     weight = UnquantizedWeight(Unquantized(), linear.weight.data)
-    problem = Problem(
-        weight.spec, *weight.shape, linear.weight.dtype, linear.weight.device, numerics=numerics
-    )
+    dense = Problem.of(weight, linear.weight.dtype, linear.weight.device)
+    problem = replace(dense, batch_invariance=batch_invariance)
     layout = cast(Layout, LAYOUTS[default_layout(problem)])
     bias = None if linear.bias is None else linear.bias.data
     return QuantizedLinear(layout.pack(weight, linear.weight.dtype), bias)

@@ -102,8 +102,8 @@ class _Experts:
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
         layout = cast(ExpertsLayout, LAYOUTS[packed[0].layout])
-        count, numerics = len(self.weights), self.problem.numerics
-        routings = [Routing.of(expert[:m].contiguous(), count, numerics) for expert in self.expert]
+        count, mode = len(self.weights), self.problem.batch_invariance
+        routings = [Routing.of(expert[:m].contiguous(), count, mode) for expert in self.expert]
         x, copies = self.x[:m], len(packed)
         return lambda copy: layout.grouped_matmul(x, packed[copy % copies], routings[copy % ROUTINGS])
 
@@ -117,7 +117,7 @@ class _Experts:
 
 def baseline_layout(problem: Problem) -> AnyLayout:
     """The layout of the unquantized weight that a problem's layouts are measured against."""
-    unquantized = replace(problem, spec=Unquantized(), numerics="tuned")
+    unquantized = replace(problem, spec=Unquantized(), batch_invariance="tuned")
     return next(layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 
 
 @dataclass(frozen=True)
@@ -89,5 +89,5 @@ class AttentionMetadata:
     page_size: int
     host: HostMetadata | None
     """None inside a CUDA graph, whose numbers differ from launch to launch."""
-    numerics: Numerics = "tuned"
+    batch_invariance: BatchInvariance = "tuned"
     """What a token's output may depend on."""

@@ -75,7 +75,7 @@ class CodedCudaLayerKV:
             **settings,
         )
         # Where bits are kept large steps are computed as small ones are.
-        host = metadata.host if metadata.numerics == "tuned" else None
+        host = metadata.host if metadata.batch_invariance == "tuned" else None
         if metadata.prefill_tiles is not None:
             prompts = torch.empty_like(query) if self.rotated else output
             if host is not None:
@@ -90,7 +90,7 @@ class CodedCudaLayerKV:
                     key_scale=self.keys.head_scale,
                     value_scale=self.values.head_scale,
                     out=prompts,
-                    one_form=metadata.numerics != "tuned",
+                    one_form=metadata.batch_invariance != "tuned",
                     **settings,
                 )
             else:

@@ -22,7 +22,7 @@ class TokenGroups:
             self._metadata, self._groups = metadata, {}
         if window not in self._groups:
             host = on_host(metadata)
-            if metadata.numerics == "tuned":
+            if metadata.batch_invariance == "tuned":
                 self._groups[window] = [*_decoding(host, window, like), *_prompts(host, window, like)]
             else:
                 self._groups[window] = _one_by_one(host, window, like)

@@ -98,7 +98,7 @@ class CudaLayerKV:
         lengths = metadata.decode_seq_lens
         rows = min(len(query), len(lengths))
         pages = self.key_pages, self.value_pages, metadata.block_table
-        if metadata.numerics == "per-token":
+        if metadata.batch_invariance == "per-token":
             prefill_attention(
                 query[:rows], *pages, lengths[:rows], out=output[:rows], one_form=True, **options
             )
@@ -136,7 +136,7 @@ class CudaLayerKV:
             metadata.block_table,
             tiles,
             out=output,
-            one_form=metadata.numerics != "tuned",
+            one_form=metadata.batch_invariance != "tuned",
             widened=widened,
             **options,
         )

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
 from ...base.registry import Registry
 from .int4 import Int4PerTokenHead
@@ -69,21 +69,21 @@ class PageCodedKVFormat(KVFormat, Protocol):
 class InvariantKVFormat(KVFormat, Protocol):
     """A format whose attention can keep a request's bits whoever shares its batch."""
 
-    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+    def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
         """What it keeps on this kind of device, `tuned` included."""
 
 
-def refuse_numerics(name: str, numerics: Numerics, device: torch.device) -> None:
-    """UserError where keys and values of this format are not attended over as `numerics` asks."""
+def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.device) -> None:
+    """UserError where keys and values of this format cannot be attended over as the mode asks."""
 
     def keeps(kv_format: KVFormat) -> bool:
-        kept = kv_format.numerics(device) if isinstance(kv_format, InvariantKVFormat) else ("tuned",)
-        return numerics in kept
+        kept = kv_format.invariance_modes(device) if isinstance(kv_format, InvariantKVFormat) else ("tuned",)
+        return mode in kept
 
     if not keeps(KV_FORMATS[name]):
         able = ", ".join(one for one, kv_format in KV_FORMATS.items() if keeps(kv_format))
         raise UserError(
-            f"{name} keys and values are not batch-invariant as {numerics!r} asks; choose one of: {able} "
+            f"{name} keys and values are not batch-invariant as {mode!r} asks; choose one of: {able} "
             "(--kv-cache-dtype), or --batch-invariance tuned"
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...base.batch_invariance import NUMERICS, Numerics
+from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from ...base.errors import UserError
 from ...kernels.attention.reference import AttentionOptions
 from .attention_metadata import AttentionMetadata
@@ -79,9 +79,9 @@ class KeptTokenByToken:
     def page_size(self, device: torch.device) -> int:
         return CUDA_PAGE if device.type == "cuda" else CPU_PAGE
 
-    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+    def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
         """On a GPU codes are decoded by one kernel and read for a prompt by another."""
-        return ("tuned", "pin") if device.type == "cuda" else NUMERICS
+        return ("tuned", "pin") if device.type == "cuda" else INVARIANCE_MODES
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

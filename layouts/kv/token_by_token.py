@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import NUMERICS, Numerics
+from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from .cpu import CpuLayerKV
 from .layer import KeptTokenByToken, KVScales, KVShape, LayerKV, PoolSize, StoredPages, Workspaces, zeros
 
@@ -27,8 +27,8 @@ class TokenByToken(KeptTokenByToken):
     def largest(self) -> float | None:
         return torch.finfo(self.dtype).max if self.dtype == torch.float8_e4m3fn else None
 
-    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
-        return NUMERICS
+    def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
+        return INVARIANCE_MODES
 
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
         dtype = self.dtype or shape.dtype

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, library, nn
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
 from ..formats.input_format import InputFormat
 from ..formats.unquantized import Unquantized, UnquantizedWeight
@@ -49,10 +49,10 @@ class PackedExperts(nn.Module):
         self,
         experts: nn.Module,
         products: Mapping[str, Sequence[ExpertsPart]],
-        numerics: Numerics = "tuned",
+        batch_invariance: BatchInvariance = "tuned",
     ):
         super().__init__()
-        self.numerics = numerics
+        self.batch_invariance = batch_invariance
         if not is_experts(experts):
             raise UserError(
                 f"experts of {type(experts).__name__} cannot be packed: it does not follow transformers' "
@@ -65,7 +65,7 @@ class PackedExperts(nn.Module):
         self.input_formats: dict[str, InputFormat] = {}
         self._packed: dict[str, PackedWeight] = {}
         rest = {
-            name: [_unquantized(experts, name, numerics)]
+            name: [_unquantized(experts, name, batch_invariance)]
             for name in parameters_of(experts)
             if name not in products
         }
@@ -77,7 +77,7 @@ class PackedExperts(nn.Module):
         self.num_experts = self._packed[self.parts["down_proj"][0]].shape[0]
         weights = {name: [self._packed[part] for part in parts] for name, parts in self.parts.items()}
         self.is_served_whole = (
-            numerics == "tuned" and not self.input_formats and is_served_whole(experts, weights)
+            batch_invariance == "tuned" and not self.input_formats and is_served_whole(experts, weights)
         )
 
     def _add(self, name: str, part: ExpertsPart) -> None:
@@ -123,7 +123,9 @@ class PackedExperts(nn.Module):
             )
             return gated_experts(hidden_states, top_k_index, top_k_weights, weights, specs)
         experts: Any = self.experts
-        sorted_experts = torch.ops.scalegate.route_experts(top_k_index, self.num_experts, self.numerics)
+        sorted_experts = torch.ops.scalegate.route_experts(
+            top_k_index, self.num_experts, self.batch_invariance
+        )
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         x = self._multiply(first, hidden_states, top_k_index, sorted_experts)
         x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
@@ -156,7 +158,7 @@ class PackedExperts(nn.Module):
             " ".join(packed.tensors),
             " ".join(packed.attributes),
             list(packed.attributes.values()),
-            self.numerics,
+            self.batch_invariance,
         )
 
 
@@ -175,7 +177,7 @@ def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def pack_unquantized_experts(model: nn.Module, numerics: Numerics = "tuned") -> int:
+def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance = "tuned") -> int:
     """Replace a model's own experts modules, without copying their weights; the number replaced.
 
     For a GPU, where no CUDA graph can hold a product that asks the host which experts are hit; and wherever
@@ -184,7 +186,7 @@ def pack_unquantized_experts(model: nn.Module, numerics: Numerics = "tuned") -> 
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     own = {name: module for name, module in found.items() if parameters_of(module)}
     for name, module in own.items():
-        model.set_submodule(name, PackedExperts(module, {}, numerics))
+        model.set_submodule(name, PackedExperts(module, {}, batch_invariance))
     return len(own)
 
 
@@ -202,23 +204,23 @@ def _rounded(rounding: InputFormat, x: Tensor, expert: Tensor) -> Tensor:
     return rounding.with_tensors(of_row).round(rows)
 
 
-def _unquantized(experts: nn.Module, name: str, numerics: Numerics) -> ExpertsPart:
+def _unquantized(experts: nn.Module, name: str, batch_invariance: BatchInvariance) -> ExpertsPart:
     rows = parameters_of(experts)[name]
     if rows.device.type == "cuda":
         return ExpertsPart(GroupedUnquantized().of(rows))
     weights = [UnquantizedWeight(Unquantized(), one) for one in rows]
-    dense = TorchLinear() if numerics == "tuned" else FixedRows(TorchLinear())
+    dense = TorchLinear() if batch_invariance == "tuned" else FixedRows(TorchLinear())
     return ExpertsPart(PerExpert(dense).pack_experts(weights, rows.dtype))
 
 
 @library.custom_op("scalegate::route_experts", mutates_args=())
-def _route_experts(expert: Tensor, count: int, numerics: str) -> Tensor:
+def _route_experts(expert: Tensor, count: int, batch_invariance: str) -> Tensor:
     """The assignments of `expert`, int [T, top_k], sorted by expert: once for all products of a layer."""
-    return Routing.of(expert, count, cast(Numerics, numerics)).buffer
+    return Routing.of(expert, count, cast(BatchInvariance, batch_invariance)).buffer
 
 
 @_route_experts.register_fake
-def _(expert: Tensor, count: int, numerics: str) -> Tensor:
+def _(expert: Tensor, count: int, batch_invariance: str) -> Tensor:
     return expert.new_empty(Routing.buffer_size(expert, count), dtype=torch.int32)
 
 
@@ -234,7 +236,7 @@ def _packed_experts_matmul(
     names: str,
     attribute_names: str,
     attributes: list[int],
-    numerics: str,
+    batch_invariance: str,
 ) -> Tensor:
     """x [R, K] → [T * top_k, N]; as `packed_matmul`, whose conventions it keeps."""
     packed = PackedWeight(
@@ -245,7 +247,7 @@ def _packed_experts_matmul(
         dict(zip(names.split(), tensors, strict=True)),
         dict(zip(attribute_names.split(), attributes, strict=True)),
     )
-    routing = Routing(expert, shape[0], sorted_experts, cast(Numerics, numerics))
+    routing = Routing(expert, shape[0], sorted_experts, cast(BatchInvariance, batch_invariance))
     return cast(ExpertsLayout, LAYOUTS[layout]).grouped_matmul(x, packed, routing)
 
 
@@ -261,6 +263,6 @@ def _(
     names: str,
     attribute_names: str,
     attributes: list[int],
-    numerics: str,
+    batch_invariance: str,
 ) -> Tensor:
     return x.new_empty(expert.shape[0] * expert.shape[1], shape[1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, NUMERICS, row_tiles
+from ...base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, INVARIANCE_MODES, row_tiles
 from ..formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
 
@@ -26,10 +26,10 @@ class FixedRows:
         self.kernel = dense.kernel
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.numerics == "tuned":
+        if problem.batch_invariance == "tuned":
             return FOR_INVARIANCE_ONLY
-        refusal = Serves(device="cpu", numerics=NUMERICS).refuses(problem)
-        return refusal or self.dense.refuses(replace(problem, numerics="tuned"))
+        refusal = Serves(device="cpu", invariance_modes=INVARIANCE_MODES).refuses(problem)
+        return refusal or self.dense.refuses(replace(problem, batch_invariance="tuned"))
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         return replace(self.dense.pack(weight, dtype), layout=self.name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import NUMERICS
+from ...base.batch_invariance import INVARIANCE_MODES
 from ...kernels.experts import gated, int4, nvfp4, one_token, unquantized
 from ...kernels.experts import packed as packed_experts
 from ...kernels.nvfp4.packing import FACTOR
@@ -29,7 +29,14 @@ CAPABILITY = (8, 0)
 
 def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -> Serves:
     """Bits are kept by the rows of a block, which the routing decides (`kernels/experts/tile.py`)."""
-    return Serves(formats, "cuda", dtypes, experts=True, numerics=NUMERICS, capability=CAPABILITY)
+    return Serves(
+        formats,
+        "cuda",
+        dtypes,
+        experts=True,
+        invariance_modes=INVARIANCE_MODES,
+        capability=CAPABILITY,
+    )
 
 
 class GroupedUnquantized:

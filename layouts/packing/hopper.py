@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import NUMERICS, Numerics
+from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from ...kernels.hopper import gemm
 from ...kernels.hopper.packed_operand import SEMAPHORES, PackedOperand
 from ..formats.weight_format import Weight
@@ -62,9 +62,9 @@ class HopperLayout:
         self.kernel = f"{packing.kernel_prefix}_{'invariant' if batch_invariant else 'stream_k'}_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        numerics: tuple[Numerics, ...] = NUMERICS if self.batch_invariant else ("tuned",)
+        modes: tuple[BatchInvariance, ...] = INVARIANCE_MODES if self.batch_invariant else ("tuned",)
         packing = self.packing
-        serves = Serves((packing.format,), "cuda", packing.dtypes, numerics=numerics, capability=HOPPER)
+        serves = Serves((packing.format,), "cuda", packing.dtypes, invariance_modes=modes, capability=HOPPER)
         refusal = serves.refuses(problem) or packing.refuses(problem)
         if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
             return "is written for compute capability 9.0 (Hopper)"

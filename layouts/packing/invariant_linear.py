@@ -6,7 +6,7 @@ Not for the CPU (`fixed_rows.py`), nor for serving that may depend on the batch 
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import FOR_INVARIANCE_ONLY, NUMERICS
+from ...base.batch_invariance import FOR_INVARIANCE_ONLY, INVARIANCE_MODES
 from ...kernels.invariant_matmul import invariant_matmul, semaphores_of
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight
@@ -22,9 +22,9 @@ class InvariantLinear:
     kernel = "invariant_matmul_kernel"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.numerics == "tuned":
+        if problem.batch_invariance == "tuned":
             return FOR_INVARIANCE_ONLY
-        serves = Serves((Unquantized,), "cuda", DTYPES, numerics=NUMERICS, capability=(8, 0))
+        serves = Serves((Unquantized,), "cuda", DTYPES, invariance_modes=INVARIANCE_MODES, capability=(8, 0))
         return serves.refuses(problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.registry import Registry
 from ..formats.weight_format import Weight, WeightFormat
 from .routing import Routing
@@ -44,7 +44,7 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     experts: Experts | None = None
-    numerics: Numerics = "tuned"
+    batch_invariance: BatchInvariance = "tuned"
 
     @classmethod
     def of(cls, weight: Weight, dtype: torch.dtype, device: torch.device) -> "Problem":
@@ -55,7 +55,7 @@ class Problem:
         """`int4 g128 zp 24576x4096 bfloat16`: what plans file it under. The device is not in it."""
         words = [self.spec.key, f"{self.n}x{self.k}", _dtype_name(self.dtype)]
         words += [f"({self.experts})"] if self.experts else []
-        words += [self.numerics] if self.numerics != "tuned" else []
+        words += [self.batch_invariance] if self.batch_invariance != "tuned" else []
         return " ".join(words)
 
 
@@ -89,14 +89,14 @@ class Serves:
     device:   `cpu` or `cuda`; None takes any
     dtypes:   of activations; None takes any
     experts:  whether it multiplies by experts; it then serves nothing else
-    numerics: the modes it keeps
+    invariance_modes: those it keeps
     """
 
     formats: tuple[type, ...] | None = None
     device: str | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     experts: bool = False
-    numerics: tuple[Numerics, ...] = ("tuned",)
+    invariance_modes: tuple[BatchInvariance, ...] = ("tuned",)
     capability: tuple[int, int] | None = None
     """The least compute capability of a CUDA device."""
 
@@ -113,8 +113,8 @@ class Serves:
         if self.dtypes is not None and problem.dtype not in self.dtypes:
             taken = " or ".join(map(_dtype_name, self.dtypes))
             return f"takes {taken} activations, not {_dtype_name(problem.dtype)}"
-        if problem.numerics not in self.numerics:
-            return f"is not batch-invariant as {problem.numerics!r} asks"
+        if problem.batch_invariance not in self.invariance_modes:
+            return f"is not batch-invariant as {problem.batch_invariance!r} asks"
         if self.capability is not None and torch.cuda.get_device_capability(problem.device) < self.capability:
             return f"needs compute capability {'.'.join(map(str, self.capability))}"
         return None

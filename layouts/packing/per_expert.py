@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import NUMERICS
+from ...base.batch_invariance import INVARIANCE_MODES
 from ..formats.weight_format import Weight
 from .layout import Layout, PackedWeight, Problem, Serves
 from .routing import Routing
@@ -26,7 +26,7 @@ class PerExpert:
         self.kernel = dense.kernel
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = Serves(device="cpu", experts=True, numerics=NUMERICS).refuses(problem)
+        refusal = Serves(device="cpu", experts=True, invariance_modes=INVARIANCE_MODES).refuses(problem)
         return refusal or self.dense.refuses(replace(problem, experts=None))
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:

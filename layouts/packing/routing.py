@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...kernels.experts.routing import ExpertRouting, buffer_size, route_into, routing_in
 from ...kernels.experts.tile import block_rows_of
 
@@ -19,18 +19,18 @@ from ...kernels.experts.tile import block_rows_of
 class Routing:
     """expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU.
 
-    numerics: what the products over it are to keep
+    batch_invariance: what the products over it are to keep
     """
 
     expert: Tensor
     count: int
     buffer: Tensor
-    numerics: Numerics = "tuned"
+    batch_invariance: BatchInvariance = "tuned"
 
     @classmethod
-    def of(cls, expert: Tensor, count: int, numerics: Numerics = "tuned") -> "Routing":
+    def of(cls, expert: Tensor, count: int, batch_invariance: BatchInvariance = "tuned") -> "Routing":
         buffer = torch.empty(cls.buffer_size(expert, count), dtype=torch.int32, device=expert.device)
-        routing = cls(expert, count, buffer, numerics)
+        routing = cls(expert, count, buffer, batch_invariance)
         if expert.device.type == "cuda":
             route_into(buffer, expert, count, routing.block_rows)
         return routing
@@ -50,4 +50,4 @@ class Routing:
     def block_rows(self) -> int:
         """Assignments of one expert that the kernels multiply together."""
         assignments = self.expert.shape[0] * self.expert.shape[1]
-        return block_rows_of(assignments, self.count, self.numerics != "tuned")
+        return block_rows_of(assignments, self.count, self.batch_invariance != "tuned")

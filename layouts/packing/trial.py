@@ -60,6 +60,6 @@ def multiply_one_row(layout: AnyLayout, problem: Problem) -> Tensor:
         weights = [problem.spec.random(problem.n, problem.k, problem.device) for _ in range(count)]
         expert = torch.zeros(1, 1, dtype=torch.int32, device=problem.device)
         packed = layout.pack_experts(weights, problem.dtype)
-        return layout.grouped_matmul(x, packed, Routing.of(expert, count, problem.numerics))
+        return layout.grouped_matmul(x, packed, Routing.of(expert, count, problem.batch_invariance))
     weight = problem.spec.random(problem.n, problem.k, problem.device)
     return layout.matmul(x, layout.pack(weight, problem.dtype))

@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ...base.batch_invariance import TUNED
+from ...base.batch_invariance import TUNED, BatchInvariance
 from ...base.errors import UserError
 from ...base.log import logger
 from ...base.options import flag, from_given, takes
@@ -241,7 +241,7 @@ def claiming(asked: Asked, recipe: Recipe) -> Asked:
         return asked
     return replace(
         asked,
-        engine=replace(asked.engine, batch_invariance=claim),
+        engine=replace(asked.engine, batch_invariance=cast(BatchInvariance, claim)),
         given={**asked.given, "batch_invariance": claim},
     )
 

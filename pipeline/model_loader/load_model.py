@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
 from ...base.log import logger
 from ...layouts.choosing.plan import LayoutPlan
@@ -48,7 +48,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     plan: LayoutPlan | None = None,
     layout: str | None = None,
-    numerics: Numerics = "tuned",
+    batch_invariance: BatchInvariance = "tuned",
     revision: str | None = None,
     progress: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -60,7 +60,7 @@ def load_model(
     plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
     layout: one layout for every quantized dense layer, or for all experts where it is one of theirs,
             whatever the plan says
-    numerics: what a row's bits may depend on; only layouts that keep it are taken
+    batch_invariance: what a row's bits may depend on; only layouts that keep it are taken
     tokenizer: the checkpoint's, where it has been loaded already
     instead: weights that take the place of the checkpoint's own, by module
     """
@@ -72,7 +72,7 @@ def load_model(
     skeleton = build_skeleton(checkpoint, dtype, device)
     picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)
     loader = WeightLoader(
-        checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype), numerics
+        checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype), batch_invariance
     )
     loader.load(progress)
     for name, count in Counter(loader.layouts.values()).items():
@@ -95,7 +95,7 @@ def problems(
     checkpoint: Checkpoint,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    numerics: Numerics = "tuned",
+    batch_invariance: BatchInvariance = "tuned",
 ) -> dict[str, Problem]:
     """What a layout has to serve in this checkpoint, by the product's name: merged as it will be served.
 
@@ -108,7 +108,8 @@ def problems(
     groups = merge_groups(checkpoint, dtype)
     loader = WeightLoader(checkpoint, stored, skeleton, device, LayoutPicker(None, None), groups)
     return {
-        product.name: product.problem(loader.stored, dtype, device, numerics) for product in loader.products()
+        product.name: product.problem(loader.stored, dtype, device, batch_invariance)
+        for product in loader.products()
     }
 
 

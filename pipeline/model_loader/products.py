@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
 from ...layouts.modules.merged_linear import merged_name
 from ...layouts.packing.layout import Experts, Problem
@@ -40,11 +40,11 @@ class DenseProduct:
         return merged_name(self.modules)
 
     def problem(
-        self, stored: Stored, dtype: torch.dtype, device: torch.device, numerics: Numerics
+        self, stored: Stored, dtype: torch.dtype, device: torch.device, batch_invariance: BatchInvariance
     ) -> Problem:
         first = stored[self.weights[0]]
         rows = sum(stored[name].shape[0] for name in self.weights)
-        return Problem(first.spec, rows, first.shape[1], dtype, device, None, numerics)
+        return Problem(first.spec, rows, first.shape[1], dtype, device, None, batch_invariance)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,13 @@ class ExpertsProduct:
         return sum(stored[name].shape[0] for name in self.experts[0])
 
     def problem(
-        self, stored: Stored, dtype: torch.dtype, device: torch.device, numerics: Numerics
+        self, stored: Stored, dtype: torch.dtype, device: torch.device, batch_invariance: BatchInvariance
     ) -> Problem:
         first = stored[self.experts[0][0]]
         experts = Experts(len(self.experts), self.top_k)
-        return Problem(first.spec, self.rows(stored), first.shape[1], dtype, device, experts, numerics)
+        return Problem(
+            first.spec, self.rows(stored), first.shape[1], dtype, device, experts, batch_invariance
+        )
 
 
 Product = DenseProduct | ExpertsProduct

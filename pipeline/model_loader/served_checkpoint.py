@@ -50,7 +50,7 @@ def build_engine(
         device=resolve_device(options.device),
         dtype=resolve_dtype(options.dtype),
         layout=options.layout,
-        numerics=options.numerics,
+        batch_invariance=options.batch_invariance,
         tokenizer=tokenizer,
     )
     ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.choosing.choose import default_layout, forced_for, refuse_impossible
@@ -64,7 +64,7 @@ class WeightLoader:
     picker: LayoutPicker
     merge_groups: list[list[str]] = field(default_factory=list)
     """Linear layers of the model that get the same input."""
-    numerics: Numerics = "tuned"
+    batch_invariance: BatchInvariance = "tuned"
     rounded_elsewhere: bool = False
     """Whether who runs the model rounds the inputs of its plain layers, as `inputs_of` says."""
     layouts: dict[str, str] = field(default_factory=dict)
@@ -158,7 +158,9 @@ class WeightLoader:
         return ExpertsPart(packed, stack_inputs(inputs) if inputs else None)
 
     def _place_experts(self, name: str, products: Mapping[str, list[ExpertsPart]]) -> None:
-        self.model.set_submodule(name, PackedExperts(self.model.get_submodule(name), products, self.numerics))
+        self.model.set_submodule(
+            name, PackedExperts(self.model.get_submodule(name), products, self.batch_invariance)
+        )
 
     def _pick(self, product: Product) -> object:
         problem = self.problems[product.name] = self._problem(product)
@@ -167,7 +169,7 @@ class WeightLoader:
         return LAYOUTS[name]
 
     def _problem(self, product: Product) -> Problem:
-        return product.problem(self.stored, self.model.dtype, self.device, self.numerics)
+        return product.problem(self.stored, self.model.dtype, self.device, self.batch_invariance)
 
     def _merged(self, names: Sequence[str]) -> Weight:
         """The weights' rows one after another, on the CPU."""

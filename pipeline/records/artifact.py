@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ...base.atomic_files import PARTIAL_SUFFIX, write_json
-from ...base.batch_invariance import NUMERICS, TUNED
+from ...base.batch_invariance import INVARIANCE_MODES, TUNED, BatchInvariance
 from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import file_refusal, require_file, require_inside
@@ -141,10 +141,10 @@ class Artifact:
         changes = self.recipe.get("changes")
         return tuple(one for one in changes if one in PARTS) if isinstance(changes, list) else ()
 
-    def batch_invariance(self) -> str:
+    def batch_invariance(self) -> BatchInvariance:
         """What the recipe claims of a request's bits while the artifact is served."""
         claim = self.recipe.get("batch_invariance")
-        return claim if claim in NUMERICS else TUNED
+        return next((mode for mode in INVARIANCE_MODES if mode == claim), TUNED)
 
     def layout_plan_sha256(self) -> str | None:
         """The layout plan's digest, None where there is none: a verdict is given with the plan in force."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ...base.batch_invariance import NUMERICS, TUNED
+from ...base.batch_invariance import INVARIANCE_MODES, TUNED
 from ...base.errors import UserError
 from ...base.untrusted_files import parse_yaml, read_outside
 from ...base.untrusted_names import name_refusal
@@ -204,7 +204,7 @@ class _Reader:
             lm_head=self._choice(value, "lm_head", lines),
             embeddings=self._choice(value, "embeddings", lines),
             kv_cache=self._kv_cache(value, lines),
-            batch_invariance=self._choice(value, "batch_invariance", lines, NUMERICS),
+            batch_invariance=self._choice(value, "batch_invariance", lines, INVARIANCE_MODES),
             rival=self._text(value, "rival", lines),
             files=self._files(value, lines),
             changes=self._changes(value, lines),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.modules.experts import PackedExperts, is_experts, parameters_of
@@ -55,7 +55,7 @@ class Models:
 
 def load_models(artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions) -> Models:
     engine = options.engine
-    ours = _load(artifact, options, engine.dtype, engine.layout, engine.numerics)
+    ours = _load(artifact, options, engine.dtype, engine.layout, engine.batch_invariance)
     return Models(ours, _load(baseline, options, options.baseline_dtype))
 
 
@@ -124,14 +124,14 @@ def _load(
     options: LoadOptions,
     dtype: str,
     layout: str | None = None,
-    numerics: Numerics = "tuned",
+    batch_invariance: BatchInvariance = "tuned",
 ) -> LoadedModel:
     return load_model(
         checkpoint.folder,
         device=options.engine.device,
         dtype=resolve_dtype(dtype),
         layout=layout,
-        numerics=numerics,
+        batch_invariance=batch_invariance,
         progress=options.progress,
     )
 

@@ -152,7 +152,7 @@ def _in_turns(
         served = serve_in_turns(turns, [side.name for side in sides], _gate_run(run, text))
         # Before another side takes its place.
         _require_alive([servers[turns.up]] if turns.up else [])
-        if run.options.numerics != "tuned":
+        if run.options.batch_invariance != "tuned":
             served = replace(served, company=_in_company(run, turns.take("artifact"), text))
         scores = _task_scores(run, turns.take)
         _require_alive([servers[turns.up]] if turns.up else [])
@@ -170,7 +170,7 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
 
 def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:
     """None where the artifact's server claims nothing. As late as other requests of the gate's own."""
-    claim, workload = run.options.numerics, run.workload
+    claim, workload = run.options.batch_invariance, run.workload
     if claim == "tuned":
         return None
     with run.clock.stage(BATCH_INVARIANCE):

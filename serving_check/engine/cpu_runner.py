@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...base.batch_invariance import CPU_ROWS, Numerics
+from ...base.batch_invariance import CPU_ROWS, BatchInvariance
 from .attention import AttentionLayer
 from .forward import Forward
 from .kv_pool import KVPool
@@ -30,21 +30,26 @@ class CpuRunner:
         pool: KVPool,
         buckets: tuple[int, ...] | None,
         largest_chunk: int,
-        numerics: Numerics = "tuned",
+        batch_invariance: BatchInvariance = "tuned",
     ):
         """buckets: batch sizes that decode steps are padded to, ascending; None for all.
 
-        numerics: where bits are kept, all passes have CPU_ROWS tokens, and buckets play no part
+        batch_invariance: where bits are kept, all passes have CPU_ROWS tokens, and buckets play no part
         """
         self.model = model
         self.clock = StepClock(model.device)
         self.buckets = buckets
         self._max_requests = len(pool.block_table)
         self._forward = Forward(model, layers, pool.layers, as_op=False)
-        self._keeps_bits = numerics != "tuned"
+        self._keeps_bits = batch_invariance != "tuned"
         largest = max(largest_chunk + self._max_requests, CPU_ROWS)
         self._buffers = StepBuffers(
-            pool.block_table, pool.page_size, largest, model.device, static=False, numerics=numerics
+            pool.block_table,
+            pool.page_size,
+            largest,
+            model.device,
+            static=False,
+            batch_invariance=batch_invariance,
         )
         self._adjustments = LogitAdjustments(model.device)
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from .attention import AttentionLayer
 from .buckets import mixed_buckets, mixed_warm_up_buckets
 from .compiling import triton_settings
@@ -41,7 +41,7 @@ class CudaRunner:
         buckets: tuple[int, ...],
         largest_chunk: int,
         compiled: bool,
-        numerics: Numerics = "tuned",
+        batch_invariance: BatchInvariance = "tuned",
     ):
         """buckets: batch sizes that decode steps are padded to, ascending. compiled: compile the layers."""
         self.model = model
@@ -52,11 +52,16 @@ class CudaRunner:
         self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
         """Each gives logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
-        self._forward = Forward(model, layers, pool.layers, as_op=True, numerics=numerics)
+        self._forward = Forward(model, layers, pool.layers, as_op=True, batch_invariance=batch_invariance)
         self._compiled = compiled
         self._prepared = False
         self._buffers = StepBuffers(
-            pool.block_table, pool.page_size, self.largest, model.device, static=True, numerics=numerics
+            pool.block_table,
+            pool.page_size,
+            self.largest,
+            model.device,
+            static=True,
+            batch_invariance=batch_invariance,
         )
         self._sampling = SamplingRows(rows, model.device)
         self._adjustments = LogitAdjustments(model.device)

@@ -15,7 +15,7 @@ from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.choosing.linear_packing import pack_linears
 from ...layouts.choosing.plan import device_model
-from ...layouts.kv.format import KV_FORMATS, refuse_numerics
+from ...layouts.kv.format import KV_FORMATS, require_batch_invariance
 from ...layouts.kv.layer import KVScales
 from ...layouts.modules.experts import pack_unquantized_experts
 from ...layouts.modules.linear import packed_layers
@@ -86,14 +86,14 @@ class Engine:
         restore_layers(model)
         layers = attention_layers(model)
         packed = packed_layers(model)
-        self._keeps_bits = config.numerics != "tuned"
-        refuse_numerics(config.kv_format, config.numerics, model.device)
+        self._keeps_bits = config.batch_invariance != "tuned"
+        require_batch_invariance(config.kv_format, config.batch_invariance, model.device)
         if model.device.type == "cuda" or self._keeps_bits:
-            pack_unquantized_experts(model, config.numerics)
+            pack_unquantized_experts(model, config.batch_invariance)
         if model.device.type == "cuda" and config.compiled:
             merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
         if self._keeps_bits:
-            pack_linears(model, config.numerics)
+            pack_linears(model, config.batch_invariance)
             if model.device.type == "cuda":
                 self._refuse_drift(model, config)
         kv_format = KV_FORMATS[config.kv_format]
@@ -130,11 +130,11 @@ class Engine:
         self.runner: ModelRunner
         if model.device.type == "cuda" and buckets is not None:
             self.runner = CudaRunner(
-                model, layers, self.pool, buckets, chunk, config.compiled, config.numerics
+                model, layers, self.pool, buckets, chunk, config.compiled, config.batch_invariance
             )
         else:
-            self.runner = CpuRunner(model, layers, self.pool, buckets, chunk, config.numerics)
-        replays = model.device.type == "cuda" and config.numerics == "pin"
+            self.runner = CpuRunner(model, layers, self.pool, buckets, chunk, config.batch_invariance)
+        replays = model.device.type == "cuda" and config.batch_invariance == "pin"
         self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding, replays)
         self._sequences: dict[str, Sequence] = {}
         self._overlapped = config.overlapped and model.device.type == "cuda"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, library, nn
 from transformers import PreTrainedModel
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import LayerKV
 from .attention import LAYER_INDEX, Attention, AttentionLayer, PagedAttention, token_by_token
@@ -33,15 +33,15 @@ class Forward:
         layers: Mapping[int, AttentionLayer],
         storage: Mapping[int, LayerKV],
         as_op: bool,
-        numerics: Numerics = "tuned",
+        batch_invariance: BatchInvariance = "tuned",
     ):
-        """numerics: what layers are compiled to keep."""
+        """batch_invariance: what layers are compiled to keep."""
         self.model = model
         self.layers = layers
         self.storage = storage
         self.as_op = as_op
-        self._numerics = numerics
-        self._tunings = TUNINGS if numerics == "tuned" else ONE_TUNING
+        self._batch_invariance = batch_invariance
+        self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
 
     def __call__(
         self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
@@ -58,7 +58,7 @@ class Forward:
         """Compile the layers."""
         chain = fuse_across_layers(model_layers(self.model), lambda: self._trace(TUNINGS[0].traced_tokens))
         for tuning in self._tunings:
-            with CompiledLayers(self.model, chain, tuning, self._numerics):
+            with CompiledLayers(self.model, chain, tuning, self._batch_invariance):
                 self._trace(tuning.traced_tokens)
 
     def _trace(self, count: int) -> None:

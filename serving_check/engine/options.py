@@ -6,13 +6,11 @@ signatures and the verdict's record are made from these fields: an option is add
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, cast, get_args
+from typing import get_args
 
+from ...base.batch_invariance import INVARIANCE_MODES, TUNED, BatchInvariance
 from ...base.options import OptionValue, check, option
 from .jit_monitor import Mode
-
-if TYPE_CHECKING:
-    from ...base.batch_invariance import Numerics
 
 AUTO, UNQUANTIZED = "auto", "unquantized"
 SIZED = ("max_num_seqs", "max_model_len", "kv_cache_tokens")
@@ -40,12 +38,6 @@ def _kv_formats() -> Iterable[str]:
     return [AUTO, *KV_FORMATS]
 
 
-def _numerics() -> Iterable[str]:
-    from ...base.batch_invariance import NUMERICS
-
-    return NUMERICS
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """What an engine is built with. UserError where a value is none that it can have."""
@@ -59,11 +51,11 @@ class EngineOptions:
     layout: str | None = option(
         None, "One layout for every quantized layer, instead of the plan.", choices=_layouts
     )
-    batch_invariance: str = option(
-        "tuned",
+    batch_invariance: BatchInvariance = option(  # noqa: RUF009
+        TUNED,
         "What a request's bits may depend on: its batch (tuned, the fastest), its own tokens and how its "
         "prompt was cut (pin), or its own tokens alone (per-token).",
-        choices=_numerics,
+        choices=lambda: INVARIANCE_MODES,
     )
     max_num_seqs: int = option(128, "The most requests that decode together.", minimum=1)
     max_model_len: int | None = option(None, "Prompt plus output, in tokens; default the model's.", minimum=2)
@@ -104,11 +96,6 @@ class EngineOptions:
     def kv_format(self) -> str:
         """The name in `KV_FORMATS`; where nobody has asked a checkpoint, auto is unquantized."""
         return UNQUANTIZED if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
-
-    @property
-    def numerics(self) -> "Numerics":
-        """`batch_invariance`, as layouts and KV formats take it."""
-        return cast("Numerics", self.batch_invariance)
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:
         """Prompt tokens in a step, and in a step in which requests decode."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import Numerics
+from ...base.batch_invariance import BatchInvariance
 from ...kernels.attention.prefill import TILE, tiles_of
 from ...layouts.kv.attention_metadata import AttentionMetadata, HostMetadata
 from .scheduler import MOST_SCORED, PrefillChunk
@@ -110,11 +110,11 @@ class StepBuffers:
         max_tokens: int,
         device: torch.device,
         static: bool,
-        numerics: Numerics = "tuned",
+        batch_invariance: BatchInvariance = "tuned",
     ):
         """block_table: int32 [rows, W], the pool's. static: steps are copied to static addresses on `device`,
-        for kernels; else they are used where they are staged. numerics: what attention is to keep."""
-        self._numerics = numerics
+        for kernels; else they are used where they are staged. batch_invariance: what attention is to keep."""
+        self._batch_invariance = batch_invariance
         self.pool_table = block_table
         self.page_size = page_size
         self.static = static
@@ -210,7 +210,7 @@ class StepBuffers:
             prefill_tiles=arrays.tiles if shape.num_tiles else None,
             page_size=self.page_size,
             host=host,
-            numerics=self._numerics,
+            batch_invariance=self._batch_invariance,
         )
         logits_indices = None if shape.decode_only else arrays.logits_indices
         return StepInput(

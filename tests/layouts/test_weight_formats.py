@@ -288,7 +288,7 @@ def test_a_problem_is_filed_under_everything_but_its_device(spec: WeightFormat):
         replace(problem, dtype=torch.float16),
         replace(problem, experts=Experts(8, 2)),
         replace(problem, experts=Experts(8, 4)),
-        replace(problem, numerics="pin"),
+        replace(problem, batch_invariance="pin"),
     ]
     assert len({str(one) for one in (problem, *others)}) == len(others) + 1
     assert str(replace(problem, device=torch.device("cuda"))) == str(problem)

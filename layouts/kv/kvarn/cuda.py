@@ -212,7 +212,7 @@ class KVarNCudaLayerKV:
         storage = self.storage
         pages, held, value_bits = storage.pages, storage.held, storage.value_bits
         # Where bits are kept large steps are computed as small ones are.
-        host = metadata.host if metadata.numerics == "tuned" else None
+        host = metadata.host if metadata.batch_invariance == "tuned" else None
         if host is not None:
             # A step so large that it is no graph reads each page many times: it is decoded once.
             spans, table, tiles = self._plain_pages.of(host, len(query), query.device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....base.batch_invariance import NUMERICS, Numerics
+from ....base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from ....base.errors import UserError
 from ..layer import KVScales, KVShape, LayerKV, PoolSize, Workspaces, refuse_gpu_head_size
 from ..token_by_token import TokenByToken
@@ -50,9 +50,9 @@ class KVarN:
     def page_size(self, device: torch.device) -> int:
         return self.group_size
 
-    def numerics(self, device: torch.device) -> tuple[Numerics, ...]:
+    def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
         """On a GPU what was decoded and what a prompt brought is summed by two kernels, in two orders."""
-        return ("tuned", "pin") if device.type == "cuda" else NUMERICS
+        return ("tuned", "pin") if device.type == "cuda" else INVARIANCE_MODES
 
     def allocate(
         self,

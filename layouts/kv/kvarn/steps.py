@@ -82,7 +82,7 @@ def _step(metadata: AttentionMetadata, query: Tensor) -> Step:
     runs, prompts, decodes = [], [], host.num_decodes
     if decodes:
         runs.append(Run.of(host, slice(decodes), np.arange(decodes + 1, dtype=np.int64), lengths))
-    if metadata.numerics == "tuned":
+    if metadata.batch_invariance == "tuned":
         prompts = [(chunk, list(_groups(chunk, host.page_size, query))) for chunk in host.requests(decodes)]
     else:
         # As if they were decoded, since kernels for prompts sum in another order.

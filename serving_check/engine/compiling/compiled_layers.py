@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ....base.batch_invariance import Numerics
+from ....base.batch_invariance import BatchInvariance
 from ....base.errors import UserError
 from ....base.log import logger
 from . import graph_passes, pdl
@@ -64,10 +64,10 @@ class CompiledLayers:
         model: nn.Module,
         chain: Chain = UNFUSED,
         tuning: Tuning = TUNINGS[0],
-        numerics: Numerics = "tuned",
+        batch_invariance: BatchInvariance = "tuned",
     ):
-        """numerics: where bits are kept, a layer that cannot be compiled is a UserError."""
-        self.numerics = numerics
+        """batch_invariance: where bits are kept, a layer that cannot be compiled is a UserError."""
+        self.batch_invariance = batch_invariance
         self.chain = chain
         self.tuning = tuning
         self.carry = Carry()
@@ -109,7 +109,7 @@ class CompiledLayers:
                 options={
                     "guard_filter_fn": _no_guards,
                     **FUSION,
-                    **graph_passes.options(self.numerics),
+                    **graph_passes.options(self.batch_invariance),
                     **pdl_options,
                     **self.tuning.options,
                 },
@@ -121,7 +121,7 @@ class CompiledLayers:
         self._failed.add(forward.kind)
         reason = str(error).strip().splitlines()[0]
         name = type(forward.layer).__name__
-        if self.numerics != "tuned":
+        if self.batch_invariance != "tuned":
             raise UserError(
                 f"{name} cannot be compiled, so its bits would follow the batch: {reason}. "
                 "Leave --batch-invariance out"

@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import fx
 
-from ....base.batch_invariance import Numerics
+from ....base.batch_invariance import BatchInvariance
 from . import inplace_barriers, own_product_pass, top_k_pass
 
 
-def options(numerics: Numerics) -> dict[str, Any]:
-    """The compiler's; numerics: what its code is to keep."""
+def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
+    """Compiler options that run our passes. batch_invariance: what the compiled code is to keep."""
     # Imported here: a compiler takes seconds to load.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Passes(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             top_k_pass.replace_top_k(graph)
-            if numerics != "tuned":
+            if batch_invariance != "tuned":
                 own_product_pass.replace_products(graph)
 
         def uuid(self) -> Any:
             """Code compiled with another form of these files is not taken from the cache."""
             files = (__file__, top_k_pass.__file__, own_product_pass.__file__, inplace_barriers.__file__)
-            return get_hash_for_files(files, extra=numerics)
+            return get_hash_for_files(files, extra=batch_invariance)
 
     return {"post_grad_custom_pre_pass": Passes()}

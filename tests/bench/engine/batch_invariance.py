@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scalegate.base.batch_invariance import NUMERICS
+from scalegate.base.batch_invariance import INVARIANCE_MODES
 from scalegate.kernels import invariant_matmul as ours
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--shuffles", type=int, default=15, help="batches of 128 for bits")
     parser.add_argument("--n", type=int, nargs="+", default=list(NS))
     parser.add_argument("--output-len", type=int, default=OUTPUT_LEN)
-    parser.add_argument("--numerics", nargs="+", default=list(NUMERICS), choices=NUMERICS)
+    parser.add_argument("--modes", nargs="+", default=list(INVARIANCE_MODES), choices=INVARIANCE_MODES)
     parser.add_argument("--folder", type=Path, help="where vLLM's checkpoint is made, best in memory: 16 GB")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -81,7 +81,7 @@ def main() -> None:
     sys.exit(int(failed))
 
 
-def engine_of(options: argparse.Namespace, numerics: str, layers: int | None, **sizes: Any) -> Engine:
+def engine_of(options: argparse.Namespace, mode: str, layers: int | None, **sizes: Any) -> Engine:
     """A warm engine; every call makes the same weights."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -89,8 +89,8 @@ def engine_of(options: argparse.Namespace, numerics: str, layers: int | None, **
         random_qwen3.SHAPES[MODEL]["num_hidden_layers"] = layers
     model = merged(random_qwen3.random_model(MODEL))
     if options.format == "int4":
-        model = quantized(model, INT4_LAYOUTS[numerics])
-    engine = Engine(model, EngineOptions(batch_invariance=numerics, **sizes), frozenset())
+        model = quantized(model, INT4_LAYOUTS[mode])
+    engine = Engine(model, EngineOptions(batch_invariance=mode, **sizes), frozenset())
     engine.warm_up(progress=False)
     return engine
 
@@ -128,10 +128,10 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "preempted": preempted,
     }
     found: dict[str, dict[str, Any]] = {}
-    for numerics in options.numerics:
+    for mode in options.modes:
         engine = engine_of(
             options,
-            numerics,
+            mode,
             options.layers or 4,
             max_num_seqs=128,
             max_model_len=4096,
@@ -142,7 +142,7 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         watch(engine, lambda key, row, step, alone=expected: alone.setdefault(key, row))
         for request in requests:
             run(engine, [request])
-        found[numerics] = {}
+        found[mode] = {}
         for kind, company in kinds.items():
             compared: list[Compared] = []
             watch(engine, partial(compare, expected, compared))
@@ -153,27 +153,24 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
                 for (name, tokens, step, _), count in zip(compared, counts, strict=True)
                 if count
             ]
-            found[numerics][kind] = {
+            found[mode][kind] = {
                 "rows": len(counts),
                 "logits": len(counts) * vocabulary,
                 "rows_that_differ": len(rows),
                 "preemptions": engine.scheduler.preemptions,
-                "which": rows[:MOST_NAMED] if numerics != "tuned" else [],
+                "which": rows[:MOST_NAMED] if mode != "tuned" else [],
             }
-            print(numerics, kind, f"{len(rows)} of {len(counts)} rows differ", flush=True)
-            for row in found[numerics][kind]["which"]:
+            print(mode, kind, f"{len(rows)} of {len(counts)} rows differ", flush=True)
+            for row in found[mode][kind]["which"]:
                 print("   ", row)
         del engine, expected
     print(f"{options.format}, {options.layers or 4} layers: rows of {vocabulary} logits that differ")
-    print(f"{'':<34}" + "".join(f"{numerics:>18}" for numerics in found))
+    print(f"{'':<34}" + "".join(f"{mode:>18}" for mode in found))
     for kind in kinds:
         cells = [one[kind] for one in found.values()]
         print(f"{kind:<34}" + "".join(f"{c['rows_that_differ']:>9} /{c['rows']:>7}" for c in cells))
     drift = any(
-        cell["rows_that_differ"]
-        for numerics, one in found.items()
-        for cell in one.values()
-        if numerics != "tuned"
+        cell["rows_that_differ"] for mode, one in found.items() for cell in one.values() if mode != "tuned"
     )
     vacuous = not all(cell["rows_that_differ"] for cell in found.get("tuned", {}).values())
     print("FAILED" if drift else "kept", "and the control is vacuous" if vacuous else "")
@@ -263,10 +260,10 @@ def preempted(engine: Engine, requests: list[Request]) -> None:
 
 def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     rates: dict[str, dict[int, float]] = {}
-    for numerics in options.numerics:
+    for mode in options.modes:
         engine = engine_of(
             options,
-            numerics,
+            mode,
             options.layers,
             max_num_seqs=128,
             max_model_len=1024,
@@ -274,15 +271,15 @@ def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             decode_buckets=tuple(options.n),
             prefill_chunk=512,
         )
-        rates[numerics] = {}
+        rates[mode] = {}
         for n in options.n:
             seconds, _ = wave(engine, n, INPUT_LEN, greedy(options.output_len))
-            rates[numerics][n] = n * options.output_len / seconds
+            rates[mode][n] = n * options.output_len / seconds
             tuned = rates.get("tuned", {}).get(n)
-            cost = "" if tuned is None else f", {tuned / rates[numerics][n]:.3f} of tuned's time"
-            print(f"{options.format} {numerics} N={n}: {rates[numerics][n]:.0f} tok/s{cost}", flush=True)
+            cost = "" if tuned is None else f", {tuned / rates[mode][n]:.3f} of tuned's time"
+            print(f"{options.format} {mode} N={n}: {rates[mode][n]:.0f} tok/s{cost}", flush=True)
         compiled = engine.stats().compilations
-        print(numerics, {n: round(rate) for n, rate in rates[numerics].items()}, *compiled, flush=True)
+        print(mode, {n: round(rate) for n, rate in rates[mode].items()}, *compiled, flush=True)
         del engine
     print(f"{options.format}, {INPUT_LEN}/{options.output_len}: time over tuned's")
     for n in options.n if "tuned" in rates else ():
@@ -300,13 +297,13 @@ def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def long_contexts(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Milliseconds of a decode step, by numerics, context and N."""
+    """Milliseconds of a decode step, by mode, context and N."""
     steps: dict[str, dict[str, float]] = {}
     vocabulary = random_qwen3.SHAPES[MODEL]["vocab_size"]
-    for numerics in options.numerics:
+    for mode in options.modes:
         engine = engine_of(
             options,
-            numerics,
+            mode,
             options.layers,
             max_num_seqs=max(LONG_NS),
             max_model_len=max(LENGTHS) + 4 * LONG_STEPS,
@@ -314,11 +311,11 @@ def long_contexts(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             decode_buckets=LONG_NS,
             prefill_chunk=8192,
         )
-        steps[numerics] = {}
+        steps[mode] = {}
         for length in LENGTHS:
             for n in LONG_NS:
-                steps[numerics][f"{length} x {n}"] = decode_step(engine, n, length, vocabulary)
-        print(numerics, {cell: round(ms, 3) for cell, ms in steps[numerics].items()}, flush=True)
+                steps[mode][f"{length} x {n}"] = decode_step(engine, n, length, vocabulary)
+        print(mode, {cell: round(ms, 3) for cell, ms in steps[mode].items()}, flush=True)
         del engine
     for cell, ms in steps.get("tuned", {}).items():
         costs = [f"{one[cell] / ms:>8.3f}" for name, one in steps.items() if name != "tuned"]
@@ -359,11 +356,11 @@ def beside_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         checkpoint = random_checkpoint(Path(folder) / MODEL, MODEL, "cuda")
         torch.cuda.empty_cache()
-        for numerics, switch in (("tuned", "0"), ("pin", "1")):
+        for mode, switch in (("tuned", "0"), ("pin", "1")):
             worker = vllm_worker(checkpoint, options.n, switch)
             try:
-                print(numerics, json.loads(worker.answer()), flush=True)
-                rates[numerics] = {
+                print(mode, json.loads(worker.answer()), flush=True)
+                rates[mode] = {
                     n: n * options.output_len / ask(worker, f"wave {n} {options.output_len}")
                     for n in options.n
                 }

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 from scalegate.base.atomic_files import write_json
-from scalegate.base.batch_invariance import NUMERICS
+from scalegate.base.batch_invariance import INVARIANCE_MODES
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch-invariance", default="tuned", choices=NUMERICS)
+    parser.add_argument("--batch-invariance", default="tuned", choices=INVARIANCE_MODES)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, help="where the results go as JSON")

@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 from scalegate.base.atomic_files import write_json
-from scalegate.base.batch_invariance import NUMERICS
+from scalegate.base.batch_invariance import INVARIANCE_MODES
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.adapters.prometheus_text import total
 from scalegate.serving_check.checks.compilations import compilations
@@ -103,7 +103,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--kv-cache-tokens", type=int, default=100_000)
     parser.add_argument("--kv-cache-dtype", default="unquantized")
-    parser.add_argument("--batch-invariance", default="tuned", choices=NUMERICS)
+    parser.add_argument("--batch-invariance", default="tuned", choices=INVARIANCE_MODES)
     parser.add_argument("--alone", type=int, help="requests to send again alone; default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

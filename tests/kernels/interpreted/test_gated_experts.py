@@ -34,7 +34,7 @@ def filled(module: nn.Module) -> nn.Module:
     return module.half().to(DEVICE).requires_grad_(False)
 
 
-def packed(experts: nn.Module, spec: Int4, numerics="tuned") -> tuple[dict[str, list], PackedExperts]:
+def packed(experts: nn.Module, spec: Int4, mode="tuned") -> tuple[dict[str, list], PackedExperts]:
     """Random INT4 weights, and the module with them packed for the grouped product."""
     weights = {
         name: [spec.random(n, k, DEVICE) for _ in range(count)]
@@ -42,7 +42,7 @@ def packed(experts: nn.Module, spec: Int4, numerics="tuned") -> tuple[dict[str, 
     }
     pack = LAYOUTS["grouped_int4"].pack_experts
     parts = {name: [ExpertsPart(pack(ws, torch.float16))] for name, ws in weights.items()}
-    return weights, PackedExperts(experts, parts, numerics)
+    return weights, PackedExperts(experts, parts, mode)
 
 
 @torch.inference_mode()
@@ -105,7 +105,7 @@ def test_a_graph_traced_for_several_tokens_takes_one_tokens_kernels_for_one(monk
 
 def test_what_bits_biases_other_activations_or_groups_ask_for_is_not_served_whole():
     assert packed(qwen3_moe(), Int4(128, zero_point="fractional"))[1].is_served_whole
-    assert not packed(qwen3_moe(), Int4(128), numerics="pin")[1].is_served_whole
+    assert not packed(qwen3_moe(), Int4(128), mode="pin")[1].is_served_whole
     assert not packed(qwen3_moe("gelu"), Int4(128))[1].is_served_whole
     assert not packed(qwen3_moe(), Int4(64))[1].is_served_whole
     assert not packed(gpt_oss(), Int4(128))[1].is_served_whole

@@ -107,7 +107,7 @@ def prompts() -> list[list[int]]:
 def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
     options = EngineOptions(**SIZES, **{"page_size": 16, **sizes})
-    if options.numerics != "tuned":
+    if options.batch_invariance != "tuned":
         model = copy.deepcopy(model)  # whose linear layers are replaced
     engine = Engine(model, options, frozenset())
     pool = engine.pool
@@ -123,7 +123,9 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
         heads_first = (None if side is None else side.transpose(1, 2).contiguous() for side in sides)
         pool.layers[index] = CudaLayerKV(StoredPages(*heads_first), shape, size, workspaces)
     buckets, chunk = (1, SIZES["max_num_seqs"]), engine.scheduler.prefill_chunk
-    engine.runner = CudaRunner(model, layers, pool, buckets, chunk, compiled=False, numerics=options.numerics)
+    engine.runner = CudaRunner(
+        model, layers, pool, buckets, chunk, compiled=False, batch_invariance=options.batch_invariance
+    )
     return engine
 
 

@@ -35,9 +35,9 @@ def random_weight(n: int, k: int, group_size: int) -> Int8Weight:
     return Int8Weight(weight.spec, weight.codes, scale)
 
 
-def refusal_of(layout, weight: Int8Weight, dtype: torch.dtype, numerics: str = "tuned") -> str | None:
+def refusal_of(layout, weight: Int8Weight, dtype: torch.dtype, mode: str = "tuned") -> str | None:
     n, k = weight.shape
-    return layout.refuses(Problem(weight.spec, n, k, dtype, torch.device("cuda"), numerics=numerics))
+    return layout.refuses(Problem(weight.spec, n, k, dtype, torch.device("cuda"), batch_invariance=mode))
 
 
 def require(layout, weight: Int8Weight, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.layouts.kv.format import refuse_numerics
+from scalegate.layouts.kv.format import require_batch_invariance
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.other_products import other_products
@@ -53,13 +53,13 @@ def model_of(kind: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def products_of(numerics: str) -> AbstractContextManager[None]:
-    return drifting_products() if numerics == "tuned" else nullcontext()
+def products_of(mode: str) -> AbstractContextManager[None]:
+    return drifting_products() if mode == "tuned" else nullcontext()
 
 
-def engine_of(model: PreTrainedModel, numerics: str, **sizes: int | str) -> Engine:
+def engine_of(model: PreTrainedModel, mode: str, **sizes: int | str) -> Engine:
     options = {"max_model_len": 320, "max_num_seqs": 128, "kv_cache_tokens": 24000} | sizes
-    return Engine(copy.deepcopy(model), EngineOptions(batch_invariance=numerics, **options), frozenset())
+    return Engine(copy.deepcopy(model), EngineOptions(batch_invariance=mode, **options), frozenset())
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -156,9 +156,9 @@ def test_no_company_changes_a_bit_unless_tuned(kind: str, dtype: torch.dtype):
     model = model_of(kind, dtype)
     everyone = [A, *company(24, 3, 60)]
     found = {}
-    for numerics in ("tuned", "pin", "per-token"):
-        with products_of(numerics):
-            found[numerics] = drifted_in_company(engine_of(model, numerics), everyone)
+    for mode in ("tuned", "pin", "per-token"):
+        with products_of(mode):
+            found[mode] = drifted_in_company(engine_of(model, mode), everyone)
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
     assert all(found["tuned"].values()), found["tuned"]
@@ -168,17 +168,17 @@ def test_per_token_bits_survive_preemption_and_any_cut_of_the_prompt():
     model = model_of("dense", torch.float32)
     requests = [A, *company(7, 30, 60)]
     found = {}
-    for numerics in ("tuned", "per-token"):
-        with products_of(numerics):
-            expected = alone(engine_of(model, numerics, page_size=1), requests)
-            cut = engine_of(model, numerics, page_size=1, prefill_chunk=7)
+    for mode in ("tuned", "per-token"):
+        with products_of(mode):
+            expected = alone(engine_of(model, mode, page_size=1), requests)
+            cut = engine_of(model, mode, page_size=1, prefill_chunk=7)
             in_pieces = recorded(cut)
             run(cut, requests)
-            tight = engine_of(model, numerics, max_model_len=96, kv_cache_tokens=304, page_size=1)
+            tight = engine_of(model, mode, max_model_len=96, kv_cache_tokens=304, page_size=1)
             again = recorded(tight)
             run(tight, requests)
         assert tight.stats().preemptions > 0
-        found[numerics] = drifted(expected, in_pieces), drifted(expected, again)
+        found[mode] = drifted(expected, in_pieces), drifted(expected, again)
     assert found["per-token"] == (0, 0)
     assert all(found["tuned"]), "nothing was proved"
 
@@ -232,11 +232,11 @@ def test_seeded_requests_draw_the_same_tokens_and_logprobs_at_any_batch():
     ]
     prompts = [tokens for _, tokens in company(12, 3, 80)]
     found = {}
-    for numerics in ("tuned", "pin"):
-        with products_of(numerics):
-            engine = engine_of(model, numerics)
+    for mode in ("tuned", "pin"):
+        with products_of(mode):
+            engine = engine_of(model, mode)
             by_itself = [engine.generate([ids], one)[0] for ids, one in zip(prompts, params, strict=True)]
-            found[numerics] = engine.generate(prompts, params) == by_itself
+            found[mode] = engine.generate(prompts, params) == by_itself
     assert found == {"tuned": False, "pin": True}
 
 
@@ -244,22 +244,22 @@ def test_seeded_requests_draw_the_same_tokens_and_logprobs_at_any_batch():
 def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
     model, everyone = model_of("dense", torch.float32), [A, *company(5, 60, 150)]
     found = {}
-    for numerics in ("tuned", "pin", "per-token"):
-        with products_of(numerics):
-            engine = engine_of(model, numerics, kv_cache_dtype=kv_format)
+    for mode in ("tuned", "pin", "per-token"):
+        with products_of(mode):
+            engine = engine_of(model, mode, kv_cache_dtype=kv_format)
             expected = alone(engine, everyone)
             together = recorded(engine)
             run(engine, everyone[3:], everyone[:3])
-        found[numerics] = drifted(expected, together)
+        found[mode] = drifted(expected, together)
     assert (found["pin"], found["per-token"]) == (0, 0), found
     assert found["tuned"], "nothing was proved"
 
 
 def test_a_kv_format_that_cannot_keep_bits_is_refused_by_name():
-    refuse_numerics("kvarn_k4v2_g128", "per-token", torch.device("cpu"))
-    refuse_numerics("kvarn_k4v2_g128", "pin", torch.device("cuda"))
+    require_batch_invariance("kvarn_k4v2_g128", "per-token", torch.device("cpu"))
+    require_batch_invariance("kvarn_k4v2_g128", "pin", torch.device("cuda"))
     with pytest.raises(UserError, match=r"kvarn.* not batch-invariant as 'per-token'.* unquantized, fp8"):
-        refuse_numerics("kvarn_k4v2_g128", "per-token", torch.device("cuda"))
+        require_batch_invariance("kvarn_k4v2_g128", "per-token", torch.device("cuda"))
 
 
 def test_a_product_that_no_layout_computes_is_found_by_name():

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from scalegate.base.batch_invariance import NUMERICS
+from scalegate.base.batch_invariance import INVARIANCE_MODES
 from scalegate.kernels.attention.prefill import prefill_attention, tiles_of
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
@@ -40,11 +40,11 @@ PLAIN_EXPERTS = {GroupedUnquantized.name, GroupedDequantize.name}
 def test_no_company_changes_a_bit_unless_tuned(kind: str):
     model = model_of(kind, torch.bfloat16).cuda()
     everyone, found = [A, *company(24, 3, 250)], {}
-    for numerics in ("tuned", "pin", "per-token"):
-        options = EngineOptions(batch_invariance=numerics, max_model_len=320, kv_cache_tokens=48000)
+    for mode in ("tuned", "pin", "per-token"):
+        options = EngineOptions(batch_invariance=mode, max_model_len=320, kv_cache_tokens=48000)
         engine = Engine(copy.deepcopy(model), options, frozenset())
         engine.warm_up(progress=False)
-        found[numerics] = drifted_in_company(engine, everyone)
+        found[mode] = drifted_in_company(engine, everyone)
     assert not any(found["pin"].values()), found["pin"]
     assert not any(found["per-token"].values()), found["per-token"]
     if kind == "dense":  # of these experts an H100 takes the same kernels in every company
@@ -99,7 +99,7 @@ def drifted_when_preempted(model: PreTrainedModel, requests: list[Request], **op
 def test_what_is_computed_again_after_a_preemption_has_the_same_bits_unless_tuned(kind: str):
     model, requests = model_of(kind, torch.bfloat16).cuda(), [A, *company(23, 30, 250)]
     found = {
-        numerics: drifted_when_preempted(model, requests, batch_invariance=numerics) for numerics in NUMERICS
+        mode: drifted_when_preempted(model, requests, batch_invariance=mode) for mode in INVARIANCE_MODES
     }
     assert (found["pin"], found["per-token"]) == (0, 0), found
     assert found["tuned"], "nothing was proved"
@@ -110,8 +110,8 @@ def test_codes_that_are_computed_again_after_a_preemption_have_the_same_bits_unl
     """Requests whose third page of 64 becomes full while they decode."""
     model, requests = with_wide_heads(), [A, *company(7, 187, 191)]
     found = {
-        numerics: drifted_when_preempted(model, requests, batch_invariance=numerics, kv_cache_dtype=kv_format)
-        for numerics in ("tuned", "pin")
+        mode: drifted_when_preempted(model, requests, batch_invariance=mode, kv_cache_dtype=kv_format)
+        for mode in ("tuned", "pin")
     }
     assert found["pin"] == 0, found
     assert found["tuned"], "nothing was proved"
@@ -149,7 +149,7 @@ def test_a_tokens_attention_does_not_follow_the_cut_of_its_prompt(cut: int, one_
 def test_every_layout_that_claims_it_keeps_a_rows_bits(spec):
     torch.manual_seed(5)
     device, n, k = torch.device("cuda"), 4096, 4096
-    problem = Problem(spec, n, k, torch.bfloat16, device, numerics="pin")
+    problem = Problem(spec, n, k, torch.bfloat16, device, batch_invariance="pin")
     serving = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
     assert serving
     weight = spec.random(n, k, device)
@@ -175,19 +175,19 @@ def test_every_layout_of_experts_that_claims_it_keeps_a_rows_bits(spec):
     x = torch.randn(1200, k, device=device).bfloat16()
     expert = torch.rand(1200, count, device=device).topk(2).indices
 
-    def multiplied(name: str, packed, rows: slice, numerics: str) -> torch.Tensor:
-        routing = Routing.of(expert[rows].contiguous(), count, numerics)
+    def multiplied(name: str, packed, rows: slice, mode: str) -> torch.Tensor:
+        routing = Routing.of(expert[rows].contiguous(), count, mode)
         return LAYOUTS[name].grouped_matmul(x[rows].contiguous(), packed, routing)
 
     for name in serving:
         packed = LAYOUTS[name].pack_experts(weights, torch.bfloat16)
         drift = dict.fromkeys(("tuned", "pin", "per-token"), 0)
-        for numerics in drift:
-            alone = torch.cat([multiplied(name, packed, slice(i, i + 1), numerics) for i in range(64)])
+        for mode in drift:
+            alone = torch.cat([multiplied(name, packed, slice(i, i + 1), mode) for i in range(64)])
             for size in (2, 7, 33, 64, 100, 300, 1200):
-                found = multiplied(name, packed, slice(0, size), numerics)[:128]
-                drift[numerics] += not torch.equal(found, alone[: len(found)])
-            turned = multiplied(name, packed, slice(9, 600), numerics)[:110]
-            drift[numerics] += not torch.equal(turned, alone[18:])
+                found = multiplied(name, packed, slice(0, size), mode)[:128]
+                drift[mode] += not torch.equal(found, alone[: len(found)])
+            turned = multiplied(name, packed, slice(9, 600), mode)[:110]
+            drift[mode] += not torch.equal(turned, alone[18:])
         assert (drift["pin"], drift["per-token"]) == (0, 0), (name, drift)
         assert drift["tuned"] or name in PLAIN_EXPERTS, f"{name}: nothing was proved"

@@ -55,8 +55,8 @@ def test_any_other_product_stays(values: tuple[Tensor, Tensor]):
 
 
 def test_where_bits_need_not_be_kept_a_router_stays_the_librarys():
-    for numerics, expected in (("tuned", aten.mm.default), ("pin", ours), ("per-token", ours)):
+    for mode, expected in (("tuned", aten.mm.default), ("pin", ours), ("per-token", ours)):
         graph = graph_of(aten.mm.default, described(5, 64), described(64, 8))
-        (run,) = options(numerics).values()
+        (run,) = options(mode).values()
         run(graph)
         assert targets(graph) == [expected]

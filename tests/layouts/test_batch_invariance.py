@@ -51,8 +51,8 @@ def drifts(layout, spec, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", exhaustive_but([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 @pytest.mark.parametrize("spec", [Unquantized(), Int4(128), Int8(128), NVFP4()], ids=lambda spec: spec.name)
 def test_every_layout_that_claims_it_keeps_a_rows_bits(spec, dtype: torch.dtype):
-    def serving(numerics: str) -> list[str]:
-        problem = Problem(spec, N, K, dtype, CPU, numerics=numerics)  # type: ignore[arg-type]
+    def serving(mode: str) -> list[str]:
+        problem = Problem(spec, N, K, dtype, CPU, batch_invariance=mode)  # type: ignore[arg-type]
         found = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
         return [name for name in found if not isinstance(LAYOUTS[name], ExpertsLayout)]
 
