@@ -11,27 +11,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
 from ...base.progress import progress_bar
-from ...layouts.choosing.linear_packing import pack_linears
 from ...layouts.choosing.plan import device_model
-from ...layouts.kv.format import KV_FORMATS, require_batch_invariance
 from ...layouts.kv.layer import KVScales
-from ...layouts.modules.experts import pack_unquantized_experts
 from ...layouts.modules.linear import packed_layers
-from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
-from .attention import attention_layers, context_length, unsupported
+from .attention import AttentionLayer, context_length, unsupported
 from .buckets import decode_buckets
-from .compiling.compiled_layers import restore_layers
 from .cpu_runner import CpuRunner
 from .cuda_runner import CudaRunner
 from .device_copies import DeviceToHostCopy
 from .grammar import Grammars
 from .jit_monitor import JitMonitor
-from .kv_pool import KVPool, pool_pages
+from .kv_pool import KVPool, build_pool
 from .model_runner import ModelRunner, StepResult
 from .options import EngineOptions
-from .other_products import other_products
+from .prepare_model import prepare_model
 from .request import EngineCapacity, EngineStats, FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from .sampling.sampler import prompt_logprobs, token_logprobs
 from .scheduler import PrefillChunk, Schedule, Scheduler
@@ -68,78 +64,41 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        config: EngineOptions,
+        options: EngineOptions,
         eos_token_ids: frozenset[int],
         kv_scales: Mapping[int, KVScales] | None = None,
         tokenizer: Any | None = None,
     ):
-        """kv_scales: the checkpoint's, by layer, for a KV format that takes them
-        tokenizer: transformers' own, for grammars; None serves none
+        """kv_scales: the checkpoint's, by layer, for KV formats that take scales
+        tokenizer: transformers' own, for grammars; without it, requests cannot ask for a grammar
         """
         if not isinstance(model, PreTrainedModel):
             raise unsupported(type(model).__name__, "it is not a transformers model")
-        self.max_model_len = context_length(model, config.max_model_len)
+        self.max_model_len = context_length(model, options.max_model_len)
         self.eos_token_ids = eos_token_ids
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._grammars = Grammars(tokenizer, self.vocab_size)
-        model.eval()
-        restore_layers(model)
-        layers = attention_layers(model)
+        self._keeps_bits = options.batch_invariance != TUNED
+        on_gpu = model.device.type == "cuda"
         packed = packed_layers(model)
-        self._keeps_bits = config.batch_invariance != "tuned"
-        require_batch_invariance(config.kv_format, config.batch_invariance, model.device)
-        if model.device.type == "cuda" or self._keeps_bits:
-            pack_unquantized_experts(model, config.batch_invariance)
-        if model.device.type == "cuda" and config.compiled:
-            merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
-        if self._keeps_bits:
-            pack_linears(model, config.batch_invariance)
-            if model.device.type == "cuda":
-                self._refuse_drift(model, config)
-        kv_format = KV_FORMATS[config.kv_format]
-        page_size = config.page_size or kv_format.page_size(model.device)
-        num_pages = pool_pages(
-            layers,
-            kv_format,
-            page_size,
-            config.kv_cache_tokens,
-            config.max_num_seqs,
-            self.max_model_len,
-            model.device,
-        )
-        self.pool = KVPool(
-            layers,
-            kv_format,
-            kv_scales or {},
-            num_pages,
-            page_size,
-            config.max_num_seqs,
-            self.max_model_len,
-            model.device,
-        )
+        layers = prepare_model(model, options)
+        self.pool = build_pool(layers, options, self.max_model_len, kv_scales or {}, model.device)
         self.capacity = EngineCapacity(
-            config.max_num_seqs,
+            options.max_num_seqs,
             self.pool.num_pages,
             self.pool.page_size,
-            config.kv_format,
+            options.kv_format,
             packed,
             device_model(model.device),
         )
-        chunk, chunk_while_decoding = config.chunks(model.device.type == "cuda")
-        buckets = decode_buckets(config.max_num_seqs, model.device, config.decode_buckets)
-        self.runner: ModelRunner
-        if model.device.type == "cuda" and buckets is not None:
-            self.runner = CudaRunner(
-                model, layers, self.pool, buckets, chunk, config.compiled, config.batch_invariance
-            )
-        else:
-            self.runner = CpuRunner(model, layers, self.pool, buckets, chunk, config.batch_invariance)
-        replays = model.device.type == "cuda" and config.batch_invariance == "pin"
+        self.runner = _build_runner(model, layers, self.pool, options)
+        chunk, chunk_while_decoding = options.chunks(on_gpu)
+        replays = on_gpu and options.batch_invariance == "pin"
         self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding, replays)
+        self.jit_monitor = JitMonitor(options.jit_monitor)
+        self._overlapped = options.overlapped and on_gpu
         self._sequences: dict[str, Sequence] = {}
-        self._overlapped = config.overlapped and model.device.type == "cuda"
         self._in_flight: list[InFlightStep] = []
-        self.jit_monitor = JitMonitor(config.jit_monitor)
         self._counters = Counters()
 
     @property
@@ -332,20 +291,6 @@ class Engine:
             for name in names
         ]
 
-    def _refuse_drift(self, model: PreTrainedModel, config: EngineOptions) -> None:
-        """UserError where a GPU would compute something in an order that follows the batch."""
-        asked = f"--batch-invariance {config.batch_invariance}"
-        if not config.compiled:
-            raise UserError(
-                f"{asked} needs compiled layers, whose norms sum in one order; leave --no-compiled out"
-            )
-        others = other_products(model)
-        if others:
-            raise unsupported(
-                type(model).__name__,
-                f"{asked} has no product that keeps bits for {', '.join(others[:3])}",
-            )
-
     def _launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Start a step: from here on, its sequences are as long as if its tokens were known."""
         launched = []
@@ -405,6 +350,17 @@ class Engine:
         if not sequence.has_left:
             sequence.has_left = True
             self.scheduler.remove(sequence)
+
+
+def _build_runner(
+    model: PreTrainedModel, layers: dict[int, AttentionLayer], pool: KVPool, options: EngineOptions
+) -> ModelRunner:
+    on_gpu = model.device.type == "cuda"
+    chunk, _ = options.chunks(on_gpu)
+    buckets = decode_buckets(options.max_num_seqs, model.device, options.decode_buckets)
+    if on_gpu and buckets is not None:
+        return CudaRunner(model, layers, pool, buckets, chunk, options.compiled, options.batch_invariance)
+    return CpuRunner(model, layers, pool, buckets, chunk, options.batch_invariance)
 
 
 def _score(chunk: PrefillChunk, logits: Tensor, one_by_one: bool) -> None:

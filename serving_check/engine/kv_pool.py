@@ -13,6 +13,7 @@ from ...base.errors import UserError
 from ...layouts.kv.format import KV_FORMATS, KVFormat
 from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
 from .attention import AttentionLayer
+from .options import EngineOptions
 from .sequence import Sequence
 
 CPU_MEMORY_SHARE = 0.25
@@ -95,6 +96,24 @@ class KVPool:
 
 def pages_for(length: int, page_size: int) -> int:
     return -(-length // page_size)
+
+
+def build_pool(
+    layers: dict[int, AttentionLayer],
+    options: EngineOptions,
+    max_model_len: int,
+    scales: Mapping[int, KVScales],
+    device: torch.device,
+) -> KVPool:
+    """An engine's pool, as large as its options say or its memory allows."""
+    kv_format = KV_FORMATS[options.kv_format]
+    page_size = options.page_size or kv_format.page_size(device)
+    num_pages = pool_pages(
+        layers, kv_format, page_size, options.kv_cache_tokens, options.max_num_seqs, max_model_len, device
+    )
+    return KVPool(
+        layers, kv_format, scales, num_pages, page_size, options.max_num_seqs, max_model_len, device
+    )
 
 
 def pool_pages(

@@ -1,0 +1,53 @@
+"""A transformers model made ready for the engine: paged attention, and the layouts that its options need.
+
+Not for weights that a checkpoint stores quantized, which the loader packs.
+"""
+
+from transformers import PreTrainedModel
+
+from ...base.batch_invariance import TUNED
+from ...base.errors import UserError
+from ...layouts.choosing.linear_packing import pack_linears
+from ...layouts.kv.format import require_batch_invariance
+from ...layouts.modules.experts import pack_unquantized_experts
+from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
+from .attention import AttentionLayer, attention_layers, unsupported
+from .compiling.compiled_layers import restore_layers
+from .options import EngineOptions
+from .other_products import other_products
+
+
+def prepare_model(model: PreTrainedModel, options: EngineOptions) -> dict[int, AttentionLayer]:
+    """Change the model in place, and return its attention layers by index.
+
+    UserError if the options ask for batch invariance that this model, device or KV format cannot have.
+    """
+    model.eval()
+    restore_layers(model)
+    layers = attention_layers(model)
+    on_gpu, is_invariant = model.device.type == "cuda", options.batch_invariance != TUNED
+    require_batch_invariance(options.kv_format, options.batch_invariance, model.device)
+    if on_gpu or is_invariant:
+        pack_unquantized_experts(model, options.batch_invariance)
+    if on_gpu and options.compiled:
+        merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
+    if is_invariant:
+        pack_linears(model, options.batch_invariance)
+        if on_gpu:
+            _require_invariant_products(model, options)
+    return layers
+
+
+def _require_invariant_products(model: PreTrainedModel, options: EngineOptions) -> None:
+    """UserError if a GPU would sum something in an order that depends on the batch."""
+    asked = f"--batch-invariance {options.batch_invariance}"
+    if not options.compiled:
+        raise UserError(
+            f"{asked} needs compiled layers, whose norms sum in one order; leave --no-compiled out"
+        )
+    others = other_products(model)
+    if others:
+        raise unsupported(
+            type(model).__name__,
+            f"{asked} has no product that keeps bits for {', '.join(others[:3])}",
+        )
