@@ -141,12 +141,12 @@ def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
-        level = [one for one in inner if isinstance(one, dict | list)]
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        level = [item for item in inner if isinstance(item, dict | list)]
         if not level:
             return
     raise RecursionError
@@ -159,11 +159,11 @@ def _refuse_half_characters(value: Any) -> None:
 
 def _refuse_strange_numbers(value: Any, where: str) -> None:
     if isinstance(value, dict):
-        for one in (*value, *value.values()):
-            _refuse_strange_numbers(one, where)
+        for item in (*value, *value.values()):
+            _refuse_strange_numbers(item, where)
     elif isinstance(value, list | tuple | set):
-        for one in value:
-            _refuse_strange_numbers(one, where)
+        for item in value:
+            _refuse_strange_numbers(item, where)
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}: {value} is not a finite number; give one")
     elif isinstance(value, int) and abs(value) >= TOO_LARGE_FOR_INT64:

@@ -75,7 +75,9 @@ def forced_for(force: str | None, problem: Problem) -> str | None:
 def refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
     """UserError where `force` refuses a problem that it applies to, or where it applies to none of them."""
     layout = LAYOUTS[force]
-    meant = {module: one for module, one in problems.items() if forced_for(force, one) is not None}
+    meant = {
+        module: problem for module, problem in problems.items() if forced_for(force, problem) is not None
+    }
     for module, problem in (meant or problems).items():
         reason = layout.refuses(problem)
         if reason is not None:

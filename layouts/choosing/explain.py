@@ -44,27 +44,27 @@ class SlowShape:
 def explain_slow_layout(plan: LayoutPlan, floor: float) -> list[SlowShape]:
     """The shapes whose picked layout is below `floor` × the unquantized product at some M, worst first."""
     slow = [found for choice in plan.choices if (found := _slow_shape(choice, floor)) is not None]
-    return sorted(slow, key=lambda one: one.worst_ratio)
+    return sorted(slow, key=lambda shape: shape.worst_ratio)
 
 
 def lowest_ratio(choice: ShapeChoice, layout: str) -> float:
     """A layout's ratio at the M where it does worst."""
-    return min(one.ratio for one in choice.curve(layout).values())
+    return min(measurement.ratio for measurement in choice.curve(layout).values())
 
 
 def mean_ratio(choice: ShapeChoice, layout: str) -> float:
     """The geometric mean of a layout's ratio over the measured Ms."""
-    logs = [math.log(one.ratio) for one in choice.curve(layout).values()]
+    logs = [math.log(measurement.ratio) for measurement in choice.curve(layout).values()]
     return math.exp(sum(logs) / len(logs))
 
 
 def _slow_shape(choice: ShapeChoice, floor: float) -> SlowShape | None:
     curve = list(choice.curve(choice.layout).values())
-    below = [one for one in curve if one.ratio < floor]
+    below = [measurement for measurement in curve if measurement.ratio < floor]
     if not below:
         return None
     first: Measurement = below[0]
-    worst = min(below, key=lambda one: one.ratio)
+    worst = min(below, key=lambda measurement: measurement.ratio)
     others = [layout for layout in choice.measured_layouts if layout != choice.layout]
     passing = [layout for layout in others if lowest_ratio(choice, layout) >= floor]
     better = None

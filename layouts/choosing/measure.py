@@ -67,10 +67,10 @@ def measure(
         if refusal is not None:
             found.refusals[name] = refusal
 
-    smallest = min((one.nbytes for one in usable.values()), default=1 << 62)
+    smallest = min((packed.nbytes for packed in usable.values()), default=1 << 62)
     copies = copies_past_the_cache(problem, smallest)
     contestants = {BASELINE: [subject.baseline() for _ in range(copies)]}
-    contestants |= {name: [_copy(one) for _ in range(copies)] for name, one in usable.items()}
+    contestants |= {name: [_copy(packed) for _ in range(copies)] for name, packed in usable.items()}
 
     def refuse(name: str, error: Exception) -> None:
         found.refusals[name] = _failed(error)
@@ -87,7 +87,9 @@ def measure(
                 found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))
         on_measured(m)
     # A layout that served some Ms and failed at one does not serve.
-    found.measurements = [one for one in found.measurements if one.layout not in found.refusals]
+    found.measurements = [
+        measurement for measurement in found.measurements if measurement.layout not in found.refusals
+    ]
     return found
 
 

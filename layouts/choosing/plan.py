@@ -82,12 +82,12 @@ class ShapeChoice:
 
     def curve(self, layout: str) -> dict[int, Measurement]:
         """The measurements of one layout by M, ascending; empty where it was not measured."""
-        found = [one for one in self.measurements if one.layout == layout]
-        return {one.m: one for one in sorted(found, key=lambda one: one.m)}
+        by_m = {each.m: each for each in self.measurements if each.layout == layout}
+        return dict(sorted(by_m.items()))
 
     @property
     def measured_layouts(self) -> list[str]:
-        return list(dict.fromkeys(one.layout for one in self.measurements))
+        return list(dict.fromkeys(measurement.layout for measurement in self.measurements))
 
 
 @dataclass(frozen=True)
@@ -148,20 +148,20 @@ class LayoutPlan:
             )
             for choice in value["choices"]
         )
-        kv = tuple(KVMeasurement(**one) for one in value.get("kv", ()))
+        kv = tuple(KVMeasurement(**fields) for fields in value.get("kv", ()))
         left_out = tuple((context, m) for context, m in value.get("kv_left_out", ()))
         return cls(value["device"], dict(value["versions"]), choices, kv, left_out)
 
     def pays_from(self, kv_format: str, m: int) -> int | None:
         """The context from which on `kv_format` is no slower than unquantized at M; None where it is."""
         slower, pays = True, None
-        for one in sorted(self.kv, key=lambda one: one.context):
-            if (one.kv_format, one.m) != (kv_format, m):
+        for measurement in sorted(self.kv, key=lambda measurement: measurement.context):
+            if (measurement.kv_format, measurement.m) != (kv_format, m):
                 continue
-            if one.ratio < 1:
+            if measurement.ratio < 1:
                 slower, pays = True, None
             elif slower:
-                slower, pays = False, one.context
+                slower, pays = False, measurement.context
         return pays
 
 

@@ -45,10 +45,10 @@ class Subject(Protocol):
 
 def subject_of(problem: Problem, most: int) -> Subject:
     """Random weights and inputs for every M up to `most`, on the problem's device."""
-    return _Dense(problem, most) if problem.experts is None else _Experts(problem, most)
+    return _DenseSubject(problem, most) if problem.experts is None else _ExpertsSubject(problem, most)
 
 
-class _Dense:
+class _DenseSubject:
     def __init__(self, problem: Problem, most: int):
         self.problem = problem
         self.weight = problem.spec.random(problem.n, problem.k, problem.device)
@@ -64,7 +64,7 @@ class _Dense:
         return cast(Layout, baseline_layout(self.problem)).pack(unquantized, self.problem.dtype)
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
-        modules = [_module(one) for one in packed]
+        modules = [_module(weight) for weight in packed]
         x = self.x[:m]
         return lambda copy: modules[copy](x)
 
@@ -76,7 +76,7 @@ class _Dense:
         return 1
 
 
-class _Experts:
+class _ExpertsSubject:
     def __init__(self, problem: Problem, most: int):
         if problem.experts is None:
             raise ValueError("a problem without experts")

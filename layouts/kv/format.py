@@ -81,7 +81,7 @@ def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.dev
         return mode in kept
 
     if not keeps(KV_FORMATS[name]):
-        able = ", ".join(one for one, kv_format in KV_FORMATS.items() if keeps(kv_format))
+        able = ", ".join(format_name for format_name, kv_format in KV_FORMATS.items() if keeps(kv_format))
         raise UserError(
             f"{name} keys and values are not batch-invariant as {mode!r} asks; choose one of: {able} "
             "(--kv-cache-dtype), or --batch-invariance tuned"

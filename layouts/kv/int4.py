@@ -11,10 +11,10 @@ from torch import Tensor
 from ...kernels.attention.per_token import int4
 from .coded_cpu import CodedCpuLayerKV
 from .layer import (
-    KeptTokenByToken,
     KVScales,
     KVShape,
     LayerKV,
+    PerTokenFormat,
     PoolSize,
     Workspaces,
     refuse_gpu_head_size,
@@ -43,7 +43,7 @@ class Int4Code:
 
 
 @dataclass(frozen=True)
-class Int4PerTokenHead(KeptTokenByToken):
+class Int4PerTokenHead(PerTokenFormat):
     """Keys and values in four bits, each token and head by itself.
 
     rotated: times a Hadamard matrix first, without which a few large channels take the others' precision

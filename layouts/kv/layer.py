@@ -70,7 +70,7 @@ class PoolSize:
     """Pages that one request can have: the width of a block table."""
 
 
-class KeptTokenByToken:
+class PerTokenFormat:
     """What KV formats share that store every token by itself: pages of one size, nothing beside them."""
 
     def bytes_per_request(self, shape: KVShape) -> int:

@@ -11,10 +11,10 @@ from torch import Tensor
 from ...kernels.attention.per_token import nvfp4
 from .coded_cpu import CodedCpuLayerKV
 from .layer import (
-    KeptTokenByToken,
     KVScales,
     KVShape,
     LayerKV,
+    PerTokenFormat,
     PoolSize,
     Workspaces,
     refuse_gpu_head_size,
@@ -43,7 +43,7 @@ class NVFP4Code:
 
 
 @dataclass(frozen=True)
-class NVFP4KV(KeptTokenByToken):
+class NVFP4KV(PerTokenFormat):
     """Keys and values in NVFP4, under the checkpoint's scales for 4-bit floats, or 1 where it has none."""
 
     @property

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from .cpu import CpuLayerKV
-from .layer import KeptTokenByToken, KVScales, KVShape, LayerKV, PoolSize, StoredPages, Workspaces, zeros
+from .layer import KVScales, KVShape, LayerKV, PerTokenFormat, PoolSize, StoredPages, Workspaces, zeros
 
 
 @dataclass(frozen=True)
-class TokenByToken(KeptTokenByToken):
+class TokenByToken(PerTokenFormat):
     """Every token of every head is stored by itself, as it is or in eight bits.
 
     dtype: None is the model's own; e4m3 has a scale for each head that never changes, the checkpoint's or 1;

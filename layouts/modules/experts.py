@@ -192,7 +192,7 @@ def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance
 
 def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
     """One input format for all experts: its tensors are [E, 1, 1], indexed by the expert of each row."""
-    parts = [one.tensors() for one in inputs]
+    parts = [input_format.tensors() for input_format in inputs]
     stacked = {name: torch.stack([part[name] for part in parts]).view(-1, 1, 1) for name in parts[0]}
     return inputs[0].with_tensors(stacked)
 
@@ -208,7 +208,7 @@ def _unquantized(experts: nn.Module, name: str, batch_invariance: BatchInvarianc
     rows = parameters_of(experts)[name]
     if rows.device.type == "cuda":
         return ExpertsPart(GroupedUnquantized().of(rows))
-    weights = [UnquantizedWeight(Unquantized(), one) for one in rows]
+    weights = [UnquantizedWeight(Unquantized(), weight) for weight in rows]
     dense = TorchLinear() if batch_invariance == "tuned" else FixedRows(TorchLinear())
     return ExpertsPart(PerExpert(dense).pack_experts(weights, rows.dtype))
 

@@ -89,9 +89,9 @@ def packed_layers(model: nn.Module) -> dict[str, int]:
     found: Counter[str] = Counter()
     for module in model.modules():
         packed = getattr(module, "packed", None)
-        for one in packed.values() if isinstance(packed, dict) else [packed]:
-            if isinstance(one, PackedWeight):
-                found[f"{one.layout} {'x'.join(map(str, one.shape))}"] += 1
+        for weight in packed.values() if isinstance(packed, dict) else [packed]:
+            if isinstance(weight, PackedWeight):
+                found[f"{weight.layout} {'x'.join(map(str, weight.shape))}"] += 1
     return dict(found)
 
 

@@ -75,8 +75,8 @@ def put_merged(model: nn.Module, names: Sequence[str], merged: Linear) -> None:
     product, start = _Product(), 0
     for name in names:
         stop = start + int(cast(Linear, model.get_submodule(name)).out_features)
-        one = MergedLinear(merged, product, slice(start, stop), name == names[0], name == names[-1])
-        model.set_submodule(name, one)
+        layer = MergedLinear(merged, product, slice(start, stop), name == names[0], name == names[-1])
+        model.set_submodule(name, layer)
         start = stop
 
 

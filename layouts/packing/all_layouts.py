@@ -6,7 +6,7 @@ first of them. A new layout is one file and one line here.
 
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .dequantize import Dequantize
-from .dequantized import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
+from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .fixed_rows import FixedRows
 from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized

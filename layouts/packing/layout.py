@@ -103,7 +103,7 @@ class Serves:
     def refuses(self, problem: Problem) -> str | None:
         """None where all of this holds, otherwise the reason in a few words."""
         if self.formats is not None and not isinstance(problem.spec, self.formats):
-            taken = ", ".join(str(getattr(one, "name", one.__name__)) for one in self.formats)
+            taken = ", ".join(str(getattr(spec, "name", spec.__name__)) for spec in self.formats)
             return f"takes {taken}, not {problem.spec.name}"
         if self.experts != (problem.experts is not None):
             return "multiplies by experts only" if self.experts else "does not multiply by experts"

@@ -31,7 +31,9 @@ class PerExpert:
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         packed = [self.dense.pack(weight, dtype) for weight in weights]
-        tensors = {name: torch.stack([one.tensors[name] for one in packed]) for name in packed[0].tensors}
+        tensors = {
+            name: torch.stack([weight.tensors[name] for weight in packed]) for name in packed[0].tensors
+        }
         shape = (len(packed), *packed[0].shape)
         return replace(packed[0], layout=self.name, shape=shape, tensors=tensors)
 
@@ -42,6 +44,6 @@ class PerExpert:
         for expert in flat.unique().tolist():
             rows = (flat == expert).nonzero()[:, 0]
             tensors = {name: tensor[expert] for name, tensor in packed.tensors.items()}
-            one = replace(packed, layout=self.dense.name, shape=packed.shape[1:], tensors=tensors)
-            y[rows] = self.dense.matmul(x[rows // shared_by], one)
+            weight = replace(packed, layout=self.dense.name, shape=packed.shape[1:], tensors=tensors)
+            y[rows] = self.dense.matmul(x[rows // shared_by], weight)
         return y

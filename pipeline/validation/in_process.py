@@ -17,7 +17,7 @@ from ...layouts.modules.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.modules.linear import QuantizedLinear, packed_layers
 from ...layouts.modules.merged_linear import MergedLinear
 from ...serving_check.checks.served_text import text_score
-from ...serving_check.engine.offline.stored_kv import OverStoredKV
+from ...serving_check.engine.offline.stored_kv import StoredKVModel
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import ServedText
 from ...serving_check.evidence.evidence import ModelFigures, TextScore
@@ -79,7 +79,7 @@ def figures_of(models: Models, text: HeldOutText, options: LoadOptions) -> InPro
         scored = longest // 2 + 1
         batch = max(1, min(MOST_TOGETHER, LOGITS_BYTES // (scored * loaded.vocab_size * 2)))
         served = _as_served(ours, options, longest, batch)
-        is_stored = isinstance(served, OverStoredKV)
+        is_stored = isinstance(served, StoredKVModel)
         comparison = compare(
             served, theirs.model, text.windows, bar.update, is_stored, batch if is_stored else 1
         )
@@ -141,7 +141,7 @@ def _as_served(loaded: LoadedModel, options: LoadOptions, longest: int, batch: i
     kv_cache = kv_cache_of(loaded.checkpoint, options.engine.kv_cache_dtype)
     if kv_cache.kv_format == UNQUANTIZED:
         return loaded.model
-    return OverStoredKV(loaded.model, kv_cache.kv_format, kv_cache.scales, longest, batch)
+    return StoredKVModel(loaded.model, kv_cache.kv_format, kv_cache.scales, longest, batch)
 
 
 def _describe(loaded: LoadedModel) -> ModelFigures:

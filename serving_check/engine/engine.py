@@ -274,8 +274,8 @@ class Engine:
         logprobs: dict[str, list[TokenLogprobs]] = {name: [] for name in names}
         scores: dict[str, tuple[TokenLogprobs, ...]] = {}
         reasons: dict[str, FinishReason] = {}
-        for name, prompt, one in zip(names, prompts, settings, strict=True):
-            self.add_request(name, prompt, one)
+        for name, prompt, request_params in zip(names, prompts, settings, strict=True):
+            self.add_request(name, prompt, request_params)
         with progress_bar(total=len(prompts), unit="request", shown=progress) as bar:
             while len(reasons) < len(names):
                 for output in self.step():

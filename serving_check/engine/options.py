@@ -89,8 +89,8 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            object.__setattr__(self, one.name, check(type(self), one, getattr(self, one.name)))
+        for field in fields(self):
+            object.__setattr__(self, field.name, check(type(self), field, getattr(self, field.name)))
 
     @property
     def kv_format(self) -> str:
@@ -107,4 +107,4 @@ class EngineOptions:
         return chunk, min(chunk, self.chunk_while_decoding or while_decoding)
 
     def to_json(self) -> dict[str, OptionValue]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -40,7 +40,7 @@ PRODUCTS = {
 }
 
 
-class _Watch(TorchDispatchMode):
+class _ProductObserver(TorchDispatchMode):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.found: dict[str, None] = {}
@@ -71,7 +71,7 @@ class _Watch(TorchDispatchMode):
 
 def _is_exact(args: tuple) -> bool:
     """One column times one row, as rotary embeddings make it: nothing is summed, so no order can change."""
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
     return len(tensors) >= 2 and tensors[-2].shape[-1] == 1
 
 
@@ -80,7 +80,7 @@ def other_products(model: PreTrainedModel) -> list[str]:
 
     The model is one that paged attention serves, its linear layers packed.
     """
-    watch = _Watch(model)
-    with watch.tracker, watch:
+    observer = _ProductObserver(model)
+    with observer.tracker, observer:
         attention_layers(model)
-    return list(watch.found)
+    return list(observer.found)

@@ -127,7 +127,7 @@ class Scheduler:
         for sequence in self.running:
             (prefilling if sequence.is_prefilling else decode).append(sequence)
         budget = self.chunk_while_decoding if decode else self.prefill_chunk
-        return Schedule(decode, self._fill_chunk(prefilling, budget))
+        return Schedule(decode, self._prefill_chunks(prefilling, budget))
 
     def remove(self, sequence: Sequence) -> None:
         """Finished or aborted: its row and pages are free at once."""
@@ -160,7 +160,7 @@ class Scheduler:
         self.preemptions += 1
         return len(self.running)
 
-    def _fill_chunk(self, prefilling: list[Sequence], budget: int) -> list[PrefillChunk]:
+    def _prefill_chunks(self, prefilling: list[Sequence], budget: int) -> list[PrefillChunk]:
         """Tokens to decode again; then up to `budget` prompt tokens: of those running first, then of those
         that can be admitted."""
         replaying = [sequence for sequence in prefilling if self._is_replaying(sequence)]
@@ -198,11 +198,11 @@ class Scheduler:
         """Room for all its tokens, and a page for each running one that may grow, lest it preempt at once."""
         if self.suspects and self._must_wait_for_another(sequence):
             return False
-        growing = sum(len(one.pages) < self.pool.pages_for(one.max_len) for one in self.running)
+        growing = sum(len(other.pages) < self.pool.pages_for(other.max_len) for other in self.running)
         needed = self.pool.pages_for(sequence.length) + growing
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
 
     def _must_wait_for_another(self, sequence: Sequence) -> bool:
         """Whether it and a running one, one of them a suspect, are both without a token yet."""
         unproven = [each for each in self.running if not each.is_proven]
-        return not sequence.is_proven and any(one.is_suspect or sequence.is_suspect for one in unproven)
+        return not sequence.is_proven and any(other.is_suspect or sequence.is_suspect for other in unproven)

@@ -137,7 +137,9 @@ def test_layouts_that_measure_alike_are_told_apart_by_preference_alone():
 def test_a_layout_made_slow_is_measured_slow_and_not_picked(with_layout):
     with_layout(Altered("cpu_int4", "slow", repeats=20))
     found = measure(problem(256, 256), (1, 8), ["slow", "cpu_int4"], QUICK)
-    times = {(one.layout, one.m): one.microseconds for one in found.measurements}
+    times = {
+        (measurement.layout, measurement.m): measurement.microseconds for measurement in found.measurements
+    }
     assert times["slow", 8] > 3 * times["cpu_int4", 8]
     assert pick("shape", (), found).layout == "cpu_int4"
 
@@ -155,7 +157,7 @@ def test_a_layout_that_is_wrong_on_this_device_is_refused_with_the_reason(with_l
     with_layout(layout)
     found = measure(problem(), (1, 4), [layout.name, "dequantize"], QUICK)
     assert found.refusals[layout.name].startswith(reason)
-    assert {one.layout for one in found.measurements} == {"dequantize"}
+    assert {measurement.layout for measurement in found.measurements} == {"dequantize"}
 
 
 def test_a_layout_that_fails_only_when_it_is_timed_is_refused_and_the_others_are_timed(with_layout):
@@ -163,7 +165,10 @@ def test_a_layout_that_fails_only_when_it_is_timed_is_refused_and_the_others_are
     with_layout(Altered("dequantize", "fails", breaks_again_at=4))
     found = measure(problem(), (1, 4), ["fails", "dequantize"], QUICK)
     assert found.refusals["fails"].startswith("failed here: RuntimeError: no kernel image")
-    assert [(one.layout, one.m) for one in found.measurements] == [("dequantize", 1), ("dequantize", 4)]
+    assert [(measurement.layout, measurement.m) for measurement in found.measurements] == [
+        ("dequantize", 1),
+        ("dequantize", 4),
+    ]
 
 
 @pytest.mark.parametrize("stuck_in", ["pack", "matmul"])
@@ -173,7 +178,7 @@ def test_a_layout_that_is_not_ready_in_time_is_refused_and_the_others_are_timed(
     allowance = {"tuning": 0.2}
     found = measure(problem(), (1, 4), ["tuning", "dequantize"], QUICK, allowance=allowance)
     assert found.refusals["tuning"].startswith("not ready in time here")
-    assert {one.layout for one in found.measurements} == {"dequantize"}
+    assert {measurement.layout for measurement in found.measurements} == {"dequantize"}
     assert allowance == {"tuning": 0}
     again = measure(problem(32), (1, 4), ["tuning", "dequantize"], QUICK, allowance=allowance)
     assert "tuning" in again.refusals
@@ -182,7 +187,7 @@ def test_a_layout_that_is_not_ready_in_time_is_refused_and_the_others_are_timed(
 def test_a_layout_that_is_ready_in_time_keeps_the_rest_of_it():
     allowance = {"dequantize": 60.0}
     found = measure(problem(), (1,), ["cpu_int4", "dequantize"], QUICK, allowance=allowance)
-    assert {one.layout for one in found.measurements} == {"cpu_int4", "dequantize"}
+    assert {measurement.layout for measurement in found.measurements} == {"cpu_int4", "dequantize"}
     assert 30 < allowance["dequantize"] < 60 and list(allowance) == ["dequantize"]
 
 
@@ -231,7 +236,7 @@ def test_a_plan_covers_every_shape_once_with_all_its_modules():
     for choice in plan.choices:
         assert choice.measured_layouts == ["cpu_int4", "dequantize", "cpu_int4_float32"]
         assert set(choice.refusals) == set(LAYOUTS) - set(choice.measured_layouts)
-        assert [one.m for one in choice.curve("cpu_int4").values()] == [1, 2]
+        assert [measurement.m for measurement in choice.curve("cpu_int4").values()] == [1, 2]
     assert plan.layout_for(problem(32)) == plan.choices[1].layout
     assert plan.layout_for(problem(48)) is None
 
@@ -297,10 +302,13 @@ def test_a_forced_layout_is_recorded_with_what_would_have_been_better(with_layou
 def test_a_forced_layout_of_dense_layers_leaves_experts_to_be_chosen():
     layers = {"up": problem(), "experts.up": replace(problem(), experts=Experts(4, 2))}
     plan = choose(layers, (1,), force="cpu_int4_float32", progress=False)
-    assert [(one.modules, one.forced) for one in plan.choices] == [(("up",), True), (("experts.up",), False)]
+    assert [(choice.modules, choice.forced) for choice in plan.choices] == [
+        (("up",), True),
+        (("experts.up",), False),
+    ]
     assert plan.choices[1].layout in plan.choices[1].measured_layouts
     plan = choose(layers, (1,), force="dequantize_per_expert", progress=False)
-    assert [one.forced for one in plan.choices] == [False, True]
+    assert [choice.forced for choice in plan.choices] == [False, True]
     assert plan.choices[1].layout == "dequantize_per_expert"
     with pytest.raises(UserError, match="multiplies by experts only"):
         choose({"up": problem()}, (1,), force="dequantize_per_expert", progress=False)
@@ -355,7 +363,7 @@ def test_a_plan_matches_only_the_device_and_versions_it_was_made_with():
 def test_a_plan_covers_what_it_timed_in_that_layout_dtype_and_device():
     layers = {"up": problem(), "down": problem(128, 64)}
     plan = choose(layers, ms=(1,), progress=False)
-    layouts = {name: plan.layout_for(one) for name, one in layers.items()}
+    layouts = {name: plan.layout_for(problem) for name, problem in layers.items()}
     assert plan.covers(layers, layouts) and plan.covers(layers, {})
     assert not plan.covers(layers, {**layouts, "up": "swap_ab"})
     assert not plan.covers({"up": layers["up"]}, layouts), "a layer that is no problem here"

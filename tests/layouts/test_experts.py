@@ -93,7 +93,7 @@ def test_a_row_given_to_another_expert_is_seen_by_these_bounds():
     right = routed(17, 2, 4)
     wrong = right.clone()
     wrong[3, 1] = 3
-    answers = [layout.grouped_matmul(x, packed, Routing.of(one, 4)) for one in (right, wrong)]
+    answers = [layout.grouped_matmul(x, packed, Routing.of(expert, 4)) for expert in (right, wrong)]
     assert relative_error(*answers) > 10 * product_bound(torch.bfloat16, 64)
 
 
@@ -114,7 +114,7 @@ def test_experts_are_measured_with_the_rows_that_they_really_get(monkeypatch: py
     monkeypatch.setitem(LAYOUTS._entries, layout.name, Spy())
     found = measure(problem, (1, 16), list(LAYOUTS), TimingBudget(samples=4, sample_seconds=0.0002))
     assert seen == {(1, 2), (16, 32)}
-    assert {one.layout for one in found.measurements} == set(serving(problem))
+    assert {measurement.layout for measurement in found.measurements} == set(serving(problem))
 
 
 def qwen3_moe() -> nn.Module:
@@ -177,7 +177,7 @@ def step(tokens: int, top_k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unquantized(rows: list[Tensor]) -> list[Weight]:
-    return [UnquantizedWeight(Unquantized(), one) for one in rows]
+    return [UnquantizedWeight(Unquantized(), weight) for weight in rows]
 
 
 @EVERY
@@ -224,7 +224,7 @@ def test_gate_and_up_that_do_not_merge_are_two_products_side_by_side(make: Make)
     theirs, experts = module(make), module(make)
     pack = LAYOUTS["torch_linear_per_expert"].pack_experts
     rows = rows_of(experts, "gate_up_proj")
-    halves = [[one[:WIDTH] for one in rows], [one[WIDTH:] for one in rows]]
+    halves = [[row[:WIDTH] for row in rows], [row[WIDTH:] for row in rows]]
     parts = [ExpertsPart(pack(unquantized(half), torch.float32)) for half in halves]
     ours = PackedExperts(experts, {"gate_up_proj": parts})
     assert list(ours.packed) == ["gate_up_proj_0", "gate_up_proj_1", "down_proj_0"]
@@ -275,11 +275,11 @@ def test_each_experts_input_is_rounded_with_its_own_scale():
     part = ExpertsPart(pack(unquantized(rows), torch.float32), stack_inputs(inputs))
     ours = PackedExperts(experts, {"gate_up_proj": [part]})
     x = torch.randn(1, HIDDEN)
-    one = torch.ones(1, 1)
+    unit = torch.ones(1, 1)
     for index in range(6):
         expert = torch.tensor([[index]])
-        theirs = module(mixtral)(inputs[index].round(x), expert, one)
-        torch.testing.assert_close(ours(x, expert, one), theirs, rtol=1e-5, atol=1e-5)
+        theirs = module(mixtral)(inputs[index].round(x), expert, unit)
+        torch.testing.assert_close(ours(x, expert, unit), theirs, rtol=1e-5, atol=1e-5)
     rounded = {tuple(inputs[index].round(x)[0].tolist()) for index in range(6)}
     assert len(rounded) > 1, "the scales are alike, and nothing was tested"
 

@@ -40,9 +40,9 @@ def test_a_kernel_that_does_not_compile_is_refused_in_one_line():
 
 @pytest.mark.parametrize("experts", [None, Experts(64, 8)], ids=["dense", "experts"])
 def test_a_layout_that_multiplies_is_not_refused(experts):
-    one = problem(experts=experts)
-    layout = LAYOUTS[default_layout(one)]
-    assert trial.failure(layout, trial.small(one)) == ""
+    asked = problem(experts=experts)
+    layout = LAYOUTS[default_layout(asked)]
+    assert trial.failure(layout, trial.small(asked)) == ""
 
 
 def test_the_shape_that_is_tried_is_small_where_the_format_takes_that():
@@ -55,7 +55,7 @@ def test_the_shape_that_is_tried_is_small_where_the_format_takes_that():
 def test_what_was_found_is_asked_for_once(monkeypatch):
     monkeypatch.setattr(trial, "REASONS", {})
     tried = []
-    monkeypatch.setattr(trial, "failure", lambda layout, one: tried.append(one) or "does not run")
+    monkeypatch.setattr(trial, "failure", lambda layout, asked: tried.append(asked) or "does not run")
     on_gpu = Problem(Int4(128), 4096, 4096, torch.bfloat16, torch.device("cuda"))
     assert [LAYOUTS["swap_ab"].refuses(on_gpu) for _ in range(3)] == ["does not run"] * 3
     assert len(tried) == 1

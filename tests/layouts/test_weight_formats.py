@@ -74,8 +74,8 @@ def test_rows_of_a_weight_are_rows_of_what_it_stands_for(spec: WeightFormat, row
 @EVERY
 def test_columns_of_a_weight_are_columns_of_what_it_stands_for(spec: WeightFormat):
     weight = random(spec)
-    one = spec.column_multiple
-    for start, stop in {(0, K), (0, one), (one, K), (K - one, K), (K // 2, K)}:
+    multiple = spec.column_multiple
+    for start, stop in {(0, K), (0, multiple), (multiple, K), (K - multiple, K), (K // 2, K)}:
         if start == stop:
             continue
         cut = weight.columns(start, stop)
@@ -290,5 +290,5 @@ def test_a_problem_is_filed_under_everything_but_its_device(spec: WeightFormat):
         replace(problem, experts=Experts(8, 4)),
         replace(problem, batch_invariance="pin"),
     ]
-    assert len({str(one) for one in (problem, *others)}) == len(others) + 1
+    assert len({str(each) for each in (problem, *others)}) == len(others) + 1
     assert str(replace(problem, device=torch.device("cuda"))) == str(problem)

@@ -89,7 +89,7 @@ class CompiledLayers:
             if compiled is None:
                 traced.layer.forward = plain
             elif isinstance(plain, _CompiledForward):
-                traced.layer.forward = _ByTokens(plain, compiled, self.tuning.from_tokens)
+                traced.layer.forward = _ForwardByTokens(plain, compiled, self.tuning.from_tokens)
             else:
                 traced.layer.forward = compiled
 
@@ -162,7 +162,7 @@ class _CompiledForward:
         return output
 
 
-class _ByTokens:
+class _ForwardByTokens:
     """Stands for a layer's forward that is compiled twice: for few tokens and for many."""
 
     def __init__(self, few: Callable[..., Any], many: Callable[..., Any], many_from: int):
@@ -181,7 +181,7 @@ def restore_layers(model: nn.Module) -> None:
     layers = model_layers(model)
     undo_fusion(layers)
     for module in [*layers, *(child for layer in layers for child in layer.children())]:
-        if isinstance(module.forward, _CompiledForward | _ByTokens):
+        if isinstance(module.forward, _CompiledForward | _ForwardByTokens):
             del module.forward
 
 
@@ -260,7 +260,7 @@ def model_layers(model: nn.Module) -> list[nn.Module]:
         lists = [child for child in children if isinstance(child, nn.ModuleList)]
         if lists:
             beside = [child for child in children if not isinstance(child, nn.ModuleList)]
-            return [layer for one in lists for layer in one] + beside
+            return [layer for layer_list in lists for layer in layer_list] + beside
     return []
 
 
@@ -273,7 +273,7 @@ def _signature(value: Any) -> Hashable:
             name: item
             for name, item in vars(value).items()
             if (name[0] != "_" or name == "_packed")
-            and not isinstance(item, _TracedLayer | _CompiledForward | _ByTokens)
+            and not isinstance(item, _TracedLayer | _CompiledForward | _ForwardByTokens)
         }
         tensors = {**value._parameters, **value._buffers}
         shapes = [

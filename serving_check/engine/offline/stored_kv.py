@@ -23,7 +23,7 @@ from ..sequence import Sequence
 from ..step_input import StepBuffers, StepShape
 
 
-class OverStoredKV(nn.Module):
+class StoredKVModel(nn.Module):
     """Stands for `model`, which then belongs to it, for `batch` texts of at most `max_tokens` at once."""
 
     def __init__(
@@ -62,14 +62,14 @@ class OverStoredKV(nn.Module):
         for text in texts:
             self.pool.admit(text)
         try:
-            read = [self._read_prompt(text, keep_all=not logits_to_keep) for text in texts]
+            read = [self._prefill(text, keep_all=not logits_to_keep) for text in texts]
             decoded = [self._decode(texts, column) for column in input_ids[:, prompt:].T.tolist()]
             return CausalLMOutput(logits=torch.cat([torch.stack(read), *decoded], dim=1))
         finally:
             for text in texts:
                 self.pool.release(text)
 
-    def _read_prompt(self, text: Sequence, keep_all: bool) -> Tensor:
+    def _prefill(self, text: Sequence, keep_all: bool) -> Tensor:
         """[tokens, V], or of the last token alone [1, V]."""
         shape = self.step_buffers.shape(text.length, 1, 1)
         host = self.step_buffers.stage([], [PrefillChunk(text, 0, text.length)], shape)

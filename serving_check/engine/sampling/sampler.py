@@ -178,7 +178,7 @@ def prompt_logprobs(
         best = logprobs.topk(count, dim=-1)
         rows = zip(given[:, 0].tolist(), best.indices.tolist(), best.values.tolist(), ranks, strict=True)
         found += [
-            TokenLogprobs(one, tuple(zip(indices, values, strict=True)), rank)
-            for one, indices, values, rank in rows
+            TokenLogprobs(logprob, tuple(zip(indices, values, strict=True)), rank)
+            for logprob, indices, values, rank in rows
         ]
     return found

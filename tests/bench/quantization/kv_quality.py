@@ -30,7 +30,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.calibration.kv_scales import largest_keys_and_values
-from scalegate.serving_check.engine.offline.stored_kv import OverStoredKV
+from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.quality import comparison_of, read_texts, token_figures, token_windows
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -87,7 +87,7 @@ class E4M3Queries(TokenByToken):
 class AsPrompts(nn.Module):
     """A model over stored keys and values whose every token belongs to a prompt."""
 
-    def __init__(self, stored: OverStoredKV):
+    def __init__(self, stored: StoredKVModel):
         super().__init__()
         self.stored = stored
 
@@ -156,7 +156,7 @@ def main() -> None:
     scales = calibrated(options)
     baseline = load_model(options.checkpoint, dtype=torch.float32, progress=False).model
     for name in formats:
-        stored = OverStoredKV(loaded.model, name, scales_for(name, scales), WINDOW, batch=options.batch)
+        stored = StoredKVModel(loaded.model, name, scales_for(name, scales), WINDOW, batch=options.batch)
         side = AsPrompts(stored) if options.as_prompts else stored
         done = tokens.get(name, torch.empty(0, WINDOW // 2, 4, dtype=torch.float64))
         with tqdm(total=len(chosen), initial=len(done), desc=name, unit="window") as bar:

@@ -235,7 +235,9 @@ def test_seeded_requests_draw_the_same_tokens_and_logprobs_at_any_batch():
     for mode in ("tuned", "pin"):
         with products_of(mode):
             engine = engine_of(model, mode)
-            by_itself = [engine.generate([ids], one)[0] for ids, one in zip(prompts, params, strict=True)]
+            by_itself = [
+                engine.generate([ids], settings)[0] for ids, settings in zip(prompts, params, strict=True)
+            ]
             found[mode] = engine.generate(prompts, params) == by_itself
     assert found == {"tuned": False, "pin": True}
 

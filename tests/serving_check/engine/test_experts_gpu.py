@@ -65,7 +65,7 @@ def packed(model: PreTrainedModel, spec, layout: str) -> list[tuple[PackedExpert
             problem = Problem(spec, n, k, weight.dtype, weight.device, Experts(experts, 2))
             assert LAYOUTS[layout].refuses(problem) is None
             weights = [exact_in_bf16(spec.random(n, k, weight.device)) for _ in range(experts)]
-            weight.copy_(torch.stack([one.dequantize(weight.dtype) for one in weights]))
+            weight.copy_(torch.stack([expert.dequantize(weight.dtype) for expert in weights]))
             products[parameter] = [ExpertsPart(LAYOUTS[layout].pack_experts(weights, weight.dtype))]
         dequantized = PackedExperts(copy.deepcopy(module), {})
         replacement = PackedExperts(module, products)
@@ -177,7 +177,7 @@ def test_quantized_experts_are_served_from_graphs_and_nothing_compiles(spec, lay
     engine.warm_up(progress=False)
     prompts = exactness.ragged_prompts()
     together = [answer.token_ids for answer in engine.generate(prompts, GREEDY)]
-    assert [len(one) for one in together] == [NEW_TOKENS] * len(prompts) and len(set(together)) > 1
+    assert [len(answer) for answer in together] == [NEW_TOKENS] * len(prompts) and len(set(together)) > 1
     assert len(engine.generate(prompts[:1], GREEDY)[0].token_ids) == NEW_TOKENS
     assert engine.stats().compilations == ()
     assert engine.runner.graphs.captured

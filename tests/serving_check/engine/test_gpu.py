@@ -158,7 +158,9 @@ def test_a_layer_that_cannot_be_compiled_is_named(capsys: pytest.CaptureFixture[
 def test_a_bucket_that_warm_up_did_not_meet_is_noticed(example_checkpoint: Path):
     engine = Engine(load(example_checkpoint), EngineOptions(**SIZES, compiled=False), frozenset())
     engine.warm_up(progress=False)
-    shape = next(one for one in engine.runner.graphs.captured if one.decode_only and one.num_tokens == 8)
+    shape = next(
+        shape for shape in engine.runner.graphs.captured if shape.decode_only and shape.num_tokens == 8
+    )
     del engine.runner.graphs.captured[shape]
     engine.generate([[1]] * 8, GREEDY)
     assert [event.name for event in engine.jit_monitor.events] == ["decode step of 8"]

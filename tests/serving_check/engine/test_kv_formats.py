@@ -129,7 +129,7 @@ def test_tokens_are_those_over_the_stored_values_batched_alone_and_preempted(arc
     engine = make_engine(model, name, scales)
     assert served(engine) == want
     assert served(engine) == want, "pages that others used before"
-    assert [engine.generate([one], GREEDY)[0].token_ids for one in prompts()[:8]] == want[:8]
+    assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts()[:8]] == want[:8]
 
     tight = make_engine(model, name, scales, kv_cache_tokens=112, max_model_len=96)
     assert served(tight) == want

@@ -96,7 +96,7 @@ def distance(model, prompts: list[list[int]], answers: list[Completion]) -> floa
         with torch.inference_mode():
             inputs = torch.tensor([[*prompt, *answer.token_ids]], device="cuda")
             logits = model(inputs, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        ours = torch.tensor([one.logprob for one in answer.logprobs], device="cuda")
+        ours = torch.tensor([logprobs.logprob for logprobs in answer.logprobs], device="cuda")
         differences.append(ours - logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0])
     return float(torch.cat(differences).abs().mean())
 

@@ -69,7 +69,7 @@ def stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [T, H_kv, D] as pages give them back; KVarN's last, unfinished page as zeros."""
     if name == "nvfp4":
-        scales = [torch.ones(2) * one for one in (SCALES[layer].key, SCALES[layer].value)]
+        scales = [torch.ones(2) * scale for scale in (SCALES[layer].key, SCALES[layer].value)]
         sides = zip((key, value), scales, strict=True)
         return tuple(nvfp4.dequantize_reference(nvfp4.quantize_reference(x, by), by) for x, by in sides)
     rotated = rotate_reference(key), rotate_reference(value)
@@ -93,7 +93,7 @@ def quantized_attention(module, query, key, value, attention_mask, scaling, **op
     is_kvarn = name.startswith("kvarn")
     codes = (key, value) if is_kvarn and window else stored(name, layer, key, value)
     outputs = []
-    for position, one in enumerate(query):
+    for position, vector in enumerate(query):
         first = 0 if window is None else max(0, position + 1 - window)
         seen = []
         for x, coded in zip((key, value), codes, strict=True):
@@ -102,7 +102,7 @@ def quantized_attention(module, query, key, value, attention_mask, scaling, **op
                 own = position // GROUP * GROUP
                 coded[:GROUP], coded[own:] = x[:GROUP], x[own:]
             seen.append(coded[first : position + 1].repeat_interleave(2, dim=1))
-        scores = torch.einsum("hd,nhd->hn", one, seen[0]) * scaling
+        scores = torch.einsum("hd,nhd->hn", vector, seen[0]) * scaling
         if options.get("softcap"):
             scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
         outputs.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), seen[1]))
@@ -161,7 +161,7 @@ def test_tokens_are_those_over_the_stored_values_batched_alone_and_preempted(arc
     engine = engine_of(model, name)
     assert served(engine) == want
     assert served(engine) == want, "pages and rows that others used before"
-    assert [engine.generate([one], GREEDY)[0].token_ids for one in prompts()] == want
+    assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts()] == want
     tight = engine_of(model, name, page_size=GROUP, kv_cache_tokens=80, max_model_len=64)
     assert served(tight) == want
     assert tight.stats().preemptions > 0 and tight.pool.free_pages == tight.pool.num_pages

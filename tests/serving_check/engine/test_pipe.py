@@ -77,7 +77,7 @@ def test_an_answer_larger_than_the_pipe_arrives_whole(client, loop_of):
         mailbox = Mailbox()
         client.submit("r", 0, LONG_PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), mailbox)
         of_prompt = (await mailbox.take())[0].prompt_logprobs
-        assert [one.logprob for one in of_prompt] == [-float(token) for token in LONG_PROMPT[1:]]
+        assert [logprobs.logprob for logprobs in of_prompt] == [-float(token) for token in LONG_PROMPT[1:]]
 
     run(loop_of, main())
     assert client.dead is None

@@ -95,8 +95,8 @@ def test_tokens_after_a_scored_prompt_are_those_after_a_plain_one():
     scored = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
     prompts = [prompt(n) for n in LENGTHS]
     together = engine.generate(prompts * 2, [plain] * 5 + [scored] * 5)
-    for one, other in zip(together[:5], together[5:], strict=True):
-        assert one.token_ids == other.token_ids and len(one.logprobs) == len(other.logprobs) == 12
+    for answer, other in zip(together[:5], together[5:], strict=True):
+        assert answer.token_ids == other.token_ids and len(answer.logprobs) == len(other.logprobs) == 12
     assert all(found.top == () for found in together[9].prompt_logprobs)
 
 
@@ -107,10 +107,10 @@ def test_prompts_are_scored_with_keys_and_values_as_they_are_stored(expected):
     start = prompt(97)
     [drawn] = stored.generate([start], params)
     whole = [*start, *drawn.token_ids]
-    as_drawn = torch.tensor([one.logprob for one in drawn.logprobs])
+    as_drawn = torch.tensor([logprobs.logprob for logprobs in drawn.logprobs])
     [scored], [unquantized] = stored.generate([whole], SCORED), plain.generate([whole], SCORED)
-    found = torch.tensor([one.logprob for one in scored.prompt_logprobs[96:]])
-    other = torch.tensor([one.logprob for one in unquantized.prompt_logprobs[96:]])
+    found = torch.tensor([logprobs.logprob for logprobs in scored.prompt_logprobs[96:]])
+    other = torch.tensor([logprobs.logprob for logprobs in unquantized.prompt_logprobs[96:]])
     assert (found - as_drawn).abs().max() < 1e-3 < (other - as_drawn).abs().max() / 3
 
 

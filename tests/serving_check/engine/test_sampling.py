@@ -24,7 +24,8 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 def sequences_of(*params: SamplingParams, seeds: list[int] | None = None) -> list[Sequence]:
     return [
-        Sequence(str(row), [0], 1, one, seeds[row] if seeds else row, 9) for row, one in enumerate(params)
+        Sequence(str(row), [0], 1, settings, seeds[row] if seeds else row, 9)
+        for row, settings in enumerate(params)
     ]
 
 
@@ -82,8 +83,10 @@ def test_a_row_is_drawn_alike_whatever_the_other_rows_want():
     for position in range(50):
         positions = torch.full((6,), position)
         together = sample(logits.clone(), batch_of(*params, seeds=seeds), positions)
-        for row, one in enumerate(params):
-            alone = sample(logits[row : row + 1].clone(), batch_of(one, seeds=[seeds[row]]), positions[:1])
+        for row, settings in enumerate(params):
+            alone = sample(
+                logits[row : row + 1].clone(), batch_of(settings, seeds=[seeds[row]]), positions[:1]
+            )
             assert alone[0] == together[row]
 
 
@@ -170,7 +173,7 @@ def test_served_logprobs_equal_the_models_own(engine: Engine):
     for row, token, found in zip(expected, answer.token_ids, answer.logprobs, strict=True):
         assert abs(found.logprob - row[token].item()) < 1e-4
         best = row.topk(4)
-        assert [one for one, _ in found.top] == best.indices.tolist()
+        assert [token for token, _ in found.top] == best.indices.tolist()
         assert torch.allclose(torch.tensor([value for _, value in found.top]), best.values, atol=1e-4)
 
 

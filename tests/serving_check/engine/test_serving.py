@@ -152,10 +152,10 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone():
 def test_a_full_pool_preempts_and_loses_nothing():
     prompts = [prompt(20, seed=index) for index in range(8)]
     roomy = make_engine()
-    expected = [one.token_ids for one in roomy.generate(prompts, greedy(60))]
+    expected = [answer.token_ids for answer in roomy.generate(prompts, greedy(60))]
     assert roomy.stats().preemptions == 0
     tight = make_engine(max_model_len=96, kv_cache_tokens=176)
-    assert [one.token_ids for one in tight.generate(prompts, greedy(60))] == expected
+    assert [answer.token_ids for answer in tight.generate(prompts, greedy(60))] == expected
     assert tight.stats().preemptions > 0
     assert tight.pool.free_pages == tight.pool.num_pages
 
@@ -180,7 +180,7 @@ def test_rows_of_very_different_lengths_give_the_tokens_they_give_alone():
     prompts = [prompt(length, seed=length) for length in (1, 2, 3, 100, 50, 7, 99, 1)]
     together = make_engine(**sizes).generate(prompts, greedy(20))
     engine = make_engine(**sizes)
-    assert [engine.generate([one], greedy(20))[0] for one in prompts] == together
+    assert [engine.generate([prompt], greedy(20))[0] for prompt in prompts] == together
 
 
 def test_a_long_prompt_does_not_stop_the_others_from_decoding():

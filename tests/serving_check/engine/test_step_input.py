@@ -120,7 +120,7 @@ def test_requests_are_told_one_by_one(buffers: StepBuffers):
     assert (decoding.row, decoding.first_token, decoding.start, decoding.count) == (3, 0, 4, 1)
     assert (prefilling.row, prefilling.first_token, prefilling.start, prefilling.count) == (1, 1, 6, 3)
     assert prefilling.pages.tolist() == TABLE[1, :3].tolist()
-    assert [one.row for one in host.requests(host.num_decodes)] == [1]
+    assert [chunk.row for chunk in host.requests(host.num_decodes)] == [1]
 
 
 def test_nothing_of_a_step_is_left_in_the_next(buffers: StepBuffers):
@@ -145,14 +145,14 @@ def test_arrays_of_a_shape_stay_where_they_are_and_aligned():
     for shape in shapes:
         first, again = (staged(buffers, [sequence(0, 3)], [], shape) for _ in range(2))
         tables.add(first.attention.block_table.data_ptr())
-        for one, other in [
+        for array, other in [
             (first.token_ids, again.token_ids),
             (first.sample_rows, again.sample_rows),
             *((getattr(step.attention, name) for step in (first, again)) for name in ARRAYS),
         ]:
-            assert one.data_ptr() == other.data_ptr() and one.is_contiguous()
-            offset = one.data_ptr() - buffers._device.data_ptr()
-            assert offset % ALIGNMENT == 0 or one.untyped_storage().data_ptr() != buffers._device.data_ptr()
+            assert array.data_ptr() == other.data_ptr() and array.is_contiguous()
+            offset = array.data_ptr() - buffers._device.data_ptr()
+            assert offset % ALIGNMENT == 0 or array.untyped_storage().data_ptr() != buffers._device.data_ptr()
     assert len(tables) == 1, "kernels read past no request's end, but rows left from before are pages still"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
-from scalegate.serving_check.engine.offline.stored_kv import OverStoredKV
+from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.quality import compare
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -53,7 +53,7 @@ def coarse() -> Iterator[str]:
 
 
 def logits(model: PreTrainedModel, kv_format: str, ids: torch.Tensor, keep: int) -> torch.Tensor:
-    stored = OverStoredKV(copy.deepcopy(model), kv_format, {}, TOKENS, batch=len(ids))
+    stored = StoredKVModel(copy.deepcopy(model), kv_format, {}, TOKENS, batch=len(ids))
     with torch.inference_mode():
         first = stored(input_ids=ids, logits_to_keep=keep).logits
         assert torch.equal(first, stored(input_ids=ids, logits_to_keep=keep).logits), "pages used before"
@@ -77,7 +77,7 @@ def test_what_a_prompt_attends_over_unquantized_is_seen_in_decoding(model: PreTr
     windows = [torch.randint(0, 64, (TOKENS,)) for _ in range(5)]
 
     def measured(kv_format: str, **how):
-        stored = OverStoredKV(copy.deepcopy(model), kv_format, {}, TOKENS, batch=2)
+        stored = StoredKVModel(copy.deepcopy(model), kv_format, {}, TOKENS, batch=2)
         return compare(stored, model, windows, **how)
 
     assert measured(coarse, batch=2).mean_kl < 1e-6, "read as prompts, nothing is seen of it"
@@ -99,8 +99,8 @@ def test_a_graph_decodes_what_its_layers_decode(kv_format: str):
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
     tokens, kept = 600, 300
-    replayed = OverStoredKV(copy.deepcopy(model), kv_format, {}, tokens, batch=3)
-    launched = OverStoredKV(copy.deepcopy(model), kv_format, {}, tokens, batch=3)
+    replayed = StoredKVModel(copy.deepcopy(model), kv_format, {}, tokens, batch=3)
+    launched = StoredKVModel(copy.deepcopy(model), kv_format, {}, tokens, batch=3)
     assert replayed._graphs is not None
     launched._graphs = None
     for count in (3, 3, 2):

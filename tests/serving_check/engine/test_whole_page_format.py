@@ -44,10 +44,10 @@ class WholePages:
     """One layer. All tensors hold keys and values side by side: [2, ...]."""
 
     def __init__(self, shape: KVShape, size: PoolSize):
-        one = (PAGE, shape.heads, shape.key_dim)
-        self.pages = torch.zeros(2, size.num_pages, *one)
-        self.sinks = torch.zeros(2, size.max_requests, *one)
-        self.tails = torch.zeros(2, size.max_requests, *one)
+        page = (PAGE, shape.heads, shape.key_dim)
+        self.pages = torch.zeros(2, size.num_pages, *page)
+        self.sinks = torch.zeros(2, size.max_requests, *page)
+        self.tails = torch.zeros(2, size.max_requests, *page)
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class WholePages:
                     self.pages[:, request.pages[page]] = torch.stack(rounded)
                 seen = request.start + index + 1
                 whole = seen // PAGE
-                stored = [self.pages[:, one] for one in request.pages[1:whole]]
+                stored = [self.pages[:, page] for page in request.pages[1:whole]]
                 unfinished = self.tails[:, row, : seen - max(whole, 1) * PAGE] if page else new[:, :0]
                 keys, values = torch.cat([self.sinks[:, row, :seen], *stored, unfinished], dim=1)
                 at = request.first_token + index

@@ -54,5 +54,5 @@ def test_any_other_top_k_stays(device: str, columns: int, settings: dict):
 
 
 def test_compiled_code_is_kept_for_the_pass_as_it_is():
-    (one,), (other,), (pinned,) = (options(mode).values() for mode in ("tuned", "tuned", "pin"))
-    assert one.uuid() == other.uuid() != pinned.uuid() and one.uuid()
+    (first,), (other,), (pinned,) = (options(mode).values() for mode in ("tuned", "tuned", "pin"))
+    assert first.uuid() == other.uuid() != pinned.uuid() and first.uuid()

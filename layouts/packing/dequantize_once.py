@@ -24,7 +24,7 @@ from .layout import PackedWeight, Problem, Serves
 CPU_FORMATS = (NVFP4, IQ2XXS, Int8)
 
 
-class Dequantized:
+class DequantizeOnce:
     """`F.linear(x, w)` with w in the activations' dtype: bf16 holds our own NVFP4 weights exactly."""
 
     kernel = "F.linear"
@@ -67,5 +67,5 @@ def _has_bf16_product() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-CPU_DEQUANTIZED = Dequantized("cpu_dequantized", CPU_FORMATS, "cpu")
-GPU_DEQUANTIZED = Dequantized("gpu_dequantized", (Int8,), "cuda")
+CPU_DEQUANTIZED = DequantizeOnce("cpu_dequantized", CPU_FORMATS, "cpu")
+GPU_DEQUANTIZED = DequantizeOnce("gpu_dequantized", (Int8,), "cuda")
