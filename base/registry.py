@@ -1,7 +1,6 @@
 """A name-to-implementation table whose error lists the valid names; one instance for each seam."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from .errors import UserError
@@ -25,18 +24,6 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.kind} {name!r} is registered twice")
         self._entries[name] = entry
         return entry
-
-    def remove(self, name: str) -> None:
-        del self._entries[name]
-
-    @contextmanager
-    def registered(self, name: str, entry: T) -> Iterator[T]:
-        """`entry` under `name` inside the `with` block, and gone after it; for tests."""
-        self.add(name, entry)
-        try:
-            yield entry
-        finally:
-            self.remove(name)
 
     def __getitem__(self, name: str) -> T:
         load_plugins()

@@ -18,6 +18,7 @@ from scalegate.pipeline.validation.servers import sized_options
 from scalegate.serving_check.adapters.all_engines import ENGINES, engine_named
 from scalegate.serving_check.adapters.engine import CardCommand
 from scalegate.serving_check.settings import WorkloadSettings
+from scalegate.tests.registered import registered as registered_entry
 
 NAME = "one_more"
 REGISTRIES = {
@@ -49,7 +50,7 @@ def one_more(kind: str):
 def registered(request: pytest.FixtureRequest):
     with ExitStack() as stack:
         for kind, registry in REGISTRIES.items() if request.param else ():
-            stack.enter_context(registry.registered(NAME, one_more(kind)))
+            stack.enter_context(registered_entry(registry, NAME, one_more(kind)))
         yield request.param
 
 

@@ -42,7 +42,7 @@ class WeightFormat(Hashable, Protocol):
 
     @property
     def column_multiple(self) -> int:
-        """A slice along K begins and ends at a multiple of this."""
+        """K must be a multiple of this."""
         ...
 
     @property
@@ -113,25 +113,6 @@ class Weight(ABC):
         shared = self.spec.shared
         return self.with_tensors(
             {name: t if name in shared else t[start:stop] for name, t in self.tensors().items()}
-        )
-
-    def columns(self, start: int, stop: int) -> Self:
-        """Columns `start:stop`: a slice along K, as row-parallel layers want it.
-
-        Raises ValueError where either is not a multiple of the spec's `column_multiple`.
-        """
-        multiple, k = self.spec.column_multiple, self.shape[1]
-        if start % multiple or stop % multiple:
-            raise ValueError(
-                f"{self.spec.label} is cut along K at multiples of {multiple}, not {start}:{stop}"
-            )
-        return self.with_tensors(
-            {
-                name: t
-                if name in self.spec.shared or t.shape[1] == 1
-                else t[:, start * t.shape[1] // k : stop * t.shape[1] // k].contiguous()
-                for name, t in self.tensors().items()
-            }
         )
 
 

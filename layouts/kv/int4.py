@@ -46,10 +46,9 @@ class Int4Code:
 class Int4PerTokenHead(PerTokenFormat):
     """Keys and values in four bits, each token and head by itself.
 
-    rotated: times a Hadamard matrix first, without which a few large channels take the others' precision
+    They are multiplied by a Hadamard matrix first: otherwise a few large channels would cost the others their
+    precision.
     """
-
-    rotated: bool = True
 
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
         dim = shape.padded().key_dim
@@ -74,6 +73,8 @@ class Int4PerTokenHead(PerTokenFormat):
 
             on_gpu = (size.num_pages, shape.heads, size.page_size)
             sides = [TokenPages(*code.allocate(on_gpu, device)) for _ in range(2)]
-            return CodedCudaLayerKV(sides[0], sides[1], self.rotated, shape, size, workspaces)
+            return CodedCudaLayerKV(
+                sides[0], sides[1], rotated=True, shape=shape, size=size, workspaces=workspaces
+            )
         pages = (size.num_pages, size.page_size, shape.heads)
-        return CodedCpuLayerKV((code, code), pages, self.rotated, workspaces)
+        return CodedCpuLayerKV((code, code), pages, rotated=True, workspaces=workspaces)

@@ -80,8 +80,11 @@ class NVFP4KV(PerTokenFormat):
                 TokenPages(words, scales, code.head_scale)
                 for (words, scales), code in zip(words_and_scales, codes, strict=True)
             ]
-            return CodedCudaLayerKV(sides[0], sides[1], False, shape, size, workspaces)
-        return CodedCpuLayerKV(codes, (size.num_pages, size.page_size, shape.heads), False, workspaces)
+            return CodedCudaLayerKV(
+                sides[0], sides[1], rotated=False, shape=shape, size=size, workspaces=workspaces
+            )
+        pages = (size.num_pages, size.page_size, shape.heads)
+        return CodedCpuLayerKV(codes, pages, rotated=False, workspaces=workspaces)
 
 
 def _by_head(ones: Tensor, given: Tensor | float) -> Tensor:

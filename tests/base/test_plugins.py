@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from scalegate.base.registry import Registry
 
 REGISTERS = """
 from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
@@ -69,10 +68,3 @@ def test_one_that_fails_is_named_on_the_command_line(tmp_path: Path, content: st
     result = python(program, str(path))
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert f"Error: the plugin {path} (named in SCALEGATE_PLUGINS) cannot be imported" in result.stderr
-
-
-def test_a_test_may_register_something_for_a_while():
-    registry: Registry[int] = Registry("number")
-    with registry.registered("one", 1):
-        assert "one" in registry
-    assert "one" not in registry

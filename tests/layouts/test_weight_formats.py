@@ -72,30 +72,6 @@ def test_rows_of_a_weight_are_rows_of_what_it_stands_for(spec: WeightFormat, row
 
 
 @EVERY
-def test_columns_of_a_weight_are_columns_of_what_it_stands_for(spec: WeightFormat):
-    weight = random(spec)
-    multiple = spec.column_multiple
-    for start, stop in {(0, K), (0, multiple), (multiple, K), (K - multiple, K), (K // 2, K)}:
-        if start == stop:
-            continue
-        cut = weight.columns(start, stop)
-        assert cut.shape == (N, stop - start) and cut.spec == spec
-        assert torch.equal(cut.dequantize(), weight.dequantize()[:, start:stop]), (start, stop)
-        assert all(tensor.is_contiguous() for tensor in cut.tensors().values())
-
-
-@EVERY
-def test_columns_are_cut_between_groups_only(spec: WeightFormat):
-    weight, half = random(spec), spec.column_multiple // 2
-    if not half:
-        assert weight.columns(1, 2).shape == (N, 1)
-        return
-    for start, stop in ((0, half), (half, K), (half, 3 * half)):
-        with pytest.raises(ValueError, match=f"at multiples of {spec.column_multiple}, not {start}:{stop}"):
-            weight.columns(start, stop)
-
-
-@EVERY
 @pytest.mark.parametrize("cuts", [(5,), (8, 9), (1, 2, 3)])
 def test_weights_are_merged_one_below_the_other(spec: WeightFormat, cuts: tuple[int, ...]):
     """Those of a format with shared tensors share them, as parts of one weight do."""

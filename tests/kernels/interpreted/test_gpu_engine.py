@@ -24,6 +24,7 @@ from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.registered import registered
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -76,7 +77,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_pages():
-    with KV_FORMATS.registered("kvarn", KVarN(value_bits=2, group_size=16)):
+    with registered(KV_FORMATS, "kvarn", KVarN(value_bits=2, group_size=16)):
         yield
 
 

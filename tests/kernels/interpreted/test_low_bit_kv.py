@@ -20,6 +20,7 @@ from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence
 from scalegate.serving_check.engine.step_input import StepBuffers
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.registered import registered
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -147,8 +148,8 @@ class Steps:
 @pytest.fixture(autouse=True)
 def short_pages():
     with (
-        KV_FORMATS.registered("kvarn_k4v2", KVarN(2, PAGE)),
-        KV_FORMATS.registered("kvarn_k4v4", KVarN(4, PAGE)),
+        registered(KV_FORMATS, "kvarn_k4v2", KVarN(2, PAGE)),
+        registered(KV_FORMATS, "kvarn_k4v4", KVarN(4, PAGE)),
     ):
         yield
 

@@ -20,6 +20,7 @@ from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOp
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.tests.registered import registered
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -58,8 +59,8 @@ NAMES = ("int4_per_token_head", "nvfp4", "kvarn_k4v2", "kvarn_k4v4")
 @pytest.fixture(autouse=True)
 def short_pages():
     with (
-        KV_FORMATS.registered("kvarn_k4v2", KVarN(2, GROUP)),
-        KV_FORMATS.registered("kvarn_k4v4", KVarN(4, GROUP)),
+        registered(KV_FORMATS, "kvarn_k4v2", KVarN(2, GROUP)),
+        registered(KV_FORMATS, "kvarn_k4v4", KVarN(4, GROUP)),
     ):
         yield
 

@@ -8,6 +8,7 @@ import torch
 from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
 from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.quality import compare
+from scalegate.tests.registered import registered
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 TOKENS, PROMPT = 40, 21
@@ -48,7 +49,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def coarse() -> Iterator[str]:
-    with KV_FORMATS.registered("coarse_once_stored", CoarseOnceStored()):
+    with registered(KV_FORMATS, "coarse_once_stored", CoarseOnceStored()):
         yield "coarse_once_stored"
 
 
