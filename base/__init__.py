@@ -1,1 +1,1 @@
-"""What every room uses and none owns: errors, registries, files and names from outside, options, log."""
+"""What all other folders use: errors, registries, plugins, options, untrusted files, progress, log."""

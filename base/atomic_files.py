@@ -1,4 +1,4 @@
-"""Writing a file so that it is either whole or absent, whatever happens on the way."""
+"""Writing files atomically: a file is either complete or absent, even after a crash."""
 
 import json
 import os
@@ -12,9 +12,9 @@ PARTIAL_SUFFIX = ".partial"
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary neighbour of `path` to write to; on success fsync it and rename it into place.
+    """Yield a temporary path beside `path`; on success, fsync the file and rename it to `path`.
 
-    On an exception the temporary file is removed and `path` is as it was.
+    On an exception, the temporary file is removed and `path` is left as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -38,7 +38,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically; never through a link in the neighbour's place."""
+    """Write `value` as indented JSON, atomically. A symlink in the temporary file's place is removed."""
     leftover = path.with_name(path.name + PARTIAL_SUFFIX)
     if leftover.is_symlink():
         leftover.unlink()

@@ -1,15 +1,12 @@
-"""The one error class for a user's mistake or a machine's refusal; not for programming errors.
-
-It lives at the bottom of the tree so that layouts, the serving check and the pipeline can all raise it.
-"""
+"""The error class for mistakes of the user and limits of the machine. Not for programming errors."""
 
 import click
 
 
 class UserError(click.ClickException):
-    """Something the user can put right: the message says what is wrong, where, and what to do.
+    """Something the user can fix. The message says what is wrong, where, and what to do.
 
-    On the command line it is one message on stderr, no traceback, exit status 2.
+    On the command line it is printed to stderr without a traceback; the exit status is 2.
     """
 
     exit_code = 2

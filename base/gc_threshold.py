@@ -1,15 +1,15 @@
-"""How often Python searches objects for circles that nothing else refers to.
+"""A higher threshold for Python's garbage collector, so that processes start faster.
 
-Importing torch and transformers makes a million objects that all stay: with Python's own threshold of 700 new
-ones, searching them again and again takes a tenth of a process's start.
+Importing torch and transformers creates a million objects that stay. With Python's default threshold of 700
+new objects, collecting again and again takes a tenth of a process's start.
 """
 
 import gc
 
 NEW_OBJECTS = 10_000
-"""Some tenths of a millisecond to search; more saved nothing."""
+"""Collecting so many takes a few tenths of a millisecond. Higher thresholds saved no more time."""
 
 
 def search_rarely() -> None:
-    """From now on, in a process of our own."""
+    """Raise the threshold for this process, which must be one of ours: not for a library's users."""
     gc.set_threshold(NEW_OBJECTS)

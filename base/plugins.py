@@ -1,7 +1,7 @@
-"""Plugins: modules of other people that register formats, layouts, KV formats, engines or conventions.
+"""Plugins: third-party modules that register formats, layouts, KV formats, engines or conventions.
 
-Found through the entry points of `scalegate.plugins` and through `SCALEGATE_PLUGINS`, which a server's
-processes inherit: names of modules or paths of .py files, separated by commas.
+They are found in two ways: through entry points of the group `scalegate.plugins`, and through the environment
+variable `SCALEGATE_PLUGINS`, a comma-separated list of modules or .py files. Child processes inherit both.
 """
 
 import importlib
@@ -24,9 +24,9 @@ _STATE = {"loaded": False, "loading": False}
 
 
 def load_plugins() -> None:
-    """Import every plugin, once in this process; UserError naming the one that cannot be imported.
+    """Import every plugin, once a process. UserError names a plugin that cannot be imported.
 
-    A plugin that looks something up while it is imported finds what is registered by then.
+    A plugin that reads a registry during its own import sees what has been registered so far.
     """
     if _STATE["loaded"]:
         return

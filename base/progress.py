@@ -1,6 +1,6 @@
-"""The one progress bar of every long job: tqdm's on a terminal, a whole line every few seconds without one.
+"""The progress bar of every long job: tqdm's on a terminal, otherwise a whole line every few seconds.
 
-Not for what a job has to say (`base/stage_clock.py`), which is said whether anybody watches or not.
+Not for messages that must appear even without a progress bar; those are in `base/stage_clock.py`.
 """
 
 import sys
@@ -13,14 +13,14 @@ from tqdm import tqdm
 from .log import is_quiet
 
 LINE_SECONDS = 5.0
-"""Between two lines; what is quicker says nothing."""
+"""Seconds between two lines. A job that ends sooner prints none."""
 LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt}, {elapsed} so far, {remaining} left{postfix}"
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, **options: Any) -> tqdm:
-    """A bar on stderr that takes `options` as tqdm does.
+    """A bar on stderr; `options` are tqdm's.
 
-    shown: None on a terminal only; nothing is written if it is false, or the command is quiet (`log.py`)
+    shown: whether to show it; None shows it on a terminal only. A quiet command shows none (`log.py`)
     """
     on_terminal = sys.stderr.isatty()
     kind = tqdm if on_terminal else ProgressLines
@@ -29,10 +29,10 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, *
 
 
 class ProgressLines(tqdm):
-    """For logs and pipes: never a carriage return, and a last line only after a first."""
+    """Progress for logs and pipes, in whole lines. The final line is printed only if one came before it."""
 
     monitor_interval = 0
-    """tqdm's thread, which redraws."""
+    """Turns off tqdm's monitor thread, which would redraw."""
     disable: bool
     bar_format: str | None
 
@@ -56,7 +56,7 @@ class ProgressLines(tqdm):
         self._decr_instances(self)
 
     def clear(self, nolock: bool = False) -> None:
-        """There is nothing on the line."""
+        """Nothing to clear: there is no bar on the line."""
 
     def _say(self) -> None:
         line = str(self)

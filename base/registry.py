@@ -1,4 +1,4 @@
-"""A name-to-implementation table whose error lists the valid names; one instance for each seam."""
+"""A table of implementations by name. Its error for an unknown name lists the known ones."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Implementations of one seam by name, in the order they were added.
+    """Implementations of one kind by name, in the order in which they were added.
 
-    The first look-up in any registry loads the plugins, so that what they register is found like the rest.
+    The first look-up in any registry loads the plugins, so that their implementations are found too.
     """
 
     def __init__(self, kind: str):

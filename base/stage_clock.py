@@ -1,6 +1,6 @@
-"""Times the parts of a long job and says each in a line, on a terminal and without one.
+"""Times the stages of a long job and prints a line for each.
 
-Progress bars are for whoever sits before them; these lines are for logs, and the seconds for the report.
+The lines also appear in logs, unlike progress bars; the seconds go into the report.
 """
 
 import time
@@ -13,11 +13,11 @@ from .log import logger
 
 @dataclass
 class StageClock:
-    """Lines go to the log, each with the time since this was made; none where `shown` is false."""
+    """Writes to the log, each line with the seconds since the clock was made. Silent if not `shown`."""
 
     shown: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
-    """What each stage took, in the order in which they ended; stages may run at the same time."""
+    """Seconds by stage, in the order in which stages ended. Stages may overlap."""
     _started: float = field(default_factory=time.monotonic)
 
     @property
@@ -26,13 +26,13 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what is inside as `name`; one that fails is not said to have ended."""
+        """Time the `with` block as stage `name`. A block that raises is not recorded."""
         began = self.elapsed
         yield
         self.add(name, self.elapsed - began)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count and say what a stage took that ended just now."""
+        """Record and print the seconds of a stage that has just ended."""
         self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 1)
         self.say(f"{name}: {seconds:.1f} s")
 

@@ -1,7 +1,7 @@
-"""Reading JSON and YAML that others wrote, with limits on size, depth and number of values.
+"""Reading JSON and YAML from untrusted files, with limits on size, depth and number of values.
 
-For every record, config, header and card that comes with a checkpoint or an artifact: whatever is in the
-file, the answer is its content or a UserError, in bounded time and memory. Not for tensors.
+For every record, config, header and card of a checkpoint or an artifact. Whatever a file contains, the result
+is its content or a UserError, in bounded time and memory. Not for tensors.
 """
 
 import json
@@ -17,19 +17,19 @@ import yaml
 from .errors import UserError
 
 MAX_BYTES = 32 << 20
-"""Of a JSON file. The largest honest ones are indexes of mixtures of experts: some 100,000 names, 12 MB."""
+"""Of a JSON file. The largest real ones are indexes of mixture-of-experts models: 100,000 names, 12 MB."""
 MAX_YAML_BYTES = 1 << 20
-"""Of front matter; those with whole tables of scores take a quarter of it."""
+"""Of front matter. The largest real ones hold whole tables of scores and take a quarter of this."""
 MAX_VALUES = 2_000_000
-"""Commas and opening brackets, which bound the values: a header of 200,000 tensors has 1.6 million."""
+"""Commas and opening brackets, which bound the number of values. 200,000 tensors have 1.6 million."""
 MAX_DEPTH = 64
 TOO_LARGE_FOR_INT64 = 1 << 63
 
 
 def read_outside(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """The content of a regular file. FileNotFoundError where there is none, UserError for anything else.
+    """The content of a regular file. FileNotFoundError if it is missing, UserError for any other problem.
 
-    A pipe or a device is not waited for: the file is opened without blocking and refused by its kind.
+    Pipes and devices are refused without waiting for them: the file is opened without blocking.
     """
     try:
         # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever.
@@ -52,7 +52,7 @@ def read_outside(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_json_object(path: Path, *, advice: str = "", infinity: bool = False) -> dict[str, Any]:
-    """The object in the JSON file `path`. UserError says what is wrong, and `advice` what to do."""
+    """The object in the JSON file `path`. UserError says what is wrong; `advice` says what to do about it."""
     try:
         raw = read_outside(path)
     except FileNotFoundError as error:
@@ -64,9 +64,9 @@ def read_json_object(path: Path, *, advice: str = "", infinity: bool = False) ->
 
 
 def parse_json(raw: bytes | str, where: str, *, advice: str = "", infinity: bool = False) -> Any:
-    """The JSON value `raw`; UserError names `where` it stands.
+    """The JSON value `raw`. UserError names the place, `where`.
 
-    infinity: let the words `Infinity` and `-Infinity` pass, which transformers writes into configs
+    infinity: accept `Infinity` and `-Infinity`, which transformers writes into configs
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8")
@@ -85,9 +85,9 @@ def parse_json(raw: bytes | str, where: str, *, advice: str = "", infinity: bool
 
 
 def parse_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES, *, advice: str = "") -> Any:
-    """The YAML value `text`, read with `loader`; UserError names `where` it stands.
+    """The YAML value `text`, read with `loader`. UserError names the place, `where`.
 
-    Aliases are refused, for a few lines of them stand for gigabytes.
+    Aliases are refused: a few lines of them can expand to gigabytes.
     """
     try:
         refuse_heavy_yaml(text, where, loader, limit)
@@ -108,7 +108,7 @@ def parse_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES,
 
 
 def refuse_heavy_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES) -> None:
-    """UserError where `text` is too long, too deep, or has an alias; yaml.YAMLError for wrong syntax."""
+    """UserError if `text` is too long, too deep, or has an alias; yaml.YAMLError for a syntax error."""
     if len(text) > limit:
         raise UserError(f"{where} has more than {limit:,} characters of YAML; make it shorter")
     depth = 0
@@ -153,7 +153,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _refuse_half_characters(value: Any) -> None:
-    """ValueError for a lone surrogate, which JSON can spell and no file or terminal can hold."""
+    """ValueError for a lone surrogate, which JSON can express but no file or terminal can hold."""
     json.dumps(value, ensure_ascii=False).encode("utf-8")
 
 

@@ -1,6 +1,6 @@
-"""Names of files that a manifest, an index or a folder's listing gives: kept inside the folder they are for.
+"""Checks for untrusted file names: a name must stay inside the folder that it belongs to.
 
-A name that comes from outside is used for reading, writing and deleting only after it has been through here.
+Every name from a manifest, an index or a listing is checked here before anything is read, written or deleted.
 """
 
 import os
@@ -14,7 +14,7 @@ HUB_BLOBS = "blobs"
 
 
 def name_refusal(name: object) -> str | None:
-    """Why `name` is no relative, normalized path of printable text inside a folder; None where it is one."""
+    """None if `name` is a relative, normalized, printable path inside a folder; otherwise why it is not."""
     if not isinstance(name, str) or not name:
         return "it is not a name"
     if len(name) > MAX_NAME:
@@ -32,7 +32,7 @@ def name_refusal(name: object) -> str | None:
 
 
 def require_inside(name: object, where: str) -> str:
-    """`name`, which `where` gives. UserError unless it is a plain path inside the folder."""
+    """`name`, as found in `where`. UserError unless it is a plain path inside the folder."""
     reason = name_refusal(name)
     if reason is not None:
         raise UserError(
@@ -43,9 +43,9 @@ def require_inside(name: object, where: str) -> str:
 
 
 def leads_out(folder: Path, name: str) -> bool:
-    """Whether a symlink on the way to `folder/name`, or that file itself, leads out of `folder`.
+    """Whether `folder/name`, or a folder on the way to it, is a symlink that leads out of `folder`.
 
-    In the Hub's cache a snapshot's files are links into the repository's own `blobs`: those do not.
+    Links into the `blobs` folder of the same repository in the Hub's cache are allowed.
     """
     try:
         root = folder.resolve()
@@ -56,13 +56,13 @@ def leads_out(folder: Path, name: str) -> bool:
 
 
 def parent_leads_out(folder: Path, name: str) -> bool:
-    """Whether the directory of `folder/name` lies elsewhere: then nothing may be written or deleted there."""
+    """Whether the directory of `folder/name` is outside `folder`: nothing may be written or deleted there."""
     parent = PurePosixPath(name).parent.as_posix()
     return parent != "." and not (folder / parent).resolve().is_relative_to(folder.resolve())
 
 
 def file_refusal(folder: Path, name: str) -> str | None:
-    """Why `folder/name` is no regular file of that folder; None where it is one."""
+    """None if `folder/name` is a regular file of that folder; otherwise why it is not."""
     if leads_out(folder, name):
         return "a symlink that leads out of the folder"
     try:
