@@ -1,1 +1,1 @@
-"""Which layout serves a product: candidates timed at every M, and the plan that keeps what was chosen."""
+"""Choosing layouts: candidates are timed at every M, and the choice is kept in a plan."""

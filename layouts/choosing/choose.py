@@ -1,14 +1,14 @@
-"""Which layout serves a layer: by measurement where there is one, else by the order of preference.
+"""Which layout serves a layer: chosen by timing, or by the order of preference if nothing was timed.
 
-The objective, for each distinct layer shape: among the layouts that nowhere lose more than LOSS_BOUND to the
-unquantized product, the one with the highest geometric mean, over the gate's Ms, of its speed as a multiple
-of the unquantized product's. Where every layout loses more than that somewhere, the one that loses least at
-its worst M, because that M is where a gate would decide. Layouts within TIE_MARGIN of the best count as
-equal, and the first of them in the order of preference is taken, so that noise does not change the pick.
+For each distinct layer shape, speed is measured relative to the unquantized product, at every M of the gate.
+Of the layouts that are at no M slower by more than LOSS_BOUND, the one with the highest geometric mean is
+chosen. If there is none, the layout that is least slow at its worst M is chosen, since the gate would decide
+by that M. Layouts within TIE_MARGIN of the best count as equal, and the first of them in the order of
+preference is taken, so that noise does not change the choice.
 
-On a GPU every layout but the default and a forced one may take SHAPE_SECONDS for a shape, and
-PREPARATION_SECONDS over all shapes of one choice, to pack and to compile and tune its kernels. From the shape
-at which it takes longer on it is refused, and the plan says so.
+On a GPU a layout may take SHAPE_SECONDS for one shape, and PREPARATION_SECONDS for all shapes together, to
+pack, compile and tune its kernels. A layout that takes longer is refused from that shape on, and the plan
+says so. The default layout and a forced one have no limit.
 
 One layout serves a shape at every M: two would need both packings in memory. A layout may switch kernels by
 bucket of M inside its own `matmul`.
@@ -30,23 +30,23 @@ from .measurement_cache import cached, store
 from .plan import LayoutPlan, ShapeChoice, device_name
 
 LOSS_BOUND = 0.05
-"""How much slower than the unquantized product a layout may be at an M and still be chosen for its mean."""
+"""How much slower than the unquantized product a layout may be at any M and still be chosen by its mean."""
 TIE_MARGIN = 0.03
 SHAPE_SECONDS, PREPARATION_SECONDS = 10.0, 20.0
-"""With a layout that takes all of it, one that fails at once, and the timing, a choice for an 8B model stays
-below a minute."""
+"""With one layout that uses all of it, one that fails at once, and the timing, choosing for an 8B model takes
+less than a minute."""
 
 DEFAULT_MS = (1, 2, 4, 8, 16, 32)
 CUDA_MS = (*DEFAULT_MS, 64, 128)
 
 
 def default_ms(device: torch.device) -> tuple[int, ...]:
-    """The Ms to measure at where the user names none: those of the gate."""
+    """The Ms to time at unless the user names some: those of the gate."""
     return CUDA_MS if device.type == "cuda" else DEFAULT_MS
 
 
 def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[int, ...]:
-    """Those asked for, or the device's own, ascending. UserError where one is no number of requests."""
+    """The Ms asked for, or the device's defaults, ascending. UserError if an M is less than 1."""
     ms = tuple(sorted(set(asked or default_ms(device))))
     if ms[0] < 1:
         raise UserError(f"M={ms[0]}: M is a number of requests, so 1 or more")
@@ -54,9 +54,9 @@ def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[in
 
 
 def default_layout(problem: Problem) -> str:
-    """The first layout, in the order of preference, that serves the problem; nothing is measured.
+    """The first layout, in the order of preference, that serves the problem. Nothing is timed.
 
-    UserError where there is none, as for formats that have no batch-invariant kernel.
+    UserError if there is none, as for formats without a batch-invariant kernel.
     """
     for name, layout in LAYOUTS.items():
         if layout.refuses(problem) is None:
@@ -66,14 +66,14 @@ def default_layout(problem: Problem) -> str:
 
 
 def forced_for(force: str | None, problem: Problem) -> str | None:
-    """`force` where it applies to the problem, else None: a layout of dense layers is not for experts."""
+    """`force` if it applies to the problem, else None: layouts are for dense layers or for experts."""
     if force is None or isinstance(LAYOUTS[force], ExpertsLayout) != (problem.experts is not None):
         return None
     return force
 
 
 def refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
-    """UserError where `force` refuses a problem that it applies to, or where it applies to none of them."""
+    """UserError if `force` refuses a problem that it applies to, or applies to none of them."""
     layout = LAYOUTS[force]
     meant = {
         module: problem for module, problem in problems.items() if forced_for(force, problem) is not None
@@ -92,13 +92,13 @@ def choose(
     fresh: bool = False,
     progress: bool = True,
 ) -> LayoutPlan:
-    """A layout for every distinct problem, from measurements of all that serve it.
+    """A layout for every distinct problem, chosen by timing all layouts that serve it.
 
     problems: by module name, all on one device
     ms:       None takes `default_ms`
-    force:    the layout to record for dense layers, or for experts where it is one of theirs, whatever the
-              measurements say; they are taken and kept all the same
-    fresh:    measure again what is in the cache
+    force:    the layout to choose whatever the timings say, for dense layers or for experts, depending on
+              the layout. Everything is timed and recorded all the same
+    fresh:    time again what is in the cache
     """
     if not problems:
         raise UserError("there is no quantized linear layer to choose a layout for")
@@ -143,7 +143,7 @@ def choose(
 def pick(
     shape: str, modules: tuple[str, ...], found: ShapeMeasurements, force: str | None = None
 ) -> ShapeChoice:
-    """The choice for one shape, by the objective above; pure arithmetic on the measurements."""
+    """The choice for one shape from its measurements, by the rules at the head of this file."""
     measured = ShapeChoice(shape, "", modules, tuple(found.measurements), "", found.refusals)
     layouts = measured.measured_layouts
     if force is not None:

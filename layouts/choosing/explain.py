@@ -1,6 +1,6 @@
-"""Which layer shapes of a plan lose to the unquantized product, from which M, and what would not have lost.
+"""Explains a slow plan: which shapes are below the floor, from which M, and which layout would not be.
 
-Reads a plan's measurements; measures nothing.
+Reads a plan's measurements; times nothing.
 """
 
 import math
@@ -11,7 +11,7 @@ from .plan import LayoutPlan, Measurement, ShapeChoice
 
 @dataclass(frozen=True)
 class SlowShape:
-    """A layer shape whose layout falls below the floor."""
+    """A layer shape whose layout is slower than the floor allows."""
 
     shape: str
     modules: int
@@ -24,7 +24,7 @@ class SlowShape:
     worst_m: int
     worst_ratio: float
     better_layout: str | None
-    """The layout at or above the floor at every M, or the one least below it; None where this one is best."""
+    """A layout at or above the floor at every M, or else the one least below it; None if this one is best."""
     better_ratio: float | None
     """The lowest ratio of `better_layout` over all M."""
 

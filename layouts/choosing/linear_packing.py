@@ -1,6 +1,6 @@
-"""Plain linear layers of a model put into a layout that keeps bits, for batch-invariant serving.
+"""Packs a model's unquantized linear layers in batch-invariant layouts.
 
-Not for quantized weights, which are packed as they are loaded.
+Not for quantized weights, which are packed while they are loaded.
 """
 
 from dataclasses import replace
@@ -19,9 +19,9 @@ from .choose import default_layout
 
 @torch.no_grad()
 def pack_linears(model: nn.Module, batch_invariance: BatchInvariance) -> int:
-    """Replace every plain `nn.Linear`, its weight not copied; the number of products replaced.
+    """Replace every plain `nn.Linear` without copying its weight; returns how many products were replaced.
 
-    Merged layers share one product, and go on sharing it.
+    Merged layers still share one product.
     """
     packed: dict[nn.Linear, QuantizedLinear] = {}
     for parent in list(model.modules()):

@@ -1,7 +1,7 @@
-"""Measuring every layout on one problem: the figures a choice is made from.
+"""Times every layout on one problem; the choice is made from these figures.
 
-A layout is timed as a decode step calls it, a module on x [M, 1, K], beside the unquantized module. Its
-answer is checked in the same run, so a kernel that is wrong on this device is refused, however quick.
+A layout is timed as a decode step calls it, a module on x [M, 1, K], against the unquantized module. Its
+result is checked in the same run: a kernel that is wrong on this device is refused, however fast.
 """
 
 import time
@@ -30,7 +30,7 @@ MAX_COPIES = 64
 
 @dataclass
 class ShapeMeasurements:
-    """Everything measured on one problem."""
+    """All measurements and refusals for one problem."""
 
     measurements: list[Measurement] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
@@ -45,11 +45,11 @@ def measure(
     allowance: MutableMapping[str, float] | None = None,
     longest: float = float("inf"),
 ) -> ShapeMeasurements:
-    """Time the named layouts at every M, each M in one interleaved run; what cannot serve is refused.
+    """Time the named layouts at every M, all in turn in one run; layouts that cannot serve are refused.
 
-    allowance: seconds that layouts may take to pack and to meet every M, less what they have taken, and none
-               once they were not ready; a layout that is not named has no limit
-    longest:   seconds of it that a layout may take here
+    allowance: the seconds that each layout has left for packing and running every M once. They are reduced by
+               what a layout takes here, to 0 if it was not ready in time. A layout not named has no limit
+    longest:   of these, the seconds that a layout may take for this problem
     """
     allowance = {} if allowance is None else allowance
     budget = budget or TimingBudget(samples=CUDA_SAMPLES if problem.device.type == "cuda" else CPU_SAMPLES)
@@ -86,7 +86,7 @@ def measure(
                 figures = times[name], times[BASELINE]
                 found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))
         on_measured(m)
-    # A layout that served some Ms and failed at one does not serve.
+    # A layout that fails at one M is refused at all of them.
     found.measurements = [
         measurement for measurement in found.measurements if measurement.layout not in found.refusals
     ]
@@ -94,11 +94,12 @@ def measure(
 
 
 def copies_past_the_cache(problem: Problem, smallest_bytes: int) -> int:
-    """How many copies of the weight to rotate through, the same number for every contestant.
+    """How many copies of the weight the calls use in turn; the same number for every contestant.
 
-    A decode step walks through all of a model's layers, so it seldom finds a weight in the nearest cache. On
-    CUDA: enough that the smallest packing overflows L2 twice. On a CPU whose last cache holds a small model
-    whole, as it does in serving: enough to overflow the cores' own L2. Bounded by memory, at least one.
+    A decode step goes through all layers of a model, so a weight is seldom in the nearest cache. On CUDA, the
+    copies of the smallest packing take twice the L2 cache. On a CPU, they take more than the cores' own L2
+    caches but may fit in the last cache, as a small model does while it is served. At least one copy, and no
+    more than memory allows.
     """
     experts = problem.experts.count if problem.experts else 1
     dense_bytes = experts * problem.n * problem.k * problem.dtype.itemsize
@@ -112,13 +113,13 @@ def copies_past_the_cache(problem: Problem, smallest_bytes: int) -> int:
 
 
 Prepared = tuple[PackedWeight | None, str | None]
-"""The packed weight, and why a layout cannot be used here if it cannot."""
+"""The packed weight, or None and the reason for which the layout cannot be used here."""
 
 
 def _within(
     allowance: MutableMapping[str, float], longest: float, name: str, prepare: Callable[[], Prepared]
 ) -> Prepared:
-    """What `prepare` gives, if it is done within what is left of the layout's allowance."""
+    """The result of `prepare`, or a refusal if it takes longer than the layout's remaining allowance."""
     if name not in allowance:
         return prepare()
     late = None, "not ready in time here: it compiles or tunes for longer than a choice may take"
@@ -150,7 +151,7 @@ def _pack_and_check(layout: AnyLayout, subject: Subject, ms: Sequence[int]) -> P
 
 
 def _failed(error: Exception) -> str:
-    """Other people's kernels fail in their own ways; the choice goes on without them, and says so."""
+    """The reason for refusing a layout whose kernel raised `error`, which third-party kernels may do."""
     message = str(error).splitlines() or [""]
     return f"failed here: {type(error).__name__}: {message[0][:200]}"
 

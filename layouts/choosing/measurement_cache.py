@@ -1,7 +1,7 @@
-"""Measurements kept on disk, so that the same shapes on the same device are measured once.
+"""A cache of measurements on disk, so that a shape is timed only once on a device.
 
-`~/.cache/scalegate/layouts`, or `layouts` in the directory that SCALEGATE_CACHE names. A file that cannot be
-read is as good as absent; deleting the directory is always safe.
+It lies in `~/.cache/scalegate/layouts`, or in `layouts` of the directory in SCALEGATE_CACHE. A file that
+cannot be read is treated as missing. Deleting the directory is always safe.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
 
 def cached(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> ShapeMeasurements | None:
-    """What was measured before for exactly this problem, these Ms and layouts; None where nothing was."""
+    """The measurements for exactly this problem, these Ms and layouts; None if they are not in the cache."""
     entry = _read(_path(problem, ms, layouts))
     return None if entry is None else entry[1]
 
@@ -54,7 +54,7 @@ def cached_shapes(device: torch.device) -> dict[str, ShapeMeasurements]:
 
 
 def store(problem: Problem, ms: Sequence[int], layouts: Sequence[str], found: ShapeMeasurements) -> None:
-    """Keep `found` for the next time; a cache that cannot be written costs a measurement, not the plan."""
+    """Put `found` into the cache; if it cannot be written, it is skipped without an error."""
     try:
         write_json(_path(problem, ms, layouts), {"key": _key(problem, ms, layouts)} | asdict(found))
     except OSError:
@@ -91,7 +91,7 @@ def _own_source() -> str:
 
 
 def source_digest(root: Path) -> str:
-    """Changes whenever a layout or a kernel of ours does, which a version number does not."""
+    """A digest of our layouts and kernels. It changes with every edit, unlike a version number."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

@@ -1,6 +1,6 @@
-"""The layout plan: which layout serves each distinct layer shape, with the measurements that chose it.
+"""The layout plan: which layout serves each distinct layer shape, and the measurements behind the choice.
 
-Plain data, written into `scalegate.json`; the measuring is `choose.py`.
+Plain data, written into `scalegate.json`. `choose.py` makes it.
 """
 
 import platform
@@ -27,7 +27,7 @@ class Measurement:
     m: int
     microseconds: float
     baseline_microseconds: float
-    """The unquantized product `x @ W.T` in the same dtype, in the same run."""
+    """Of the unquantized product `x @ W.T` in the same dtype and run."""
 
     @property
     def ratio(self) -> float:
@@ -47,9 +47,9 @@ class KVMeasurement:
     baseline_microseconds: float
     """The same with keys and values unquantized, in the same run."""
     plain_microseconds: float | None = None
-    """Of a step in which no page becomes full; null in plans from before it was kept."""
+    """Of a step in which no page becomes full; null in plans of older versions."""
     full_page_microseconds: float | None = None
-    """Of one in which every request's page does; in `microseconds` it counts once in a page's tokens."""
+    """Of a step in which every request's page becomes full: one step in a page's tokens."""
 
     @property
     def ratio(self) -> float:
@@ -58,7 +58,7 @@ class KVMeasurement:
 
     @property
     def writing_share(self) -> float:
-        """Of the time lost against unquantized, the part that goes into writing full pages, 0 to 1."""
+        """The share of the time lost against unquantized that is spent on writing full pages, 0 to 1."""
         lost = self.microseconds - self.baseline_microseconds
         if self.plain_microseconds is None or lost <= 0:
             return 0.0
@@ -67,21 +67,21 @@ class KVMeasurement:
 
 @dataclass(frozen=True)
 class ShapeChoice:
-    """The layout picked for one kind of layer, and every measurement it was picked from."""
+    """The layout chosen for one layer shape, and all measurements behind the choice."""
 
     shape: str
-    """`int4 g128 zp 24576x4096 bfloat16`: a problem as text."""
+    """The problem as text: `int4 g128 zp 24576x4096 bfloat16`."""
     layout: str
     modules: tuple[str, ...]
     measurements: tuple[Measurement, ...] = ()
     reason: str = ""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Layouts that were not measured here, with the reason."""
+    """Layouts that were not timed, with the reason."""
     forced: bool = False
-    """True where the user named the layout, whatever the measurements say."""
+    """Whether the user named the layout, whatever the measurements say."""
 
     def curve(self, layout: str) -> dict[int, Measurement]:
-        """The measurements of one layout by M, ascending; empty where it was not measured."""
+        """The measurements of one layout by M, ascending; empty if it was not timed."""
         by_m = {each.m: each for each in self.measurements if each.layout == layout}
         return dict(sorted(by_m.items()))
 
@@ -98,26 +98,26 @@ class LayoutPlan:
     versions: dict[str, str]
     choices: tuple[ShapeChoice, ...] = field(default_factory=tuple)
     kv: tuple[KVMeasurement, ...] = ()
-    """Empty where KV formats were not timed."""
+    """Empty if KV formats were not timed."""
     kv_left_out: tuple[tuple[int, int], ...] = ()
-    """Context and M at which KV formats were to be timed, and their keys and values did not fit in memory."""
+    """Pairs of context and M that were not timed because keys and values did not fit in memory."""
 
     def layout_for(self, problem: Problem) -> str | None:
         key = str(problem)
         return next((choice.layout for choice in self.choices if choice.shape == key), None)
 
     def fits(self, device: torch.device) -> bool:
-        """Whether its choices are for this kind of device; on a CPU with any number of threads.
+        """Whether the plan is for this kind of device. On a CPU, the number of threads does not matter.
 
-        Processes that load the same artifact on one machine may have different numbers of threads, and have
-        to agree on what they load.
+        Processes on one machine may have different numbers of threads, but must load an artifact in the same
+        layouts.
         """
         if device.type == "cuda":
             return self.device == device_name(device)
         return self.device.rpartition(THREADS)[0] == _cpu_model()
 
     def covers(self, problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> bool:
-        """Whether it timed each of these layers, by module name, in its layout, dtype and kind of device."""
+        """Whether each of these layers, by module name, was timed in its layout on this kind of device."""
         timed = {choice.shape: choice.measured_layouts for choice in self.choices}
         return all(
             name in problems
@@ -127,7 +127,7 @@ class LayoutPlan:
         )
 
     def matches(self, device: torch.device, versions: Mapping[str, str] | None = None) -> bool:
-        """Whether the plan was made on this kind of device with these versions (None: the installed ones)."""
+        """Whether the plan was made on this device with these versions; None: the installed ones."""
         versions = kernel_versions() if versions is None else versions
         return self.device == device_name(device) and self.versions == dict(versions)
 
@@ -153,7 +153,7 @@ class LayoutPlan:
         return cls(value["device"], dict(value["versions"]), choices, kv, left_out)
 
     def pays_from(self, kv_format: str, m: int) -> int | None:
-        """The context from which on `kv_format` is no slower than unquantized at M; None where it is."""
+        """The context from which on `kv_format` is no slower than unquantized at M; None if it always is."""
         slower, pays = True, None
         for measurement in sorted(self.kv, key=lambda measurement: measurement.context):
             if (measurement.kv_format, measurement.m) != (kv_format, m):
@@ -166,13 +166,13 @@ class LayoutPlan:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as a plan records it: the GPU's product name, or the CPU's model and its threads in use."""
+    """The device as a plan records it: the GPU's product name, or the CPU's model and number of threads."""
     threads = "" if device.type == "cuda" else f"{THREADS}{torch.get_num_threads()}"
     return device_model(device) + threads
 
 
 def device_model(device: torch.device) -> str:
-    """The GPU's product name, or the CPU's model: a plan is followed where it is the same."""
+    """The GPU's product name, or the CPU's model. A plan is followed only on the same model."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
 

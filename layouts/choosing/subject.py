@@ -1,7 +1,7 @@
-"""What is measured: a problem's random weights and inputs, and the calls that multiply them.
+"""What is timed: random weights and inputs for a problem, and the calls that multiply them.
 
-A dense layer is called as a decode step calls it, a module on x [M, 1, K]. Experts multiply M tokens, each by
-`top_k` different experts: so each expert gets the rows that it really gets at that M.
+A dense layer is called as in a decode step, a module on x [M, 1, K]. For experts, each of M tokens is
+multiplied by `top_k` different experts, so that an expert gets as many rows as in serving.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from ..packing.layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWe
 from ..packing.routing import Routing
 
 ROUTINGS = 16
-"""Draws of experts that calls take in turn, so that a GPU's cache does not keep the weights of one draw."""
+"""Random routings that calls use in turn, so that a GPU's cache does not keep one routing's weights."""
 
 
 class Subject(Protocol):
-    """One problem to be measured."""
+    """One problem to be timed."""
 
     def pack(self, layout: AnyLayout) -> PackedWeight: ...
 
@@ -30,16 +30,16 @@ class Subject(Protocol):
         ...
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
-        """`call(i)` multiplies once, by the i-th copy of the packed weight; y [..., N]."""
+        """A function of i that multiplies once by the i-th copy of the packed weight → y [..., N]."""
         ...
 
     def expected(self, m: int) -> Tensor:
-        """fp32 [rows, N]: what `call(0)` should give."""
+        """fp32 [rows, N]: the correct result of `call(packed, m)(0)`."""
         ...
 
     @property
     def draws(self) -> int:
-        """Different inputs that calls take in turn."""
+        """How many different inputs the calls use in turn."""
         ...
 
 
@@ -87,7 +87,7 @@ class _ExpertsSubject:
         self.x = torch.randn(most, problem.k, device=device).to(problem.dtype)
         draws = torch.rand(ROUTINGS, most, count, device=device)
         self.expert = draws.argsort(-1)[..., :top_k].contiguous()
-        """[draws, most, top_k]: different ones for each token, all equally likely."""
+        """[draws, most, top_k]: for each token different experts, all equally likely."""
         self.y = torch.empty(most, top_k, problem.n, device=device)
         for index, weight in enumerate(self.weights):
             token, choice = (self.expert[0] == index).nonzero(as_tuple=True)
@@ -116,13 +116,13 @@ class _ExpertsSubject:
 
 
 def baseline_layout(problem: Problem) -> AnyLayout:
-    """The layout of the unquantized weight that a problem's layouts are measured against."""
+    """The layout of the unquantized weight that a problem's layouts are compared with."""
     unquantized = replace(problem, spec=Unquantized(), batch_invariance="tuned")
     return next(layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None)
 
 
 def _module(packed: PackedWeight) -> nn.Module:
-    """As a model holds it: what is not quantized stays torch's own module."""
+    """The module that a model would have: torch's own for an unquantized weight."""
     if not isinstance(packed.spec, Unquantized):
         return QuantizedLinear(packed, None)
     n, k = packed.shape

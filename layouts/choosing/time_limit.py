@@ -1,6 +1,6 @@
-"""A limit on how long other people's code may run: compilers and autotuners that have none of their own.
+"""A time limit for third-party code, such as compilers and autotuners, that has none of its own.
 
-Only the main thread can be interrupted, between two calls into C; elsewhere the code runs to its end.
+Works in the main thread only, and only between two calls into C; in other threads the code runs to its end.
 """
 
 import signal
@@ -12,12 +12,12 @@ from types import FrameType
 
 
 class OutOfTime(BaseException):
-    """Not an `Exception`: a tuner that goes on after a configuration's errors must not go on after this."""
+    """Not an `Exception`, so that a tuner that skips failing configurations does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime inside once so many seconds have passed."""
+    """Raise OutOfTime inside the `with` block after so many seconds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,7 +30,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if others:
-            # Somebody else's alarm was set: it still goes off when it was to.
+            # Another alarm was set before: it must still go off at its time.
             remaining = others - (time.monotonic() - started)
             signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-6), interval)
 

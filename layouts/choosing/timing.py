@@ -1,8 +1,8 @@
-"""Timing several ways of doing the same thing against each other, fairly: interleaved and warm.
+"""Times several ways of doing the same thing fairly: in turn, in one run, after a warm-up.
 
-On CUDA the calls run inside graphs, as they do in a decode step, and the figure is the median. On a CPU it is
-the quickest sample, itself a mean over many calls: other processes only ever add time, and on a busy machine,
-where threads wait for each other, they add it to most samples. Not for deciding anything with the figures.
+On CUDA the calls run inside CUDA graphs, as in a decode step, and the result is the median. On a CPU it is
+the fastest sample, itself a mean over many calls: other processes can only add time, and on a busy machine
+they add it to most samples. Not for deciding anything by the results.
 """
 
 import statistics
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[int], object]
-"""`call(i)` does the work once, on the i-th copy of the weights."""
+"""A function of i that does the work once, on the i-th copy of the weights."""
 
 HOPELESS = 4.0
-"""A contestant this many times slower than the first one is timed fewer times: no figure hangs on it."""
+"""A contestant this many times slower than the first is timed less often: its exact time does not matter."""
 HOPELESS_SAMPLES = 4
 
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """How long to look: more samples make the figures steadier."""
+    """How long to time: more samples give steadier results."""
 
     samples: int = 32
     sample_seconds: float = 0.0005
-    """A sample repeats a quick call for about this long, and is cut off where it takes ten times as long."""
+    """A sample repeats a short call for about this long, and stops after ten times as long."""
     seconds: float = 1.0
-    """No new round of samples is begun after this, once there are HOPELESS_SAMPLES rounds."""
+    """After this, no new round of samples begins, except for the first HOPELESS_SAMPLES rounds."""
     warmup_calls: int = 3
 
 
@@ -39,12 +39,13 @@ def interleaved_microseconds(
     budget: TimingBudget,
     on_failure: Callable[[str, Exception], object] | None = None,
 ) -> dict[str, float]:
-    """Microseconds of one call of each contestant, all sampled in turn in the same run.
+    """Microseconds of one call of each contestant, all sampled in turn in one run.
 
-    The first contestant is the one the others are compared with. Every other round runs backwards, so that
-    none always comes after the same neighbour.
+    The others are compared with the first contestant. Every other round runs in reverse order, so that no
+    contestant always follows the same one.
 
-    on_failure: told of a contestant, but the first, that raises before it is timed; the others go on without
+    on_failure: called for a contestant that raises in its warm-up; the others go on without it. If the first
+                contestant raises, so does this function
     """
     make = _GraphContestant if device.type == "cuda" else _CpuContestant
     reference = next(iter(calls))
@@ -71,7 +72,7 @@ def interleaved_microseconds(
 
 
 class _CpuContestant:
-    """Repeats a call, copy after copy, long enough for the clock."""
+    """Repeats a call, copy after copy, long enough to be timed."""
 
     def __init__(self, call: Call, copies: int, budget: TimingBudget):
         self.call = call
@@ -97,7 +98,7 @@ class _CpuContestant:
 
 
 class _GraphContestant:
-    """One CUDA graph that runs the call on every copy of the weights, in turn; a slow call a few times."""
+    """A CUDA graph that runs the call on every copy of the weights in turn; a slow call only a few times."""
 
     MIN_CALLS = 16
     SLOW_CALLS = 8
@@ -114,7 +115,7 @@ class _GraphContestant:
             call(0)
             end.record()
         end.synchronize()
-        # So long that neither its launch nor what the caches still hold tells in it.
+        # A slow call: neither its launch nor the content of the caches matters for its time.
         is_slow = start.elapsed_time(end) / 1e3 > 10 * budget.sample_seconds / self.SLOW_CALLS
         self.calls = self.SLOW_CALLS if is_slow else copies * -(-self.MIN_CALLS // copies)
         self.graph = torch.cuda.CUDAGraph()
@@ -124,7 +125,7 @@ class _GraphContestant:
                 for repeat in range(self.calls):
                     call(repeat % copies)
         except Exception:
-            # A capture that a call has broken leaves its own stream the current one.
+            # A capture that fails leaves its own stream as the current one.
             torch.cuda.set_stream(current)
             raise
         self.graph.replay()

@@ -1,4 +1,4 @@
-"""How a checkpoint may have a linear layer's input rounded: its activations are quantized as well."""
+"""How a linear layer's input is rounded, for checkpoints that quantize activations too."""
 
 from collections.abc import Mapping
 from typing import Protocol, Self
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class InputFormat(Protocol):
-    """How a layer's input is rounded before the product; frozen, equal where it rounds alike."""
+    """How a layer's input is rounded before the product. Frozen; two are equal if they round alike."""
 
     @property
     def label(self) -> str:
@@ -15,11 +15,11 @@ class InputFormat(Protocol):
         ...
 
     def round(self, x: Tensor) -> Tensor:
-        """x [..., K] to the nearest that the format can say, in x's dtype."""
+        """x [..., K] rounded to the nearest values of the format, in x's dtype."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it holds, by name."""
+        """Its tensors by name."""
         ...
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self: ...

@@ -26,9 +26,9 @@ class Int4:
     group_size: int = 128
     """Consecutive weights of a row that share a scale and a zero point: a multiple of 16."""
     symmetric: bool = False
-    """One zero point, 8, for all."""
+    """Whether all zero points are 8."""
     zero_point: str = "integer"
-    """`fractional` is torchao's own HQQ, which only torchao's convention can store."""
+    """`integer` or `fractional`. Fractional ones are torchao's HQQ, which only its convention can store."""
 
     def __post_init__(self) -> None:
         size = self.group_size
@@ -81,7 +81,7 @@ class Int4:
         return 4 + (SCALE_BITS + zero) / self.group_size
 
     def nbytes(self, n: int, k: int) -> int:
-        """Codes, a scale of two bytes and a zero point of at most one for each group."""
+        """Codes, and for each group a scale of two bytes and a zero point of at most one byte."""
         return n * k // 2 + 3 * n * k // self.group_size
 
     def random(self, n: int, k: int, device: torch.device) -> "Int4Weight":
@@ -107,8 +107,8 @@ class Int4Weight(Weight):
 
     codes:      uint8 [N, K/2], the low nibble is the even k, values 0..15
     scale:      float (bf16, fp16 or fp32) [N, K/g]
-    zero_point: uint8 [N, K/g] where it is an integer 0..15; a float dtype where it is fractional
-                (torchao's HQQ). Symmetric weights carry the constant 8.
+    zero_point: [N, K/g]: uint8 for integers 0..15, a float dtype if fractional (torchao's HQQ). Symmetric
+                weights store the constant 8
     """
 
     spec: Int4
@@ -128,12 +128,12 @@ class Int4Weight(Weight):
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes [..., K] of 0..15 to uint8 [..., K/2], the low nibble the even k."""
+    """uint8 codes [..., K] of 0..15 → uint8 [..., K/2], the even k in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., K/2] to uint8 codes [..., K]; undoes `pack_nibbles`."""
+    """uint8 [..., K/2] → uint8 codes [..., K]; inverse of `pack_nibbles`."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 

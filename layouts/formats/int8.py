@@ -10,23 +10,23 @@ from .weight_format import WEIGHT_FORMATS, Weight
 
 WHOLE_ROW = -1
 GROUP_SIZES = (WHOLE_ROW, 32, 64, 128)
-"""Those that other engines' kernels for eight bits read."""
+"""The sizes that other engines' INT8 kernels support."""
 COMMON_GROUPS = (128, 64, 32)
 WORD_CODES = 4
-"""Codes to a word of a checkpoint, which whole rows are made of."""
+"""Codes in a word of a checkpoint; a row consists of whole words."""
 MIN_CODE, MAX_CODE = -128, 127
 SCALE_BITS = 16
 
 
 @dataclass(frozen=True)
 class Int8:
-    """INT8 with its parameter. It is symmetric: a zero point would gain next to nothing over 256 levels."""
+    """INT8 with its parameter. Symmetric: with 256 levels, zero points would gain next to nothing."""
 
     name: ClassVar[str] = "int8"
     shared: ClassVar[tuple[str, ...]] = ()
 
     group_size: int = 128
-    """Consecutive weights of a row that share a scale: 32, 64 or 128; -1 is all of the row."""
+    """Consecutive weights of a row that share a scale: 32, 64 or 128; -1 for a whole row."""
 
     def __post_init__(self) -> None:
         size = self.group_size

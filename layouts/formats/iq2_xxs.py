@@ -59,11 +59,10 @@ class IQ2XXS:
 class IQ2XXSWeight(Weight):
     """A linear layer's weight in IQ2_XXS, `w = scale * (0.5 + s) / 4 * codebook[index] * sign`.
 
-    words: int32 [N, K/16], two for every block of 32 weights. The first is four bytes, the codebook indices
-    of
-           its four vectors of eight; the second, from the lowest bit, their four patterns of seven signs
-           (set is minus, and the eighth makes the number of minus signs even) and the block's scale s,
-           0..15
+    words: int32 [N, K/16], two words for every block of 32 weights, which is four vectors of eight. The first
+           word is four bytes: the codebook index of each vector. The second word holds, from the lowest bit,
+           seven signs for each vector (a set bit is minus; the eighth sign makes the number of minus signs
+           even), then the block's scale s, 0..15
     scale: float16 [N, K/256]
 
     The order of operations is ggml's: its fp32 values come out bit for bit.

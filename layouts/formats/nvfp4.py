@@ -17,14 +17,14 @@ E4M3_MAX, E4M3_SMALLEST = 448.0, 2.0**-9
 
 @dataclass(frozen=True)
 class NVFP4:
-    """NVFP4. Its global scale stands for all rows, so merged weights must share it."""
+    """NVFP4. All rows share its global scale, so weights can be merged only if theirs are equal."""
 
     name: ClassVar[str] = "nvfp4"
     shared: ClassVar[tuple[str, ...]] = ("global_scale",)
     column_multiple: ClassVar[int] = GROUP_SIZE
 
     activations: bool = False
-    """The layer's inputs are NVFP4 as well (W4A4), under a global scale that is found on a text."""
+    """Whether the layer's inputs are NVFP4 too (W4A4), with a global scale that calibration finds."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.activations, bool):
@@ -91,14 +91,15 @@ class NVFP4Weight(Weight):
 
 @dataclass(frozen=True)
 class NVFP4Input:
-    """The input of a linear layer whose product is made of NVFP4 on both sides, x and W ("W4A4").
+    """Rounds the input of a linear layer to NVFP4, for checkpoints with NVFP4 on both sides (W4A4).
 
-    Each token's scales are found as it comes, one E4M3 for 16 consecutive k; only the scale over them is
-    stored. Matrix units that multiply FP4 are not needed here: x is rounded to what they would be given.
+    Each token gets its own scales, an E4M3 for 16 consecutive k; only the global scale is stored. This gives
+    W4A4's results without hardware that multiplies FP4: x is rounded to the values that it would be given.
 
     global_scale: fp32 scalar found by calibration, a multiplier (amax / 2688) or, with `divides`, a divisor
-    divides:      compressed-tensors' arithmetic instead of ModelOpt's. They differ in last bits and in the
-                  smallest scales, which over a few layers makes other codes: 0.009 nats on a small model
+    divides:      use compressed-tensors' arithmetic instead of ModelOpt's. The two differ in last bits and in
+                  the smallest scales, which after a few layers leads to other codes: 0.009 nats on a small
+                  model
     """
 
     label: ClassVar[str] = "NVFP4"
@@ -107,15 +108,15 @@ class NVFP4Input:
     divides: bool
 
     def round(self, x: Tensor) -> Tensor:
-        """x [..., K] as NVFP4 can say it, in x's dtype."""
+        """x [..., K] rounded to the nearest values of NVFP4, in x's dtype."""
         groups = x.unflatten(-1, (-1, GROUP_SIZE))
         scales = self._scales(groups.abs().amax(-1, keepdim=True))
-        # A group too small for any scale is a group of zeros.
+        # A group whose scale rounds to zero becomes zeros.
         codes = torch.where(scales > 0, groups / scales, 0.0)
         return (_round_to_e2m1(codes) * scales).flatten(-2).to(x.dtype)
 
     def _scales(self, largest: Tensor) -> Tensor:
-        """What a code of 1 is worth in each group, fp32, from its largest magnitude."""
+        """The scale of each group, fp32, from its largest magnitude."""
         if self.divides:
             wanted = self.global_scale * (largest / E2M1_MAX).float()
             return _as_e4m3(wanted) / self.global_scale
@@ -130,7 +131,7 @@ class NVFP4Input:
 
 
 def _from_e2m1(codes: Tensor) -> Tensor:
-    """fp32 values of codes, uint8; by arithmetic, since no CUDA graph holds a table copied from the host."""
+    """fp32 values of uint8 codes. By arithmetic: a CUDA graph cannot copy a table from the host."""
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     quarters = torch.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent)
     return quarters.float() * 0.25 * (1.0 - 2.0 * (codes >> 3).float())
@@ -141,7 +142,7 @@ def _as_e4m3(x: Tensor) -> Tensor:
 
 
 def _round_to_e2m1(x: Tensor) -> Tensor:
-    """The nearest value, ties to the even code. Below 2 they are 0.5 apart, below 4 they are 1, then 2."""
+    """The nearest value, ties to the even code. Values are 0.5 apart below 2, 1 apart below 4, then 2."""
     magnitude = x.abs().clamp(max=E2M1_MAX)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return (magnitude / spacing).round() * spacing * x.sign()

@@ -1,4 +1,4 @@
-"""Weights as they are, in the activations' dtype: the format that every other one is measured against."""
+"""Unquantized weights, in the activations' dtype: the format that all others are compared with."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from .weight_format import WEIGHT_FORMATS, Weight
 
 @dataclass(frozen=True)
 class Unquantized:
-    """No quantization; it has no parameters, since its dtype is that of the activations."""
+    """No quantization. It has no parameters: its dtype is that of the activations."""
 
     name: ClassVar[str] = "unquantized"
     shared: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +30,7 @@ class Unquantized:
         return self
 
     def bits_per_weight(self, n: int, k: int) -> float:
-        """In 16 bits, as nearly all checkpoints are."""
+        """16, since nearly all checkpoints are in 16 bits."""
         return 16.0
 
     def nbytes(self, n: int, k: int) -> int:

@@ -1,10 +1,10 @@
-"""The weight-format seam: a frozen spec that says all there is to know of a format without a kernel.
+"""What a weight format is: a spec with its parameters, and a weight with its tensors. No kernels.
 
-One file in this folder for each format; `all_formats.py` registers them. This file is the contract, and the
-slicing and merging that every format gets from it.
+One file in this folder for each format; `all_formats.py` registers them. This file has the contract, and the
+slicing and merging of weights, which are the same for every format.
 
 A format is two dataclasses. Its *spec* (`Int4(group_size=128)`) is hashable and holds the parameters that a
-recipe may set. Its *weight* holds the tensors of one linear layer; `dequantize()` is the definition of truth.
+recipe may set. Its *weight* holds the tensors of one linear layer; `dequantize()` defines what they mean.
 """
 
 from abc import ABC, abstractmethod
@@ -19,16 +19,16 @@ from ...base.registry import Registry
 
 
 class WeightFormat(Hashable, Protocol):
-    """A spec: one format with its parameters. A frozen dataclass whose fields are the parameters.
+    """A spec: one format with its parameters, which are the fields of a frozen dataclass.
 
-    Parameters are plain values (numbers, strings, flags) with defaults, so that a recipe can set them by name
-    and JSON can hold them. `__post_init__` raises ValueError for one that is not legal.
+    Parameters are numbers, strings or flags with defaults, so that a recipe can set them by name and JSON can
+    hold them. `__post_init__` raises ValueError for an illegal one.
     """
 
     name: ClassVar[str]
-    """As recipes, plans and manifests call the format."""
+    """The format's name in recipes, plans and manifests."""
     shared: ClassVar[tuple[str, ...]]
-    """Tensors of its weight that stand for all rows: they must be equal where weights are merged along N."""
+    """Tensors of its weight that all rows share: weights can be merged along N only if these are equal."""
 
     @property
     def label(self) -> str:
@@ -37,7 +37,7 @@ class WeightFormat(Hashable, Protocol):
 
     @property
     def key(self) -> str:
-        """One word or a few that tell this spec from every other: `int4 g128 zp`."""
+        """A few words that identify the spec: `int4 g128 zp`."""
         ...
 
     @property
@@ -47,32 +47,32 @@ class WeightFormat(Hashable, Protocol):
 
     @property
     def weight_class(self) -> "type[Weight]":
-        """Of its weights."""
+        """The class of its weights."""
         ...
 
     def refuses(self, n: int, k: int) -> str | None:
-        """None where a weight [n, k] can have this format, otherwise the reason in a few words."""
+        """None if a weight [n, k] can have this format, otherwise the reason in a few words."""
         ...
 
     def nearest(self, n: int, k: int) -> "WeightFormat | None":
-        """The same format with other parameters that takes [n, k]; None where there is none."""
+        """A spec of the same format that a weight [n, k] can have; None if there is none."""
         ...
 
     def bits_per_weight(self, n: int, k: int) -> float:
-        """What a weight [n, k] takes, scales and zero points included, in bits for each of its numbers."""
+        """The bits per weight of an [n, k] weight, scales and zero points included."""
         ...
 
     def nbytes(self, n: int, k: int) -> int:
-        """About what a weight [n, k] takes in a checkpoint, in bytes: files are divided by it."""
+        """About how many bytes a weight [n, k] takes in a checkpoint, for dividing it into files."""
         ...
 
     def random(self, n: int, k: int, device: torch.device) -> "Weight":
-        """A weight for measuring: codes uniform, values of about the size that a trained weight has."""
+        """A weight for timing: uniform codes, values about as large as those of a trained weight."""
         ...
 
     @classmethod
     def variants(cls) -> "Sequence[WeightFormat]":
-        """The specs that `doctor` asks layouts about: what is commonly released."""
+        """The commonly released specs, which `doctor` asks layouts about."""
         ...
 
 
@@ -80,9 +80,9 @@ class WeightFormat(Hashable, Protocol):
 class Weight(ABC):
     """A linear layer's weight [N, K] in a format's own numbers.
 
-    A subclass adds the tensors. Each has N rows, and one column for all of a row or a number that is in
-    proportion to K, but for those that its spec names in `shared`, which stand for all of the weight. That is
-    what lets the functions here slice and merge a weight of any format.
+    A subclass adds the tensors. Each tensor has N rows, and its columns are one or proportional to K, except
+    for the tensors named in the spec's `shared`, which belong to the whole weight. The functions here rely on
+    this to slice and merge weights of any format.
     """
 
     spec: Any
@@ -91,25 +91,25 @@ class Weight(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """(N, K) of the weight it stands for."""
+        """(N, K) of the dequantized weight."""
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weight [N, K] in `dtype`, computed in fp32 and rounded once: the definition of truth."""
+        """The weight [N, K] in `dtype`, computed in fp32 and rounded once. This defines the format."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it holds, by name."""
+        """Its tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """The same format with other numbers."""
+        """A weight of the same spec with these tensors in place of its own."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str) -> Self:
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def rows(self, start: int, stop: int) -> Self:
-        """Rows `start:stop`: a slice along N, as experts and column-parallel layers want it."""
+        """Rows `start:stop`, a slice along N."""
         shared = self.spec.shared
         return self.with_tensors(
             {name: t if name in shared else t[start:stop] for name, t in self.tensors().items()}
@@ -120,7 +120,7 @@ AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 
 def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
-    """One weight with the rows of all, one after another; None where their specs or shared tensors differ."""
+    """One weight with the rows of all, one after another; None if their specs or shared tensors differ."""
     first = weights[0]
     if any(weight.spec != first.spec or weight.shape[1] != first.shape[1] for weight in weights):
         return None
@@ -137,7 +137,7 @@ def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
 
 
 def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
-    """The weight with these tensors; undoes `Weight.tensors`."""
+    """The weight with these tensors; inverse of `Weight.tensors`."""
     return spec.weight_class(spec, **tensors)
 
 
@@ -145,7 +145,7 @@ WEIGHT_FORMATS: Registry[type[WeightFormat]] = Registry("weight format")
 
 
 def parameter_names(cls: type[WeightFormat]) -> list[str]:
-    """What a recipe may set of a format."""
+    """The parameters of a format that a recipe may set."""
     return [field.name for field in fields(cls)]  # type: ignore[arg-type]
 
 
@@ -160,7 +160,7 @@ def spec_to_json(spec: WeightFormat) -> dict[str, Any]:
 
 
 def spec_from_json(value: Mapping[str, Any]) -> WeightFormat:
-    """Undoes `spec_to_json`. Raises UserError for an unknown format, ValueError for what it cannot have."""
+    """Inverse of `spec_to_json`. UserError for an unknown format, ValueError for illegal parameters."""
     given = dict(value)
     cls = WEIGHT_FORMATS[given.pop("format")]
     try:

@@ -1,1 +1,1 @@
-"""How keys and values lie in pages, are stored and are attended over: one file for each format."""
+"""KV formats: how keys and values are stored in pages and attended over. One file for each format."""

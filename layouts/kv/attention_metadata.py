@@ -18,26 +18,26 @@ class RequestTokens:
     """One request's part of a step: its tokens start .. start + count."""
 
     row: int
-    """Of its per-request storage, and of its own while it runs."""
+    """The request's row of per-request storage."""
     first_token: int
     """Where its tokens begin in the step."""
     start: int
-    """Position of the first of them, which is how many tokens are stored from before."""
+    """Position of the first of them: so many tokens of the request were stored before."""
     count: int
     pages: np.ndarray
-    """int32, the pages that its whole context lies in, in order."""
+    """int32, the pages of its whole context, in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class HostMetadata:
-    """The metadata in host memory. Its arrays are written over when the step after the next one is staged."""
+    """The metadata in host memory. Its arrays are overwritten when the step after the next one is staged."""
 
     num_decodes: int
-    """Requests with one query token, which stand first."""
+    """Requests with one query token; they come first."""
     num_prefills: int
     """Prefill chunks, which come after them."""
     num_tokens: int
-    """Of both; what follows is padding."""
+    """Tokens of both; padding follows."""
     block_table: np.ndarray
     """int32 [R, W]."""
     seq_lens: np.ndarray
@@ -49,7 +49,7 @@ class HostMetadata:
     page_size: int
 
     def requests(self, first: int = 0) -> Iterator[RequestTokens]:
-        """Each request from the `first`-th on, padding left out; `num_decodes` begins with the chunks."""
+        """Each request from the `first`-th on, without padding; from `num_decodes` on, prefill chunks."""
         for index in range(first, self.num_decodes + self.num_prefills):
             begin, end = int(self.query_start_loc[index]), int(self.query_start_loc[index + 1])
             seq_len = int(self.seq_lens[index])
@@ -63,31 +63,33 @@ class HostMetadata:
 class AttentionMetadata:
     """One step's T tokens and R requests, as attention and a KV format's storage need them.
 
-    On a GPU the tensors are at static addresses, which CUDA graphs read. Padding tokens belong to no request;
-    in a decode-only batch each stands at the place of a padding request, whose length is 0.
+    On a GPU the tensors are at static addresses, which CUDA graphs read. Padding tokens belong to no request,
+    except in a decode-only batch, where each belongs to a padding request of length 0.
     """
 
     slot_mapping: Tensor
     """int64 [T]: page * page_size + offset, where each token's key and value go; -1 for padding."""
     positions: Tensor
-    """int64 [T], in its request's context; 0 for padding."""
+    """int64 [T], each token's position in its request; 0 for padding."""
     token_rows: Tensor
     """int64 [T], the row of each token's request; `PoolSize.max_requests` for padding."""
     block_table: Tensor
-    """int32 [R, W]: each request's pages in the order of its context; undefined past its end."""
+    """int32 [R, W]: each request's pages in order; undefined after its last one."""
     seq_lens: Tensor
-    """int32 [R], length of each request's context, this step's tokens counted; 0 for padding."""
+    """int32 [R], length of each request's context with this step's tokens; 0 for padding."""
     decode_seq_lens: Tensor
-    """int32 [R], the same of decoding requests, 0 for all others."""
+    """int32 [R], the same for decoding requests; 0 for all others."""
     query_start_loc: Tensor
-    """int32 [R + 1]: request r has the step's tokens query_start_loc[r] .. query_start_loc[r + 1]."""
+    """int32 [R + 1]: request r has tokens query_start_loc[r] .. query_start_loc[r + 1] of the step."""
     request_rows: Tensor
     """int64 [R]: the row of per-request storage that each request has while it runs."""
     prefill_tiles: Tensor | None
-    """int32 [N, 4], the prefill chunks and the padding as `kernels/attention/prefill.py` takes them; None in
-    a decode-only batch, and on the CPU."""
+    """int32 [N, 4], tiles of prefill chunks and padding (`kernels/attention/prefill.py`).
+
+    None in a decode-only batch, and on the CPU.
+    """
     page_size: int
     host: HostMetadata | None
-    """None inside a CUDA graph, whose numbers differ from launch to launch."""
+    """The same on the host; None inside a CUDA graph, since it differs from launch to launch."""
     batch_invariance: BatchInvariance = "tuned"
-    """What a token's output may depend on."""
+    """The mode of attention: what a token's output may depend on."""

@@ -1,6 +1,6 @@
-"""KV pages of codes below eight bits on the CPU, each token quantized by itself.
+"""KV pages with fewer than eight bits on the CPU, for formats that quantize each token by itself.
 
-Not for formats that quantize whole pages; KVarN's are in `kv_kvarn_cpu.py`.
+Not for formats that quantize whole pages; KVarN's are in `kvarn/cpu.py`.
 """
 
 from typing import Protocol
@@ -17,17 +17,17 @@ from .layer import Workspaces, widened
 
 
 class TokenCode(Protocol):
-    """How one layer's keys, or its values, become codes and scales, each token and head by itself."""
+    """How a layer's keys, or its values, are quantized, each token and head by itself."""
 
     @property
     def dim(self) -> int:
-        """Channels stored: a power of two, which narrower heads are padded to."""
+        """Channels stored: a power of two, to which heads are padded."""
 
     def allocate(self, pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-        """Storage for `pages` = (pages, P, H_kv) on the CPU, (pages, H_kv, P) on CUDA; finite at first."""
+        """Storage for (pages, P, H_kv) on the CPU, (pages, H_kv, P) on CUDA; its content is finite."""
 
     def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [T, H_kv, dim] as stored: parts [T, H_kv, ...]."""
+        """x [T, H_kv, dim] → the parts that are stored, [T, H_kv, ...]."""
 
     def dequantize(self, parts: tuple[Tensor, ...]) -> Tensor:
         """Parts [..., H_kv, ...] → fp32 [..., H_kv, dim]."""
@@ -43,7 +43,7 @@ class CodedCpuLayerKV:
         rotated: bool,
         workspaces: Workspaces,
     ):
-        """rotated: keys and values are stored, and attended over, times a Hadamard matrix."""
+        """rotated: keys and values are multiplied by a Hadamard matrix before they are stored."""
         self.codes = codes
         self.stored = tuple(code.allocate(pages, torch.device("cpu")) for code in codes)
         self.rotated = rotated
@@ -88,7 +88,7 @@ class CodedCpuLayerKV:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """E4M3 as bytes: torch does not copy by index what it cannot add."""
+    """E4M3 viewed as bytes, since torch cannot copy E4M3 by index."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

@@ -10,14 +10,14 @@ from .layer import StoredPages, Workspaces
 
 
 class TokenGroups:
-    """A step's tokens in groups that attend together, made by the first layer of each window."""
+    """A step's tokens in groups that attend together, made once for each size of sliding window."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._groups: dict[int | None, list[TokenGroup]] = {}
 
     def of(self, metadata: AttentionMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
-        """like: a tensor of the query's dtype and device, which are those of every layer."""
+        """like: a tensor with the dtype and device of queries, which are the same in every layer."""
         if metadata is not self._metadata:
             self._metadata, self._groups = metadata, {}
         if window not in self._groups:
@@ -46,8 +46,8 @@ def _prompts(host: HostMetadata, window: int | None, like: Tensor) -> list[Token
 
 
 def _one_by_one(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
-    """A group for each token: torch's product then sees a shape that follows from its context alone, whether
-    it came with a prompt or was decoded."""
+    """A group for each token, so that the shape of torch's product depends only on the token's context, and
+    not on whether the token is of a prompt or was decoded."""
     return [
         reference.prefill_group(
             request.first_token + index,
@@ -101,13 +101,13 @@ class CpuLayerKV:
 
 
 def with_padding(output: Tensor, padded: int) -> Tensor:
-    """output [T, H, D] with rows of zeros for the padding of a step of `padded` tokens."""
+    """output [T, H, D], padded with rows of zeros to `padded` tokens."""
     padding = padded - len(output)
     return torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
 
 
 def on_host(metadata: AttentionMetadata) -> HostMetadata:
-    """The metadata in host memory, which a step on the CPU always has."""
+    """The metadata in host memory, which every step on the CPU has."""
     if metadata.host is None:
         raise TypeError("pages on the CPU take metadata in host memory")
     return metadata.host

@@ -1,9 +1,9 @@
-"""KV pages on a GPU, where Triton kernels store and read them.
+"""KV pages on a GPU, stored and read by Triton kernels.
 
-Not for the CPU, whose pages and products are in `kv_cpu.py`.
+Not for the CPU (`cpu.py`).
 
-Pages lie as [P, H_kv, page, D], so that one head's tokens are consecutive and a page of 64 tokens of 128
-channels is one run of 16 KB in bf16.
+Pages are [P, H_kv, page, D], so that a head's tokens are contiguous: a page of 64 tokens with 128 channels is
+16 KB in bf16.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ from .layer import KVShape, PoolSize, StoredPages, Workspaces, widened
 
 SMALLEST_PAGE = 16
 E4M3_FROM = (8, 9)
-"""The compute capability that has instructions for it."""
+"""The least compute capability with instructions for E4M3."""
 
 
 class PrefillPages:
-    """The pages that a step's prefill chunks attend to, sent to the device by the first layer that asks."""
+    """The pages of a step's prefill chunks, sent to the device once, by the first layer that asks."""
 
     def __init__(self) -> None:
         self._host: HostMetadata | None = None
@@ -94,7 +94,7 @@ class CudaLayerKV:
     def _decode(
         self, query: Tensor, metadata: AttentionMetadata, output: Tensor, options: dict[str, Any]
     ) -> None:
-        """And zeros for the other requests; prefill attention overwrites those it computes."""
+        """Writes zeros for requests that do not decode; prefill attention overwrites its own rows later."""
         lengths = metadata.decode_seq_lens
         rows = min(len(query), len(lengths))
         pages = self.key_pages, self.value_pages, metadata.block_table
@@ -158,7 +158,7 @@ class CudaLayerKV:
 
 
 def refuse_without_e4m3(device: torch.device, name: str, instead: str) -> None:
-    """UserError where keys and values of a format need instructions for e4m3 that a GPU has not."""
+    """UserError if a KV format needs instructions for E4M3 that the GPU does not have."""
     if device.type == "cuda" and compute_capability(device) < E4M3_FROM:
         raise UserError(
             f"{name} keys and values need a GPU of compute capability {E4M3_FROM[0]}.{E4M3_FROM[1]} or "
@@ -167,7 +167,7 @@ def refuse_without_e4m3(device: torch.device, name: str, instead: str) -> None:
 
 
 def refuse_page_size(page_size: int) -> None:
-    """UserError where kernels cannot walk pages of so many tokens."""
+    """UserError if the kernels do not support pages of so many tokens."""
     if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
         raise UserError(
             f"pages of {page_size} tokens are not served on a GPU; "

@@ -1,4 +1,4 @@
-"""The KV formats: how keys and values are stored in pages, how much memory that takes, and who serves it.
+"""What a KV format is, and the registry of KV formats.
 
 Not for which request owns which page; that is the engine's KV pool.
 """
@@ -18,16 +18,16 @@ from .token_by_token import TokenByToken
 
 
 class KVFormat(Protocol):
-    """How tokens' keys and values are stored. A request has pages, and a row of its own while it runs."""
+    """How keys and values are stored: in a request's pages, and in its own row while it runs."""
 
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
-        """What one page of `page_size` tokens takes in one layer."""
+        """The size of a page of `page_size` tokens in one layer."""
 
     def bytes_per_request(self, shape: KVShape) -> int:
-        """What one layer keeps for each row beside the pages: tokens not quantized yet, or never."""
+        """What one layer stores for each row besides pages: tokens that are not quantized yet, or never."""
 
     def page_size(self, device: torch.device) -> int:
-        """Tokens a page holds, unless the engine is told otherwise."""
+        """Tokens in a page, unless the engine's options say otherwise."""
 
     def allocate(
         self,
@@ -37,44 +37,44 @@ class KVFormat(Protocol):
         scales: KVScales | None,
         workspaces: Workspaces,
     ) -> LayerKV:
-        """Storage for one layer. What it holds at first must be finite: masked keys are still multiplied.
+        """Storage for one layer. Its initial content must be finite, since masked keys are still multiplied.
 
-        scales: the checkpoint's, where it has any. workspaces: scratch memory to share with other layers
+        scales: the checkpoint's, if it has any. workspaces: scratch memory shared with other layers
         """
 
 
 @runtime_checkable
 class ScaledKVFormat(KVFormat, Protocol):
-    """A format that may divide keys and values by scales that never change, which a text has shown."""
+    """A format that may divide keys and values by fixed scales, found by calibration."""
 
     @property
     def largest(self) -> float | None:
-        """The largest magnitude that it holds at a scale of 1; None where it has no such scales."""
+        """The largest magnitude that it can store at a scale of 1; None if it has no fixed scales."""
 
 
 @runtime_checkable
 class PageCodedKVFormat(KVFormat, Protocol):
-    """A format that keeps tokens as they came until a page of them is full, which it codes at once."""
+    """A format that stores tokens unquantized until their page is full, then quantizes the whole page."""
 
     @property
     def group_size(self) -> int:
-        """Tokens that are coded at once."""
+        """Tokens that are quantized together."""
 
     @property
     def plain_tokens(self) -> int:
-        """The longest context without a code."""
+        """The longest context that has no quantized tokens."""
 
 
 @runtime_checkable
 class InvariantKVFormat(KVFormat, Protocol):
-    """A format whose attention can keep a request's bits whoever shares its batch."""
+    """A format whose attention can be batch-invariant."""
 
     def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
-        """What it keeps on this kind of device, `tuned` included."""
+        """The modes that it supports on this kind of device, including `tuned`."""
 
 
 def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.device) -> None:
-    """UserError where keys and values of this format cannot be attended over as the mode asks."""
+    """UserError if the KV format `name` does not support the mode on this device."""
 
     def keeps(kv_format: KVFormat) -> bool:
         kept = kv_format.invariance_modes(device) if isinstance(kv_format, InvariantKVFormat) else ("tuned",)
@@ -89,7 +89,7 @@ def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.dev
 
 
 def largest_of(kv_format: KVFormat) -> float | None:
-    """What `kv_format` holds at a scale of 1; None for a format without scales that never change."""
+    """The largest magnitude that `kv_format` stores at a scale of 1; None if it has no fixed scales."""
     return kv_format.largest if isinstance(kv_format, ScaledKVFormat) else None
 
 

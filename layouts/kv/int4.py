@@ -1,4 +1,4 @@
-"""The KV format int4_per_token_head: four bits, a scale and a zero for each token and head, channels rotated.
+"""The KV format int4_per_token_head: rotated channels in four bits, a scale and a zero per token and head.
 
 The arithmetic is in `kernels/attention/per_token/int4.py`.
 """
@@ -26,7 +26,7 @@ SCALES_PER_TOKEN = 2
 
 @dataclass(frozen=True)
 class Int4Code:
-    """Keys or values of `dim` channels in four bits; parts are words int16 and scales fp16."""
+    """Keys or values of `dim` channels in four bits. Its parts are words, int16, and scales, fp16."""
 
     dim: int
 

@@ -1,6 +1,6 @@
-"""One layer's keys and values as the engine sees them: the contract of their storage, and its sizes.
+"""What a layer's storage of keys and values is, for any KV format: its contract, and its sizes.
 
-Not for any one format; those are in `kv_format.py`.
+Not for particular formats; `format.py` registers those.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,13 +20,13 @@ from .attention_metadata import AttentionMetadata
 T = TypeVar("T")
 LEAST_GPU_DIM = 16
 CPU_PAGE, CUDA_PAGE = 16, 64
-"""Tokens a page holds where every token is stored by itself."""
+"""Tokens in a page of formats that store each token by itself."""
 LEAST_CODED_DIM, LARGEST_CODED_DIM = 64, 256
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """The key and value of one token in one layer, and the number of query heads that attend to them."""
+    """The shape of a layer's keys and values, and the number of query heads that attend to them."""
 
     heads: int
     """Of keys and values."""
@@ -38,19 +38,19 @@ class KVShape:
     """Keys that a query of this layer sees; None sees all."""
 
     def on(self, device: torch.device) -> "KVShape":
-        """As stored on `device`: GPU kernels want one power of two for keys and values alike, so DeepSeek's
-        192 and 128 take 256 each."""
+        """The shape as stored on `device`. GPU kernels need one power of two for keys and values: DeepSeek's
+        192 and 128 become 256 each."""
         return self.padded() if device.type == "cuda" else self
 
     def padded(self) -> "KVShape":
-        """Keys and values of one power of two, which kernels and rotations want."""
+        """With keys and values of the same power of two, as kernels and rotations need."""
         dim = 1 << (max(self.key_dim, self.value_dim, LEAST_GPU_DIM) - 1).bit_length()
         return replace(self, key_dim=dim, value_dim=dim)
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """What one layer's keys and values are divided by before e4m3 holds them."""
+    """What a layer's keys and values are divided by before they are stored."""
 
     key: Tensor
     """fp32 [1] for all heads, or [H_kv]."""
@@ -59,19 +59,19 @@ class KVScales:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """How much every layer's storage holds."""
+    """The size of every layer's storage."""
 
     num_pages: int
     page_size: int
     """Tokens a page holds."""
     max_requests: int
-    """Requests that have a row at the same time; row `max_requests` belongs to none, and pads batches."""
+    """Requests that have a row at the same time. Row `max_requests` is for padding."""
     max_pages: int
     """Pages that one request can have: the width of a block table."""
 
 
 class PerTokenFormat:
-    """What KV formats share that store every token by itself: pages of one size, nothing beside them."""
+    """The base of KV formats that store each token by itself: fixed page sizes, nothing besides pages."""
 
     def bytes_per_request(self, shape: KVShape) -> int:
         return 0
@@ -80,12 +80,12 @@ class PerTokenFormat:
         return CUDA_PAGE if device.type == "cuda" else CPU_PAGE
 
     def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
-        """On a GPU codes are decoded by one kernel and read for a prompt by another."""
+        """On a GPU, decoding and prefill use different kernels, so `per-token` is not supported."""
         return ("tuned", "pin") if device.type == "cuda" else INVARIANCE_MODES
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no CPU memory until they are written: torch.zeros touches every byte, calloc none."""
+    """Zeros that take no CPU memory until they are written: torch.zeros writes every byte, calloc none."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
@@ -103,7 +103,7 @@ def by_token(x: Tensor) -> Tensor:
 
 
 def refuse_gpu_head_size(name: str, dim: int) -> None:
-    """UserError where kernels for codes below eight bits cannot take heads of `dim` channels."""
+    """UserError if the kernels for fewer than eight bits do not support heads of `dim` channels."""
     if not LEAST_CODED_DIM <= dim <= LARGEST_CODED_DIM:
         raise UserError(
             f"{name} keys and values are served on a GPU for heads of {LEAST_CODED_DIM} to "
@@ -118,7 +118,7 @@ class Workspaces:
         self._made: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` made for the first layer that asked for `key`."""
+        """The workspace for `key`; `make` makes it for the first layer that asks."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -138,17 +138,18 @@ class LayerKV(Protocol):
     ) -> Tensor:
         """Store this step's keys and values, and attend over all that is stored.
 
-        query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v], finite for padding tokens, of
-        which nothing is stored. Inside a CUDA graph (`metadata.host` is None) nothing may depend on the host.
+        query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]. Padding tokens are not stored;
+        their output must be finite. Inside a CUDA graph (`metadata.host` is None) nothing may depend on the
+        host.
 
-        Attends over what is stored, never over what it was made from: then no output depends on how a prompt
-        was cut into chunks, nor on whether a request was preempted.
+        It must attend over keys and values as they are stored, never over the originals: then the output
+        does not depend on how a prompt was cut into chunks, nor on whether a request was preempted.
         """
 
 
 @dataclass(frozen=True)
 class StoredPages:
-    """One layer's keys and values with their scales, in the order of dimensions that the device wants.
+    """One layer's keys and values with their scales, in the order of dimensions that the device needs.
 
     On the CPU [pages, P, H_kv, D] with scales [H_kv] or [pages, P, H_kv]; on CUDA H_kv before P.
     """

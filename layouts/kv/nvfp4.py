@@ -1,4 +1,4 @@
-"""The KV format nvfp4: E2M1 codes, an E4M3 scale for 16 channels of a token, the checkpoint's scale a head.
+"""The KV format nvfp4: E2M1 codes, an E4M3 scale per 16 channels of a token, a fixed scale per head.
 
 The arithmetic is in `kernels/attention/per_token/nvfp4.py`.
 """
@@ -24,7 +24,7 @@ from .layer import (
 
 @dataclass(frozen=True, eq=False)
 class NVFP4Code:
-    """Keys or values of `dim` channels in NVFP4; parts are words int16 and scales E4M3."""
+    """Keys or values of `dim` channels in NVFP4. Its parts are words, int16, and scales, E4M3."""
 
     dim: int
     head_scale: Tensor
@@ -44,7 +44,7 @@ class NVFP4Code:
 
 @dataclass(frozen=True)
 class NVFP4KV(PerTokenFormat):
-    """Keys and values in NVFP4, under the checkpoint's scales for 4-bit floats, or 1 where it has none."""
+    """Keys and values in NVFP4, with the checkpoint's scales for 4-bit floats, or 1 if it has none."""
 
     @property
     def largest(self) -> float:
@@ -88,5 +88,5 @@ class NVFP4KV(PerTokenFormat):
 
 
 def _by_head(ones: Tensor, given: Tensor | float) -> Tensor:
-    """fp32 [H_kv] of one scale for all heads, or of one for each."""
+    """fp32 [H_kv], from one scale for all heads or one for each."""
     return ones * (given.to(ones.device, torch.float32).view(-1) if isinstance(given, Tensor) else given)

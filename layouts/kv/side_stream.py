@@ -1,4 +1,4 @@
-"""Launches that a GPU runs beside others, as a layer's pages that are written while it decodes."""
+"""Launches that run beside others on a GPU, such as writing a layer's pages while it decodes."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ import torch
 
 
 class SideStream:
-    """A second stream of one device; on a CPU, where Triton is interpreted, all runs in turn.
+    """A second stream of one device. On a CPU, where Triton is interpreted, launches run in turn.
 
-    In a CUDA graph both become branches of it, which `join` has to end.
+    In a CUDA graph the two streams become branches, which `join` must bring together.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, launch: Callable[[], None]) -> None:
-        """After all that was launched before. Until `join`, nothing may free or change what it reads."""
+        """Run after everything launched so far. Until `join`, nothing may free or change what it reads."""
         if self._stream is None:
             launch()
             return
@@ -24,6 +24,6 @@ class SideStream:
             launch()
 
     def join(self) -> None:
-        """What is launched from here on waits for both."""
+        """Later launches wait for both streams."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,6 +1,6 @@
-"""Keys and values stored token by token, as they are or in eight bits: the formats of plain pages.
+"""KV formats that store each token by itself, unquantized or in eight bits.
 
-Not for fewer bits, whose formats have files of their own.
+Not for fewer bits; those formats have their own files.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from .layer import KVScales, KVShape, LayerKV, PerTokenFormat, PoolSize, StoredP
 
 @dataclass(frozen=True)
 class TokenByToken(PerTokenFormat):
-    """Every token of every head is stored by itself, as it is or in eight bits.
+    """Every token of every head is stored by itself, unquantized or in eight bits.
 
-    dtype: None is the model's own; e4m3 has a scale for each head that never changes, the checkpoint's or 1;
-    int8 one for each token and head, which is stored beside it
+    dtype: None for the model's own. e4m3 has a fixed scale for each head, the checkpoint's or 1; int8 has a
+           scale for each token and head, stored beside it
     """
 
     dtype: torch.dtype | None = None

@@ -1,1 +1,1 @@
-"""The modules that stand in a model's place of its own: linear layers and experts over packed weights."""
+"""Modules that replace a model's own: linear layers and experts over packed weights."""

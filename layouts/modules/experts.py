@@ -1,6 +1,6 @@
-"""A mixture-of-experts layer whose experts are packed; stands where transformers' experts module stood.
+"""The experts of a mixture-of-experts layer, packed; replaces transformers' experts module.
 
-Gating, biases, activations and norms stay the architecture's own: only the two products are replaced.
+Only the two products are replaced. Gating, biases, activations and norms stay the architecture's own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,24 +25,24 @@ from .gated_experts import gated_experts, is_served_whole
 from .linear import spec_of_text, spec_text
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed")
-"""What transformers' experts modules have in common, those that its ExpertsInterface can serve."""
+"""Attributes of every experts module that transformers' ExpertsInterface can serve."""
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Their weights, [E, N, K] or, transposed, [E, K, N]."""
 
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """A packed weight of all experts, and how each expert's input is rounded first; see `stack_inputs`."""
+    """A packed weight of all experts, and how each expert's input is rounded first (`stack_inputs`)."""
 
     packed: PackedWeight
     input_format: InputFormat | None = None
 
 
 class PackedExperts(nn.Module):
-    """`sum_j weight[t, j] * down(act(gate_up(x[t])))` over the experts j of token t, products packed.
+    """`sum_j weight[t, j] * down(act(gate_up(x[t])))` over the experts j of token t, with packed products.
 
-    products: by the name of the parameter that it stands for, the parts whose outputs lie side by side: one
-              as a rule, several where gate and up could not be merged. Parameters without stay unquantized
+    products: for each parameter, the parts whose outputs are concatenated: usually one, several if gate and
+              up could not be merged. Parameters that are not named stay unquantized
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class PackedExperts(nn.Module):
 
     @property
     def packed(self) -> dict[str, PackedWeight]:
-        """What it holds now, after any move to another device, by part."""
+        """The packed weights by part, on the device that the module is on now."""
         return self._packed
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """[E, N, K] of each parameter that it stands for."""
+        """[E, N, K] of each parameter that is packed."""
         found: dict[str, tuple[int, ...]] = {}
         for name, parts in self.parts.items():
             shapes = [self._packed[part].shape for part in parts]
@@ -168,7 +168,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
-    """The weights of a transformers experts module that are still its own, as [E, N, K], where they lie."""
+    """The weights that a transformers experts module still has, as views [E, N, K]."""
     found = {}
     for name in PARAMETERS:
         weight = experts._parameters.get(name)
@@ -178,10 +178,10 @@ def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance = "tuned") -> int:
-    """Replace a model's own experts modules, without copying their weights; the number replaced.
+    """Replace a model's own experts modules without copying their weights; returns how many.
 
-    For a GPU, where no CUDA graph can hold a product that asks the host which experts are hit; and wherever
-    bits are kept.
+    For GPUs, since a CUDA graph cannot contain a product that asks the host which experts are used; and for
+    batch-invariant serving on any device.
     """
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     own = {name: module for name, module in found.items() if parameters_of(module)}
@@ -191,7 +191,7 @@ def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance
 
 
 def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
-    """One input format for all experts: its tensors are [E, 1, 1], indexed by the expert of each row."""
+    """One input format for all experts. Its tensors are [E, 1, 1], to be indexed by each row's expert."""
     parts = [input_format.tensors() for input_format in inputs]
     stacked = {name: torch.stack([part[name] for part in parts]).view(-1, 1, 1) for name in parts[0]}
     return inputs[0].with_tensors(stacked)
@@ -238,7 +238,7 @@ def _packed_experts_matmul(
     attributes: list[int],
     batch_invariance: str,
 ) -> Tensor:
-    """x [R, K] → [T * top_k, N]; as `packed_matmul`, whose conventions it keeps."""
+    """x [R, K] → [T * top_k, N]; arguments as those of `packed_matmul`."""
     packed = PackedWeight(
         layout,
         spec_of_text(spec),

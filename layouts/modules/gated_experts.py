@@ -1,7 +1,7 @@
-"""Experts of a layer as one custom op: both products, SiLU between them and the sum over a token's experts.
+"""A layer's experts as one custom op: both products, SiLU between them, and the sum over a token's experts.
 
-A traced graph takes any number of tokens, so what suits one of them cannot be chosen in it, only in an op.
-For SiLU-gated experts without biases whose layout serves them whole; the others take `experts.py` alone.
+A traced graph serves any number of tokens, so kernels for a single token must be chosen inside an op. For
+SiLU-gated experts without biases, if their layout has such kernels; all others use `experts.py` alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from .linear import spec_of_text
 
 @runtime_checkable
 class GatedExpertsLayout(Protocol):
-    """What a layout of experts has besides where it serves whole layers."""
+    """Further methods of an `ExpertsLayout` that can compute a layer's experts in one op."""
 
     def serves_gated(self, gate_up: PackedWeight, down: PackedWeight) -> bool: ...
 
@@ -30,7 +30,7 @@ class GatedExpertsLayout(Protocol):
 
 
 def is_served_whole(experts: nn.Module, parts: Mapping[str, Sequence[PackedWeight]]) -> bool:
-    """Whether `gated_experts` computes what the module does with these weights; see `PackedExperts`."""
+    """Whether `gated_experts` can replace the module's whole forward with these weights (`PackedExperts`)."""
     module: Any = experts
     if not module.has_gate or module.has_bias or getattr(module, "has_post_expert_norm", False):
         return False
@@ -47,7 +47,7 @@ def is_served_whole(experts: nn.Module, parts: Mapping[str, Sequence[PackedWeigh
 
 
 def _gates_by_silu(experts: Any) -> bool:
-    """Tried on numbers: architectures name, clamp and interleave their activations in ways of their own."""
+    """Tested on numbers, since architectures name, clamp and interleave their activations differently."""
     probe = torch.linspace(-60, 50, 64, dtype=torch.float32, device="cpu").view(2, 32)
     gate, up = probe.chunk(2, dim=-1)
     return torch.allclose(experts._apply_gate(probe), functional.silu(gate) * up)
@@ -60,7 +60,7 @@ def gated_experts(
     weights: tuple[PackedWeight, PackedWeight],
     specs: tuple[str, str],
 ) -> Tensor:
-    """By the op, which knows of both weights, gate_up and down, no more than `packed_matmul` does of one."""
+    """Call the op with the weights gate_up and down, passed as `packed_matmul` passes one."""
     gate_up, down = weights
     return torch.ops.scalegate.gated_experts(
         x.contiguous(),

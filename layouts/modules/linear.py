@@ -1,4 +1,4 @@
-"""A linear layer whose weight is packed for one layout; stands where `torch.nn.Linear` stood."""
+"""A linear layer whose weight is packed for one layout; replaces `torch.nn.Linear`."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ class QuantizedLinear(nn.Module):
     """`y = x @ W.T + bias` with W packed; the packed tensors are the module's buffers.
 
     x: [..., K] in the packed dtype; y: [..., N] in the same dtype. With an `input_format`, x is rounded to it
-    first, whatever the layout: that is the checkpoint's meaning, not a kernel's choice.
+    first, in every layout: the checkpoint defines that, not the kernel.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: InputFormat | None = None):
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The packed weight as the module holds it now, after any move to another device."""
+        """The packed weight, on the device that the module is on now."""
         return self._packed
 
     @property
@@ -85,7 +85,7 @@ class QuantizedLinear(nn.Module):
 
 
 def packed_layers(model: nn.Module) -> dict[str, int]:
-    """How many packed weights a model has of each layout and shape, as `swap_ab 4096x4096`."""
+    """How many packed weights a model has of each layout and shape, by names such as `swap_ab 4096x4096`."""
     found: Counter[str] = Counter()
     for module in model.modules():
         packed = getattr(module, "packed", None)
@@ -97,18 +97,18 @@ def packed_layers(model: nn.Module) -> dict[str, int]:
 
 @cache
 def spec_text(spec: WeightFormat) -> str:
-    """A spec as the text that an op of a traced graph can hold."""
+    """A spec as text, since ops of traced graphs take no other objects."""
     return json.dumps(spec_to_json(spec))
 
 
 @cache
 def spec_of_text(text: str) -> WeightFormat:
-    """Undoes `spec_text`."""
+    """The spec; inverse of `spec_text`."""
     return spec_from_json(json.loads(text))
 
 
 def _packed_product(rows: Tensor, packed: PackedWeight, spec: str) -> Tensor:
-    """The product as one op that a traced graph can hold: tensors, numbers and names only."""
+    """The product as one op of a traced graph: its arguments are tensors, numbers and names only."""
     return torch.ops.scalegate.packed_matmul(
         rows,
         list(packed.tensors.values()),
@@ -121,7 +121,7 @@ def _packed_product(rows: Tensor, packed: PackedWeight, spec: str) -> Tensor:
     )
 
 
-# Scratch among the tensors may be written, but is as it was when the product is done.
+# The op may write to scratch among the tensors, but restores it before it ends.
 @library.custom_op("scalegate::packed_matmul", mutates_args=())
 def _packed_matmul(
     x: Tensor,
@@ -133,7 +133,7 @@ def _packed_matmul(
     attribute_names: str,
     attributes: list[int],
 ) -> Tensor:
-    """x [M, K] → [M, N]; names stand in one string, separated by spaces: an op takes no list of strings."""
+    """x [M, K] → [M, N]. Names are one string, separated by spaces: an op takes no list of strings."""
     packed = PackedWeight(
         layout,
         spec_of_text(spec),

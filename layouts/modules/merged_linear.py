@@ -1,7 +1,7 @@
-"""One matrix product for linear layers that are given the same input: merged QKV, merged gate and up.
+"""One matrix product for linear layers that share an input: merged QKV, merged gate and up.
 
-Which they are is found by running the model, not by their names. Merging itself is done where weights are
-loaded, before layouts are measured: what is measured is what is served.
+Layers that share an input are found by running the model, not by their names. Weights are merged while they
+are loaded, before layouts are timed, so that the timed products are the served ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ SEPARATOR = "+"
 
 @dataclass
 class _Product:
-    """One call's product: computed by the first of the merged layers, released by the last."""
+    """The product of one call: the first of the merged layers computes it, the last one releases it."""
 
     input: Tensor | None = None
     output: Tensor | None = None
 
 
 class MergedLinear(nn.Module):
-    """One of several linear layers: its rows of their merged product. `merged` is the same in all of them."""
+    """One of several merged linear layers: it returns its rows of their product. They all share `merged`."""
 
     def __init__(self, merged: Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
         super().__init__()
@@ -59,19 +59,19 @@ class MergedLinear(nn.Module):
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """What plans and reports call merged layers: `model.layers.0.self_attn.q_proj+k_proj+v_proj`."""
+    """The name of merged layers in plans and reports: `model.layers.0.self_attn.q_proj+k_proj+v_proj`."""
     parent = names[0].rpartition(".")[0]
     leaves = SEPARATOR.join(name.rpartition(".")[2] for name in names)
     return f"{parent}.{leaves}" if parent else leaves
 
 
 def layers_of(name: str) -> int:
-    """How many linear layers a name stands for; undoes `merged_name` as far as reports need it."""
+    """How many linear layers are merged under a name."""
     return name.count(SEPARATOR) + 1
 
 
 def put_merged(model: nn.Module, names: Sequence[str], merged: Linear) -> None:
-    """Let `merged`, whose rows are those of the named layers one after another, stand for each of them."""
+    """Replace the named layers by their rows of `merged`, which has the rows of all, one after another."""
     product, start = _Product(), 0
     for name in names:
         stop = start + int(cast(Linear, model.get_submodule(name)).out_features)
@@ -82,7 +82,7 @@ def put_merged(model: nn.Module, names: Sequence[str], merged: Linear) -> None:
 
 @torch.no_grad()
 def merge_unquantized(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
-    """Merge the groups whose layers are all plain `nn.Linear`; the number of products saved."""
+    """Merge the groups whose layers are all plain `nn.Linear`; returns how many products that saves."""
     fewer = 0
     for names in groups:
         linears = [model.get_submodule(name) for name in names]
@@ -108,7 +108,9 @@ def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear | None:
 
 
 def layers_with_one_input(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
-    """Names of the children of one module that were each called once, one after another, on one tensor.
+    """Groups of linear layers, by name, that share an input.
+
+    A group's layers are children of one module, are called once each, one after another, with one tensor.
 
     run: one forward pass of the model, on any device
     """

@@ -1,1 +1,1 @@
-"""Layouts: how a weight's bytes lie for a kernel, each in a file of its own, and their registry."""
+"""Layouts: how a weight's bytes are arranged for a kernel. One file for each layout, and their registry."""

@@ -1,7 +1,7 @@
 """Every layout, registered in the order of preference; import `LAYOUTS` from here.
 
-Where nothing was measured, the first layout that does not refuse is taken; where two measure alike, the
-first of them. A new layout is one file and one line here.
+Without measurements, the first layout that does not refuse is chosen; of layouts that are equally fast, the
+first one. A new layout is one file, and one line here.
 """
 
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
@@ -36,15 +36,15 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     CPU_INT4,
     CPU_DEQUANTIZED,
     GPU_DEQUANTIZED,
-    # What stands behind the exact product is picked by a measurement or by the user alone: it rounds what was
-    # asked for in float32, or is slower still, or is somebody else's kernel, trusted once it was checked.
+    # Layouts below the exact product are chosen only by a measurement or by the user: they round what should
+    # be float32, or are slower still, or use third-party kernels, which are checked before they are used.
     Dequantize(),
     CpuOneDnn(),
     CPU_INT4_CAST,
     CPU_INT4_FLOAT32,
     Humming(),
     GemLite(),
-    # Where bits are kept: on a CPU the same kernels, in the same order of preference.
+    # Batch-invariant: on a CPU the same kernels, in the same order of preference.
     *map(FixedRows, FOR_A_CPU),
     InvariantLinear(),
     # Experts: nothing below serves a dense layer, and nothing above serves experts.

@@ -1,6 +1,6 @@
-"""The layout that always exists: the weight as its format stores it, dequantized anew for every product.
+"""The layout for every format: the weight as stored, dequantized again for every product.
 
-It is slow, and it is what every other layout is checked against. Not for serving where another fits.
+Slow. It is what other layouts are checked against; not for serving if another layout does not refuse.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""A weight dequantized once, when it is packed, for formats that no kernel multiplies by.
+"""Weights dequantized once, when they are packed: for formats without a kernel on a device.
 
-It takes the memory of an unquantized weight and serves at its speed: a checkpoint of such a format saves disk
-and download there, not memory.
+They take the memory of unquantized weights and are as fast: such a checkpoint saves disk space and download,
+but no memory.
 
     cpu_dequantized  on a CPU
-    cpu_onednn       also laid out in blocks that oneDNN reads, so that no call has to: the same bits, 1.2 to
-                     1.6 times as fast up to M=32 on small layers. That is owed to the order of the bytes and
-                     not to there being fewer of them
-    gpu_dequantized  on a GPU, through cuBLAS. For eight bits alone: of fewer, it would take several times the
-                     memory that the checkpoint promises
+    cpu_onednn       also reordered into oneDNN's blocks, which saves doing so in every call: the same bits,
+                     1.2 to 1.6 times as fast up to M=32 on small layers. The order of the bytes makes it
+                     faster, not their number
+    gpu_dequantized  on a GPU, through cuBLAS. For eight bits only: with fewer, it would take several times
+                     the memory that the checkpoint promises
 """
 
 import torch
@@ -25,7 +25,7 @@ CPU_FORMATS = (NVFP4, IQ2XXS, Int8)
 
 
 class DequantizeOnce:
-    """`F.linear(x, w)` with w in the activations' dtype: bf16 holds our own NVFP4 weights exactly."""
+    """`F.linear(x, w)` with w in the activations' dtype. bf16 holds our own NVFP4 weights exactly."""
 
     kernel = "F.linear"
 
@@ -44,7 +44,7 @@ class DequantizeOnce:
 
 
 class CpuOneDnn:
-    """oneDNN's product by a weight in its own blocks, as torch's compiler makes it of a constant weight."""
+    """oneDNN's product with a weight in its own blocks, as torch's compiler uses it for constant weights."""
 
     name = "cpu_onednn"
     kernel = "mkldnn::_linear_pointwise"

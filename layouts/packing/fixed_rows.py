@@ -18,7 +18,7 @@ SUFFIX = "_fixed_rows"
 
 
 class FixedRows:
-    """A dense layout's product, `CPU_ROWS` rows at a time, the last tile filled up with zeros."""
+    """A dense layout's product, `CPU_ROWS` rows at a time; the last tile is padded with zeros."""
 
     def __init__(self, dense: Layout):
         self.dense = dense
@@ -41,6 +41,6 @@ class FixedRows:
         y = x.new_empty(count, packed.shape[0])
         for tile in row_tiles(count, CPU_ROWS):
             rows = tile.stop - tile.start
-            filled = functional.pad(x[tile], (0, 0, 0, CPU_ROWS - rows))
-            y[tile] = self.dense.matmul(filled, packed)[:rows]
+            padded = functional.pad(x[tile], (0, 0, 0, CPU_ROWS - rows))
+            y[tile] = self.dense.matmul(padded, packed)[:rows]
         return y

@@ -1,7 +1,7 @@
-"""gemlite's Triton kernels for INT4 on CUDA, where the package is installed.
+"""gemlite's Triton kernels for INT4 on CUDA, if the package is installed.
 
-Written against gemlite 0.6.0: its linear module packs, and its functional call multiplies. It autotunes for
-each bucket of M when that M first comes, so every bucket has to be warmed up before serving.
+Written for gemlite 0.6.0: its linear module packs, its functional call multiplies. It autotunes for a bucket
+of M when an M of that bucket first occurs, so every bucket must be warmed up before serving.
 """
 
 import torch
@@ -20,14 +20,15 @@ SERVES = Serves((Int4,), "cuda", (torch.bfloat16, torch.float16))
 ROW_MULTIPLE = 128
 ARGUMENT = "argument_{:02d}"
 MOST_SPLITS, LARGEST_BLOCK, LEAST_COLUMNS = 4, 256, 256
-"""Of K, in the kernels that it picks from: four blocks of at most a group at once, or eight of 32 columns."""
+"""What an iteration of its kernels covers: up to 4 blocks of at most one group, or 8 blocks of 32 columns."""
 
 
 class GemLite:
     """bfloat16 and float16, integer and fractional zeros, more than one group a row.
 
-    K has to be whole turns of every kernel that it may pick by timing: where the last turn of one that splits
-    K is short, it multiplies zeros by scales that it reads past their end, and gives NaN if those are none.
+    K must be a multiple of the columns that any kernel of gemlite's handles in one iteration. Otherwise a
+    kernel that splits K reads scales past their end in its last iteration and multiplies them by zeros; the
+    result is NaN if what it reads is not a finite number.
     """
 
     name = "gemlite"

@@ -1,7 +1,7 @@
-"""Experts on a GPU: one launch for all experts of a layer, whichever tokens they get.
+"""Layouts of experts on a GPU: one launch for all experts of a layer.
 
-The host never learns how many rows an expert has, so these run inside CUDA graphs (`kernels/experts/`).
-Not for the CPU (`per_expert.py`).
+The host never needs to know how many rows an expert gets, so these run inside CUDA graphs
+(`kernels/experts/`). Not for the CPU (`per_expert.py`).
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ CAPABILITY = (8, 0)
 
 
 def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -> Serves:
-    """Bits are kept by the rows of a block, which the routing decides (`kernels/experts/tile.py`)."""
+    """Batch invariance depends on the rows of a block, which the routing sets (`kernels/experts/tile.py`)."""
     return Serves(
         formats,
         "cuda",
@@ -40,7 +40,7 @@ def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -
 
 
 class GroupedUnquantized:
-    """Weights [E, N, K], or [E, K, N] seen as that through its strides; bfloat16, float16 and float32."""
+    """Weights [E, N, K] with any strides, so that [E, K, N] works too; bfloat16, float16 and float32."""
 
     name = "grouped_unquantized"
     kernel = "grouped_kernel"
@@ -53,7 +53,7 @@ class GroupedUnquantized:
         return self.of(torch.stack([weight.dequantize(dtype) for weight in weights]))
 
     def of(self, weight: Tensor) -> PackedWeight:
-        """A model's own parameter, [E, N, K] with any strides, as it lies."""
+        """Pack a model's own parameter, [E, N, K] with any strides, without copying it."""
         n, k = weight.shape[1:]
         return PackedWeight(self.name, Unquantized(), (len(weight), n, k), weight.dtype, {"weight": weight})
 
@@ -93,7 +93,7 @@ class GroupedInt4:
         return int4.grouped_matmul(x, tensors["words"], tensors["scale_words"], routing.blocks, *rest)
 
     def serves_gated(self, gate_up: PackedWeight, down: PackedWeight) -> bool:
-        """Where one token has kernels of its own; see `gated_experts.py`."""
+        """Whether there are kernels for a single token; see `gated_experts.py`."""
         return one_token.serves(_operand(gate_up), _operand(down))
 
     def gated_experts(
@@ -144,7 +144,7 @@ class GroupedNVFP4:
 
 
 class GroupedDequantize:
-    """Any format: all experts are dequantized anew for every product. Slow; where nothing else serves."""
+    """Any format: dequantizes all experts again for every product. Slow; used only if nothing else serves."""
 
     name = "grouped_dequantize"
     kernel = "dequantize + grouped_kernel"

@@ -1,10 +1,11 @@
-"""Our own layouts for Hopper: a weight in the order of the matrix unit's registers, whatever its format.
+"""Our own layouts for Hopper: weights of any format in the order of the tensor cores' registers.
 
-What is the same for all formats is here; each has a file beside this one with its `Packing`, and its bytes
-and their decoder in `kernels/`. Not for the CPU, nor for other chips.
+This file has what all formats share. Each format has a `Packing` in a file beside this one, and its byte
+layout and decoder in `kernels/`. Not for the CPU, nor for other GPUs.
 
-    NAME            stream-K; tile and split by the bucket of M and the shape
-    NAME_invariant  split-K; one order of summation for every M: a row's bits are its own
+    NAME            stream-K; tile and split follow from the bucket of M and the shape
+    NAME_invariant  split-K; the order of summation is the same for every M, so a row's bits do not depend on
+                    other rows
 """
 
 from collections.abc import Mapping
@@ -33,16 +34,16 @@ class Packing(Protocol):
 
     @property
     def kernel_prefix(self) -> str:
-        """Its decoder's name."""
+        """The name of its decoder."""
         ...
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Activations that its decoder makes weights for."""
+        """Dtypes of activations that its decoder supports."""
         ...
 
     def refuses(self, problem: Problem) -> str | None:
-        """None where the format's parameters are served, otherwise the reason in a few words."""
+        """None if the format's parameters are served, otherwise the reason in a few words."""
         ...
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[Mapping[str, Tensor], Mapping[str, int]]:

@@ -1,6 +1,6 @@
-"""humming's JIT-compiled CUDA kernels for INT4 and NVFP4, where the package is installed.
+"""humming's JIT-compiled CUDA kernels for INT4 and NVFP4, if the package is installed.
 
-Written against humming-kernels 0.1.19, its functions rather than its module.
+Written for humming-kernels 0.1.19; uses its functions, not its module.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ from .layout import PackedWeight, Problem, Serves
 PACKAGE = "humming-kernels"
 SERVES = Serves((Int4, NVFP4), "cuda", (torch.bfloat16, torch.float16))
 LOCKS = 2048
-"""Stream-K's counters, as many as humming's own module holds."""
+"""Counters for stream-K, as many as humming's own module has."""
 ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
 GROUP_SIZES = (32, 64, 128)
 
@@ -58,7 +58,7 @@ class Humming:
 
 
 def _tensors_of(weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """As humming names them. Eight codes a word, the lowest k lowest: our bytes as little-endian int32."""
+    """The tensors by humming's names. A word holds eight codes, the lowest k lowest: our bytes, as int32."""
     if isinstance(weight, NVFP4Weight):
         return {
             "weight": weight.codes.contiguous().view(torch.int32),

@@ -1,7 +1,6 @@
-"""torch's own convention for INT4 weights, shared by its CPU and CUDA kernels: `w = (code - 8) * s + z`.
+"""How torch's INT4 kernels take scales and zeros, on CPU and CUDA: `w = (code - 8) * s + z`.
 
-`s` and `z` lie side by side for each group: `[K/g, N, 2]`. Not a layout: the order of the codes is each
-kernel's own.
+`s` and `z` of a group are neighbours: `[K/g, N, 2]`. Not a layout: each kernel has its own order of codes.
 """
 
 import torch
@@ -16,21 +15,21 @@ MIDDLE_CODE = 8
 
 
 def refuses_groups(spec: Int4) -> str | None:
-    """Group sizes that both of torch's kernels refuse."""
+    """Why both of torch's kernels refuse a group size; None if they take it."""
     if spec.group_size not in GROUP_SIZES:
         return f"takes groups of {', '.join(map(str, GROUP_SIZES))}, not {spec.group_size}"
     return None
 
 
 def int4_of(problem: Problem) -> Int4:
-    """The spec of a problem that is known to be INT4; TypeError for any other."""
+    """The spec of an INT4 problem; TypeError for any other format."""
     if not isinstance(problem.spec, Int4):
         raise TypeError(f"{problem.spec.label} is not INT4")
     return problem.spec
 
 
 def require_int4(weight: Weight, layout: str) -> Int4Weight:
-    """`weight`, where it is INT4; a caller that did not ask `refuses` first gets a TypeError."""
+    """`weight`, which must be INT4; TypeError for any other format, which `refuses` would have refused."""
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"layout {layout} packs Int4Weight, not {type(weight).__name__}")
     return weight
@@ -44,7 +43,7 @@ def scale_and_zero(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 
 
 def pad_rows(weight: Int4Weight, multiple: int) -> Int4Weight:
-    """`weight` with rows of scale 0 added until `multiple` divides N."""
+    """`weight` with rows of scale 0 appended until N is a multiple of `multiple`."""
     missing = -weight.shape[0] % multiple
     if not missing:
         return weight

@@ -1,7 +1,6 @@
-"""Our own INT8 layout: two INT4 planes in the order of the matrix unit's registers, for the INT4 kernels.
+"""Our own INT8 layout for Hopper: two INT4 planes, multiplied by the INT4 kernels.
 
-What the bytes are and what they cost is in `kernels/int4/planes.py`; `hopper.py` here has the layouts that
-read them. Not for the CPU.
+The byte layout and its cost are in `kernels/int4/planes.py`; the layout classes are in `hopper.py`.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The batch-invariant product of an unquantized weight on a GPU: our own kernel, on the weight as it lies.
+"""The batch-invariant product of an unquantized weight on a GPU, by our own kernel.
 
-Not for the CPU (`fixed_rows.py`), nor for serving that may depend on the batch (`torch_linear.py`).
+Not for the CPU (`fixed_rows.py`), nor for serving without batch invariance (`torch_linear.py`).
 """
 
 import torch
@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class InvariantLinear:
-    """The weight [N, K], not copied, and the semaphores of its splits."""
+    """The weight [N, K], not copied, and semaphores for the splits along K."""
 
     name = "invariant_linear"
     kernel = "invariant_matmul_kernel"

@@ -1,8 +1,7 @@
 """Our own IQ2_XXS layout for Hopper: weights in the order of the tensor cores' registers, 2.5 bits each.
 
-What the bytes are is in `kernels/iq2_xxs/packing.py`. Up to `MAX_DECODED_ROWS` rows of x the kernels decode
-the weight as they multiply, once for every 128 of them; beyond, the weight is dequantized to memory once and
-multiplied there.
+The byte layout is in `kernels/iq2_xxs/packing.py`. Up to `MAX_DECODED_ROWS` rows of x, the kernels decode the
+weight while they multiply, once for every 128 rows. For more rows, the weight is first dequantized to memory.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The layout seam: how a weight's bytes are arranged for a kernel, and the kernel that reads them.
+"""What a layout is: an arrangement of a weight's bytes, and the kernel that multiplies by them.
 
-One file in this folder for each layout; `all_layouts.py` registers them. This file is the contract, and what
-all layouts refuse in the same words.
+One file in this folder for each layout; `all_layouts.py` registers them. This file has the contract, and the
+reasons for refusing a problem that all layouts share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from .routing import Routing
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts that one product is made of: every token is multiplied by `top_k` of `count` weights."""
+    """The experts of one product: every token is multiplied by `top_k` of `count` weights."""
 
     count: int
     top_k: int
@@ -33,7 +33,7 @@ class Problem:
     """What a layout is asked to serve: one linear layer's product on one device, for every M.
 
     spec:     the weight's format with its parameters
-    n, k:     the weight's shape, of merged layers together; with experts that of one expert
+    n, k:     the weight's shape: that of merged layers together, or that of one expert
     dtype:    of the activations and of the result
     experts:  None for a dense layer
     """
@@ -48,11 +48,11 @@ class Problem:
 
     @classmethod
     def of(cls, weight: Weight, dtype: torch.dtype, device: torch.device) -> "Problem":
-        """Of a dense layer with this weight."""
+        """The problem of a dense layer with this weight."""
         return cls(weight.spec, *weight.shape, dtype, device)
 
     def __str__(self) -> str:
-        """`int4 g128 zp 24576x4096 bfloat16`: what plans file it under. The device is not in it."""
+        """Its key in layout plans, such as `int4 g128 zp 24576x4096 bfloat16`, without the device."""
         words = [self.spec.key, f"{self.n}x{self.k}", _dtype_name(self.dtype)]
         words += [f"({self.experts})"] if self.experts else []
         words += [self.batch_invariance] if self.batch_invariance != "tuned" else []
@@ -65,8 +65,9 @@ class PackedWeight:
 
     spec:       the format of the weight that it was made from
     shape:      (N, K), with experts (E, N, K)
-    tensors:    what the kernel reads; they become the module's buffers, so they move and are counted with it
-    attributes: plain numbers the kernel needs besides (padding, group size), never tensors
+    tensors:    what the kernel reads. They become buffers of the module, so that they move with it and count
+                towards its size
+    attributes: other numbers that the kernel needs, such as padding or the group size
     """
 
     layout: str
@@ -83,13 +84,13 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Serves:
-    """What a layout takes, in the terms that all layouts share; its own `refuses` says the rest.
+    """What a layout serves, as far as all layouts describe it alike. The rest is in its own `refuses`.
 
     formats:  spec classes; None takes any
     device:   `cpu` or `cuda`; None takes any
     dtypes:   of activations; None takes any
-    experts:  whether it multiplies by experts; it then serves nothing else
-    invariance_modes: those it keeps
+    experts:  whether it serves experts; if so, it serves nothing else
+    invariance_modes: the modes of batch invariance that its kernel guarantees
     """
 
     formats: tuple[type, ...] | None = None
@@ -101,7 +102,7 @@ class Serves:
     """The least compute capability of a CUDA device."""
 
     def refuses(self, problem: Problem) -> str | None:
-        """None where all of this holds, otherwise the reason in a few words."""
+        """None if all of this holds, otherwise the reason in a few words."""
         if self.formats is not None and not isinstance(problem.spec, self.formats):
             taken = ", ".join(str(getattr(spec, "name", spec.__name__)) for spec in self.formats)
             return f"takes {taken}, not {problem.spec.name}"
@@ -128,29 +129,29 @@ class Layout(Protocol):
 
     @property
     def kernel(self) -> str:
-        """The kernel's own name, as a profiler or a failed check shows it."""
+        """The kernel's name, as shown in a profile or a failed check."""
         ...
 
     def refuses(self, problem: Problem) -> str | None:
-        """None where the layout serves the problem, otherwise the reason in a few words."""
+        """None if the layout serves the problem, otherwise the reason in a few words."""
         ...
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
-        """Arrange `weight` on the device it lies on, for activations of `dtype`."""
+        """Arrange `weight` on its own device, for activations of `dtype`."""
         ...
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        """x [M, K] in the packed dtype, contiguous, to a new y [M, N] in it, `y = x @ dequantize().T`.
+        """`y = x @ dequantize().T`: x [M, K], contiguous, in the packed dtype → a new y [M, N] in that dtype.
 
-        Called once for every layer and step, so a microsecond spent here in Python is spent thousands of
-        times a second: what can be worked out in `pack` belongs there.
+        It is called for every layer of every step, thousands of times a second: whatever can be computed in
+        `pack` should be.
         """
         ...
 
 
 @runtime_checkable
 class ExpertsLayout(Protocol):
-    """A layout of the stacked weights of one layer's experts; registered beside the others."""
+    """A layout of the stacked weights of one layer's experts, in the same registry."""
 
     @property
     def name(self) -> str: ...
@@ -161,14 +162,14 @@ class ExpertsLayout(Protocol):
     def refuses(self, problem: Problem) -> str | None: ...
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
-        """Arrange the weights of all experts, alike in spec and shape, on the device they lie on."""
+        """Arrange the weights of all experts, which have one spec and shape, on their own device."""
         ...
 
     def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
-        """Every row by its expert's weight, `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
+        """By each row's expert: `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
 
         x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous
-        y: [T * top_k, N]. On CUDA nothing waits for the device: this runs inside graphs.
+        y: [T * top_k, N]. On CUDA it must not wait for the device, since it runs inside CUDA graphs.
         """
         ...
 

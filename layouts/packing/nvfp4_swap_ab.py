@@ -1,7 +1,6 @@
-"""Our own NVFP4 layout: the weight in the order of the matrix unit's registers, decoded without conversions.
+"""Our own NVFP4 layout for Hopper: decoded without conversion instructions, for activations in bf16.
 
-What the bytes are is in `kernels/nvfp4/packing.py`; `hopper.py` here has the layouts that read them. For
-activations in bf16; not for the CPU.
+The byte layout is in `kernels/nvfp4/packing.py`; the layout classes are in `hopper.py`.
 """
 
 import torch

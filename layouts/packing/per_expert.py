@@ -1,6 +1,6 @@
-"""Experts on a CPU: each expert that is hit multiplies its rows in a dense layout, one after another.
+"""Experts on a CPU: a dense layout multiplies each expert's rows, one expert after another.
 
-Not for a GPU, where the host would have to wait to know which experts are hit (`grouped_experts.py`).
+Not for a GPU, where the host would have to wait to learn which experts are used (`grouped_experts.py`).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Which experts each token of a step takes, sorted once for all products of a layer.
+"""Which experts each token of a step uses, sorted by expert once for all products of a layer.
 
-On a GPU the sorting is a kernel's (`kernels/experts/routing.py`), into a buffer whose size depends on the
-number of tokens alone: graphs need that. On a CPU there is nothing to sort.
+On a GPU, a kernel sorts them (`kernels/experts/routing.py`) into a buffer whose size depends only on the
+number of tokens, as CUDA graphs require. On a CPU there is nothing to sort.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ...kernels.experts.tile import block_rows_of
 class Routing:
     """expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU.
 
-    batch_invariance: what the products over it are to keep
+    batch_invariance: the mode of the products that use it
     """
 
     expert: Tensor
@@ -37,17 +37,17 @@ class Routing:
 
     @staticmethod
     def buffer_size(expert: Tensor, count: int) -> int:
-        """Numbers that the sorted assignments take; linear in T, so that a traced graph can hold it."""
+        """Elements of the buffer; linear in T, so that a traced graph can express it."""
         return buffer_size(expert.shape[0] * expert.shape[1], count) if expert.device.type == "cuda" else 0
 
     @cached_property
     def blocks(self) -> ExpertRouting:
-        """As the kernels take it."""
+        """The sorted assignments as the kernels take them."""
         assignments = self.expert.shape[0] * self.expert.shape[1]
         return routing_in(self.buffer, assignments, self.count, self.block_rows)
 
     @property
     def block_rows(self) -> int:
-        """Assignments of one expert that the kernels multiply together."""
+        """How many assignments of one expert the kernels multiply at once."""
         assignments = self.expert.shape[0] * self.expert.shape[1]
         return block_rows_of(assignments, self.count, self.batch_invariance != "tuned")

@@ -1,7 +1,7 @@
-"""tinygemm, torch's INT4 product on CUDA, with the bytes that torchao calls `tile_packed_to_4d`.
+"""tinygemm: torch's INT4 product on CUDA, whose byte layout torchao calls `tile_packed_to_4d`.
 
-Its kernel reads and dequantizes the whole weight again for every 16 rows of M, so it loses to the unquantized
-product from a small M on (pytorch/ao #3496). It is here to be measured beside the others, and to be caught.
+Its kernel reads and dequantizes the whole weight again for every 16 rows of x, so it is slower than the
+unquantized product from a small M on (pytorch/ao #3496). It is here for comparison: the gate must catch it.
 
     codes           int32 [N'/8, K/16T, 32, T/2]: N' = N padded to 8, T = `inner_k_tiles(K)`
     scale_and_zero  bfloat16 [K/g, N', 2] (`int4_affine.py`)
@@ -52,5 +52,5 @@ class Tinygemm:
 
 
 def inner_k_tiles(k: int) -> int:
-    """The most tiles of 16 k that the kernel keeps together: 8 in torchao, fewer for a ragged K."""
+    """How many tiles of 16 columns the kernel keeps together: 8 as in torchao, fewer if K requires it."""
     return next(tiles for tiles in INNER_K_TILES if k % (tiles * K_TILE) == 0)

@@ -1,6 +1,6 @@
-"""The product of an unquantized weight, as torch makes it: cuBLAS on a GPU, oneDNN on a CPU.
+"""torch's product of an unquantized weight: cuBLAS on a GPU, oneDNN on a CPU.
 
-It is what every quantized layout is measured against.
+Every quantized layout is compared with it.
 """
 
 import torch
@@ -13,7 +13,7 @@ from .layout import PackedWeight, Problem, Serves
 
 
 class TorchLinear:
-    """`F.linear(x, w)`: any dtype, device and shape."""
+    """`F.linear(x, w)`, for any dtype, device and shape."""
 
     name = "torch_linear"
     kernel = "F.linear"

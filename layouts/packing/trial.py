@@ -1,8 +1,7 @@
-"""Whether a layout's kernel compiles and multiplies here, tried once in a process on a small weight.
+"""Whether a layout's kernel compiles and runs here, tried once a process on a small weight.
 
-A Triton other than those that `kernels/` was tested with may not compile a kernel of ours. Its layout then
-refuses with the compiler's words, and the next one serves. Not for how fast a kernel is, nor how exact
-(`measure.py`).
+A version of Triton that `kernels/` was not tested with may fail to compile a kernel of ours. The layout then
+refuses with the compiler's message, and the next layout serves. Not for speed or accuracy (`measure.py`).
 """
 
 from dataclasses import replace
@@ -16,12 +15,12 @@ from .routing import Routing
 
 SMALL_N, SMALL_K = 256, 512
 REASONS: dict[tuple[str, torch.dtype], str] = {}
-"""By layout and dtype why it does not run here, empty where it does: all shapes and all parameters of a
-format are compiled from one source."""
+"""By layout and dtype, why the kernel does not run here; empty if it runs. One trial is enough for all shapes
+and parameters of a format, since they are compiled from one source."""
 
 
 def trial_refusal(layout: AnyLayout, problem: Problem) -> str | None:
-    """None where the layout multiplies one row by a small weight of the problem's format, else why not."""
+    """None if the layout multiplies one row by a small weight of the problem's format; otherwise why not."""
     if problem.device.type != "cuda" or not torch.cuda.is_available():
         return None
     tried = layout.name, problem.dtype
@@ -31,7 +30,7 @@ def trial_refusal(layout: AnyLayout, problem: Problem) -> str | None:
 
 
 def small(problem: Problem) -> Problem:
-    """The same problem with two experts, if any, and in a small shape, if its format takes that."""
+    """The same problem with at most two experts, and in a small shape if its format allows that."""
     experts = None if problem.experts is None else Experts(count=2, top_k=1)
     problem = replace(problem, experts=experts)
     if problem.spec.refuses(SMALL_N, SMALL_K) is None:
@@ -40,7 +39,7 @@ def small(problem: Problem) -> Problem:
 
 
 def failure(layout: AnyLayout, problem: Problem) -> str:
-    """Why one row is not multiplied, in a line; empty where it is."""
+    """Why multiplying one row failed, in one line; empty if it did not."""
     try:
         multiply_one_row(layout, problem)
         if problem.device.type == "cuda":
@@ -53,7 +52,7 @@ def failure(layout: AnyLayout, problem: Problem) -> str:
 
 
 def multiply_one_row(layout: AnyLayout, problem: Problem) -> Tensor:
-    """Random weights, and zeros by them."""
+    """The product of a row of zeros and a random weight."""
     x = torch.zeros(1, problem.k, dtype=problem.dtype, device=problem.device)
     if isinstance(layout, ExpertsLayout):
         count = problem.experts.count if problem.experts else 1

@@ -19,16 +19,16 @@ from .storage import KVarNStorage
 
 
 class Threads:
-    """Python's, as many as torch has, for kernels that let go of its lock.
+    """Python threads, as many as torch has, for kernels that release the interpreter's lock.
 
-    Made when they are first needed, behind any fork of the process.
+    They are started when first needed, so after any fork of the process.
     """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     def call(self, calls: Sequence[Callable[[], None]]) -> None:
-        """All of them, in turn where there is one thread."""
+        """Run all calls; one after another if there is only one thread."""
         threads = min(len(calls), torch.get_num_threads())
         if threads <= 1:
             return _one_by_one(calls)
@@ -83,7 +83,7 @@ class KVarNCpuLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> None:
-        """Store a run's tokens, attend, and code the pages that are full then.
+        """Store a run's tokens, attend, and quantize the pages that are full afterwards.
 
         tokens: query, key, value and output of the step
         """
@@ -112,7 +112,7 @@ class KVarNCpuLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> None:
-        """One chunk, page by page, over the pages before as codes give them back."""
+        """Attend for one prefill chunk, page by page, over dequantized earlier pages."""
         held, start, end = self.storage.held[chunk.row], chunk.start, chunk.start + chunk.count
         _, _, heads, size, dim = held.shape
         first_page, last_page = start // size, (end - 1) // size
@@ -142,5 +142,5 @@ class KVarNCpuLayerKV:
             start = stop
 
     def _read_pages(self, pages: np.ndarray, seen: Tensor) -> None:
-        """Write pages [n] as codes give them back to seen [2, n * G, H_kv, D]."""
+        """Write the dequantized pages [n] to seen, [2, n * G, H_kv, D]."""
         self._kernels.read_pages(np.ascontiguousarray(pages), *map(numbers, seen), *self._pages)

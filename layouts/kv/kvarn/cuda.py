@@ -23,12 +23,12 @@ from .storage import KVarNStorage
 
 
 class KVarNLayers:
-    """All layers of a pool, whose full pages the first one of a step writes."""
+    """All layers of a pool. In each step, the first layer writes the full pages of all of them."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.storages: list[KVarNStorage] = []
         self.written = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        """By row, the page that a prompt ended with and filled: it is written already."""
+        """By row, the last page of a prompt if the prompt filled it: that page is written already."""
         self._addresses: Tensor | None = None
 
     def flush(self, metadata: AttentionMetadata) -> None:
@@ -50,10 +50,10 @@ class KVarNLayers:
 
 
 class PlainPages:
-    """The plain pages that a step's prefill chunks see, laid out by the first layer that asks.
+    """The dequantized pages that a step's prefill chunks see, laid out by the first layer that asks.
 
-    A query sees its own page and the first one as they are, the ones between as codes. So each page that a
-    chunk touches is a context of its own, with a row of its own in a block table.
+    A query sees its own page and the first one unquantized, those between quantized. So each page of a chunk
+    is a context of its own, with its own row in a block table.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PlainPages:
 
 
 def spans_and_tables(host: HostMetadata, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `PlainPages.of` says, in host memory."""
+    """What `PlainPages.of` returns, in host memory."""
     group = host.page_size
     spans: list[tuple[int, ...]] = []
     tables: list[list[int]] = []
@@ -164,7 +164,7 @@ class KVarNCudaLayerKV:
         return output[..., :value_dim]
 
     def _write_pages(self, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> None:
-        """Those that a step's prompts fill."""
+        """Write the pages that a step's prefill chunks fill."""
         storage = self.storage
         where = metadata.positions, metadata.slot_mapping, metadata.token_rows, metadata.decode_seq_lens
         flush_prompts(key, value, *where, storage.held, storage.pages, storage.value_bits)

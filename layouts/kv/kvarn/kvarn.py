@@ -1,8 +1,8 @@
-"""The KV formats of KVarN: whole pages normalized and quantized, keys to four bits, values to two or four.
+"""The KV formats of KVarN: whole pages are normalized and quantized, keys to 4 bits, values to 2 or 4.
 
-A request's first page and the page it is writing stay as they are, in its own row. A query sees the pages
-before its own as codes, its own page and the first one as they are: so it does not matter how a prompt was
-cut into chunks. The arithmetic is in `kernels/attention/kvarn/reference.py`.
+A request's first page and its current page stay unquantized, in its own row. A query sees these two
+unquantized and all pages between them quantized, so the result does not depend on how a prompt was cut into
+chunks. The arithmetic is in `kernels/attention/kvarn/reference.py`.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from ..token_by_token import TokenByToken
 from .storage import KVarNStorage
 
 HELD_PAGES = 2
-"""Of a request as they are: the first one and the one being written."""
+"""Unquantized pages of a request: the first one and the current one."""
 
 
 @dataclass(frozen=True)
 class KVarN:
-    """Pages of `group_size` tokens. Layers with a sliding window are stored unquantized: they stay short."""
+    """Pages of `group_size` tokens. Layers with a sliding window stay unquantized, since they are short."""
 
     value_bits: int
     group_size: int
 
     @property
     def name(self) -> str:
-        """As vLLM calls it."""
+        """vLLM's name for the format."""
         return f"kvarn_k4v{self.value_bits}_g{self.group_size}"
 
     @property
@@ -51,7 +51,7 @@ class KVarN:
         return self.group_size
 
     def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
-        """On a GPU what was decoded and what a prompt brought is summed by two kernels, in two orders."""
+        """On a GPU, decoding and prefill use kernels that sum in different orders: no `per-token`."""
         return ("tuned", "pin") if device.type == "cuda" else INVARIANCE_MODES
 
     def allocate(

@@ -1,6 +1,6 @@
-"""A step's tokens as KVarN's CPU kernels take them: found once for all layers.
+"""A step's tokens as KVarN's CPU kernels take them, prepared once for all layers.
 
-Not for what is done with them, which is in `kv_kvarn_cpu.py`.
+`cpu.py` runs the kernels.
 """
 
 import itertools
@@ -17,20 +17,20 @@ from ..attention_metadata import AttentionMetadata, HostMetadata, RequestTokens
 from ..cpu import on_host
 
 LEAST_SHARE = 1 << 20
-"""Numbers of keys that a thread is woken for: with their values they take 300 us."""
+"""The least work for another thread, in elements of keys: with their values they take 300 us."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Requests that the decode kernel takes in one call, with tokens of one page each; as it takes them."""
+    """Requests that the decode kernel handles in one call; each one's tokens are of one page."""
 
     table: np.ndarray
     rows: np.ndarray
     starts: np.ndarray
     full: list[tuple[int, int]]
-    """The row and the page of those whose own page is full with them, unless that is their first one."""
+    """Row and page of each request whose current page these tokens fill, unless it is its first page."""
     work: np.ndarray
-    """int64 [R + 1]: tokens that are attended to by those before."""
+    """int64 [R + 1]: the number of tokens that the requests before attend to."""
 
     @classmethod
     def of(cls, host: HostMetadata, requests: slice, starts: np.ndarray, lengths: np.ndarray) -> "Run":
@@ -43,7 +43,7 @@ class Run:
         )
 
     def shares(self, heads: int, dim: int) -> list[tuple[int, int]]:
-        """Units, pairs of a request and a head, for each of as many threads as torch has, or fewer."""
+        """Ranges of units, which are pairs of a request and a head: one range for each thread."""
         threads = 1 + min(torch.get_num_threads() - 1, int(self.work[-1]) * heads * dim // LEAST_SHARE)
         if threads == 1:
             return [(0, heads * len(self.rows))]
@@ -54,17 +54,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """What all layers of a step have in common."""
+    """What is the same in all layers of a step."""
 
     lengths: np.ndarray
     """int64 [T], of each token's context."""
     runs: list[Run]
     prompts: list[tuple[RequestTokens, list[TokenGroup]]]
-    """Chunks, and those of a chunk's tokens that attend together."""
+    """Prefill chunks, each with the groups of its tokens that attend together."""
 
 
 class Steps:
-    """The last step's, made by the first layer that asks."""
+    """The last step, prepared by the first layer that asks."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
@@ -85,7 +85,7 @@ def _step(metadata: AttentionMetadata, query: Tensor) -> Step:
     if metadata.batch_invariance == "tuned":
         prompts = [(chunk, list(_groups(chunk, host.page_size, query))) for chunk in host.requests(decodes)]
     else:
-        # As if they were decoded, since kernels for prompts sum in another order.
+        # As decoded tokens, since prefill kernels sum in another order.
         for index, chunk in enumerate(host.requests(decodes), start=decodes):
             for starts in _within_pages(chunk, host.page_size):
                 runs.append(Run.of(host, slice(index, index + 1), starts, lengths))
@@ -93,7 +93,7 @@ def _step(metadata: AttentionMetadata, query: Tensor) -> Step:
 
 
 def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
-    """int64 [2]: where those of a chunk's tokens begin and end that lie on one page."""
+    """For each page, int64 [2]: where a chunk's tokens of that page begin and end in the step."""
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, (start // size + 1) * size)
@@ -102,7 +102,7 @@ def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
 
 
 def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGroup]:
-    """The tokens of each page; those of the first two together, which both see nothing but what is held."""
+    """The tokens of each page. Those of the first two are one group: both see unquantized tokens only."""
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, max(start // size + 1, 2) * size)

@@ -1,4 +1,4 @@
-"""One layer's KVarN pages and what is held beside them, on either device."""
+"""One layer's KVarN pages and the unquantized tokens of each request, on either device."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from ..layer import KVShape, PoolSize, zeros
 
 @dataclass(frozen=True)
 class KVarNStorage:
-    """One layer's pages, rotated and quantized, and what each request keeps as it is.
+    """One layer's pages, rotated and quantized, and each request's unquantized pages.
 
     pages: a KVarNTile of [pages, H_kv] tiles
-    held:  [rows + 1, 2, 2, H_kv, G, D]: the first page and the one being written, keys and values; the
-           model's dtype, not rotated, so that nothing is for contexts without codes
+    held:  [rows + 1, 2, 2, H_kv, G, D]: the first page and the current page, keys and values. In the model's
+           dtype and not rotated, so that short contexts need no rotation
     """
 
     pages: KVarNTile
