@@ -1,1 +1,1 @@
-"""The embedded continuous-batching engine, over unmodified transformers modules."""
+"""The embedded engine: continuous batching over unmodified transformers modules."""

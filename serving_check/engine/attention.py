@@ -1,6 +1,7 @@
-"""The seam to transformers: an attention implementation that stores and reads paged keys and values.
+"""Paged attention as an attention implementation of transformers.
 
-Not for the arithmetic, which is the KV format's; here a model's layers are found, checked and routed to it.
+Finds a model's attention layers, checks that they are supported, and routes their calls to a KV format, which
+does the arithmetic.
 """
 
 from collections.abc import Mapping
@@ -19,14 +20,14 @@ from ...layouts.kv.layer import KVShape, LayerKV
 IMPLEMENTATION = "scalegate_paged"
 
 LAYER_INDEX = "paged_layer_index"
-"""Buffer of an attention module: its layer's index, int64 [] in host memory."""
+"""Name of an attention module's buffer with its layer index, int64 [] in host memory."""
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 ROPE_THAT_DEPENDS_ON_THE_BATCH = {"dynamic", "longrope"}
 
 HARMLESS_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "dropout", "is_causal", "layer_type"}
-"""What some models pass to their attention function beside its options, and paged attention need not know."""
+"""Arguments that some models pass to their attention function and that paged attention may ignore."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AttentionLayer:
 
 
 class Attention(Protocol):
-    """What a forward pass's attention calls go to."""
+    """Takes the attention calls of a forward pass."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
@@ -55,7 +56,7 @@ def paged_attention_forward(
     paged: Attention | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer; `paged` comes from the call of the model."""
+    """transformers calls this in every attention layer; `paged` is an argument of the call of the model."""
     if paged is None:
         raise RuntimeError(f"{IMPLEMENTATION} attention runs inside an Engine only")
     if attention_mask is not None:
@@ -63,13 +64,13 @@ def paged_attention_forward(
     return paged.attend(module, query, key, value, options), None
 
 
-# No mask function is registered beside it. For an implementation that has none, transformers returns None at
-# once; for one that has a function returning None, it first searches position_ids for packed sequences.
+# No mask function is registered. Without one, transformers returns None at once; with one that returns None,
+# it would first search position_ids for packed sequences.
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
 
 
 class PagedAttention:
-    """The attention of one step: its metadata, over the storage of every layer."""
+    """The attention of one step: its metadata, and the storage of every layer."""
 
     def __init__(
         self,
@@ -100,12 +101,12 @@ class PagedAttention:
 
 
 def token_by_token(tensor: Tensor) -> Tensor:
-    """[B, H, T, D] → [B * T, H, D]: a view of what lies token by token, steps being [B, 1] or [1, T]."""
+    """[B, H, T, D] → [B * T, H, D]; a view, since steps are [B, 1] or [1, T]."""
     return tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
 
 
 class LayerObserver:
-    """Notes what every attention layer is called with, and refuses by name what paged attention cannot do."""
+    """Records the arguments of every attention layer's call, and refuses those that are not supported."""
 
     def __init__(self, architecture: str):
         self.architecture = architecture
@@ -156,7 +157,7 @@ def unsupported(architecture: str, reason: str) -> UserError:
 
 
 def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
-    """How long a request may grow: what was asked, else all that the model knows positions for."""
+    """The longest context of a request: `max_model_len` if given, else the model's own limit."""
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
@@ -176,8 +177,10 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """Switch the model to paged attention, find its layers by running two tokens through it, and tell each
-    its index."""
+    """Switch the model to paged attention, and return its attention layers by index.
+
+    They are found by running two tokens through the model. Each gets a buffer with its index.
+    """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -214,6 +217,6 @@ def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) 
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """One dictionary, or one for each layer type."""
+    """A model has one such dictionary, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]

@@ -1,18 +1,18 @@
-"""The CUDA graph buckets: how many tokens the batches are padded to, for decoding and for mixed batches."""
+"""Buckets for CUDA graphs: the sizes to which decode steps and mixed batches are padded."""
 
 import torch
 
 LARGEST_GRAPH = 1024
-"""Tokens of a mixed batch; from here on kernels take longer than their launches, and no graph is needed."""
+"""Tokens. For larger mixed batches, kernels take longer than their launches, so no graph is needed."""
 
 
 def decode_buckets(
     max_num_seqs: int, device: torch.device, asked: tuple[int, ...] | None = None
 ) -> tuple[int, ...] | None:
-    """Batch sizes that a decode step may have, ascending, up to max_num_seqs; None for all of them.
+    """The batch sizes of decode steps, ascending, up to max_num_seqs; None for every size.
 
-    asked: the user's. Else on CUDA 1, 2, 4, 8 and then every eighth, and on the CPU, where padding is only
-    work, every size.
+    asked: the user's sizes. Without them, on CUDA 1, 2, 4, 8 and then every eighth; on the CPU every size,
+           since padding would only add work
     """
     if asked is None and device.type == "cpu":
         return None
@@ -21,13 +21,13 @@ def decode_buckets(
 
 
 def mixed_buckets(largest: int) -> tuple[int, ...]:
-    """Every 64 tokens up to 640, then every 128, so that little is computed for nothing."""
+    """Every 64 tokens up to 640, then every 128: close enough that padding adds little work."""
     sizes = [*range(64, 641, 64), *range(768, LARGEST_GRAPH + 1, 128)]
     return (*(size for size in sizes if size < largest), *((largest,) if largest <= LARGEST_GRAPH else ()))
 
 
 def mixed_warm_up_buckets(largest: int) -> list[int]:
-    """Every bucket, and of the larger sizes enough to meet all that kernels choose by them."""
+    """Every bucket, and enough larger sizes to run every kernel variant that depends on the size."""
     larger = [LARGEST_GRAPH * halves // 2 << power for power in range(8) for halves in (3, 4)]
     sizes = [*mixed_buckets(largest), *(size for size in larger if size < largest), largest]
     return list(dict.fromkeys(sizes))

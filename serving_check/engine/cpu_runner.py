@@ -1,6 +1,6 @@
-"""The model on the CPU: decoding and prefill in a pass each, steps read where they are staged.
+"""The model runner for the CPU: decoding and prefill in separate passes.
 
-Also the plainest way to run a step, against which the GPU's can be read.
+It is also the plain form of a step, for comparison with `cuda_runner.py`.
 """
 
 import torch
@@ -21,7 +21,7 @@ from .step_input import StepBuffers, StepShape
 
 
 class CpuRunner:
-    """A `ModelRunner` that pads nothing unless told to, since padding is only work there."""
+    """A `ModelRunner` that pads only on request, since padding adds work on a CPU."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class CpuRunner:
         largest_chunk: int,
         batch_invariance: BatchInvariance = "tuned",
     ):
-        """buckets: batch sizes that decode steps are padded to, ascending; None for all.
+        """buckets: batch sizes to which decode steps are padded, ascending; None for no padding
 
-        batch_invariance: where bits are kept, all passes have CPU_ROWS tokens, and buckets play no part
+        batch_invariance: in modes other than `tuned`, every pass has CPU_ROWS tokens, and buckets are ignored
         """
         self.model = model
         self.clock = StepClock(model.device)
@@ -55,14 +55,14 @@ class CpuRunner:
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """Decoding apart from prefill, though `run` would take both at once."""
+        """Decoding and prefill separately, although `run` would take a mixed batch too."""
         if self._keeps_bits:
             return schedule.in_passes(CPU_ROWS)
         apart = (Schedule(schedule.decode, []), Schedule([], schedule.prefill))
         return [batch for batch in apart if batch.num_tokens]
 
     def run(self, batch: Schedule) -> StepResult:
-        """The model's whole work: the tokens are drawn when this returns."""
+        """Synchronous: the tokens are drawn when this returns."""
         sequences, shape = batch.sampled, self._shape(batch)
         step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
         logits = self._forward(step.token_ids, step.attention, step.logits_indices)
@@ -80,10 +80,10 @@ class CpuRunner:
         return []
 
     def warm_up(self, num_tokens: int) -> None:
-        """Nothing is captured."""
+        """Nothing to do: there are no graphs to capture."""
 
     def warm_up_requests(self) -> list[int]:
-        """Every bucket, else the powers of two."""
+        """Every bucket, or the powers of two if there are no buckets."""
         if self.buckets is not None:
             return list(self.buckets)
         return [1 << power for power in range(self._max_requests.bit_length())]
@@ -122,7 +122,7 @@ class CpuRunner:
         return self._buffers.decode_shape(next(bucket for bucket in buckets if bucket >= count))
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Built anew only when the batch is another than in the step before."""
+        """The batch of the previous step if its sequences are the same, else a new one."""
         if self._sampling is None or self._sampling[0] != sequences:
             self._sampling = (sequences, SamplingBatch.of(sequences, self.model.device))
         return self._sampling[1]

@@ -1,9 +1,9 @@
-"""The model on a GPU: mixed batches in one pass, replayed as CUDA graphs; tokens are drawn on the device.
+"""The model runner for GPUs: mixed batches in one pass, as CUDA graphs; tokens are drawn on the device.
 
-A step costs one copy to the device and one launch. The next one can take its tokens from where they were
-drawn, before the host has seen them. In a mixed batch each weight is read once for all: requests decode
-almost for nothing while a prompt is computed. Batches are padded to the bucket of a captured graph, except
-large ones, whose kernels take longer than their launches.
+A step costs one copy to the device and one launch. The next step can read drawn tokens on the device, before
+the host has them. In a mixed batch each weight is read once for all tokens, so decoding costs almost nothing
+beside prefill. Batches are padded to the bucket of a captured graph, except large ones, whose kernels take
+longer than their launches.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ from .step_input import StepBuffers, StepInput, StepShape
 
 
 class CudaRunner:
-    """A `ModelRunner`, and all that stays on the device from step to step."""
+    """A `ModelRunner`, with everything that stays on the device between steps."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class CudaRunner:
         compiled: bool,
         batch_invariance: BatchInvariance = "tuned",
     ):
-        """buckets: batch sizes that decode steps are padded to, ascending. compiled: compile the layers."""
+        """buckets: batch sizes to which decode steps are padded, ascending. compiled: compile the layers."""
         self.model = model
         self.clock = StepClock(model.device)
         rows = len(pool.block_table)
         self.largest = largest_chunk + rows
         self.decode_buckets, self.mixed_buckets = buckets, mixed_buckets(self.largest)
         self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
-        """Each gives logits [L, V] and drawn tokens int64 [L]."""
+        """Each returns logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
         self._forward = Forward(model, layers, pool.layers, as_op=True, batch_invariance=batch_invariance)
         self._compiled = compiled
@@ -65,15 +65,15 @@ class CudaRunner:
         )
         self._sampling = SamplingRows(rows, model.device)
         self._adjustments = LogitAdjustments(model.device)
-        # int64 [rows + 1]: the token drawn last for each row; padding has the last.
+        # int64 [rows + 1]: the token drawn last for each row; the last element is for padding.
         self._last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=model.device)
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """All in one pass over the weights."""
+        """One mixed batch, so that weights are read once."""
         return [schedule] if schedule.num_tokens else []
 
     def run(self, batch: Schedule) -> StepResult:
-        """Launch a graph, or for a large batch its kernels one by one."""
+        """Replay a graph, or launch the kernels one by one for a large batch."""
         self._prepare()
         sequences, shape = batch.sampled, self._shape(batch)
         if self._is_bucket(shape) and shape not in self.graphs:
@@ -103,7 +103,7 @@ class CudaRunner:
         return mixed_warm_up_buckets(self.largest)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Capture the bucket, or where it is none, meet what kernels choose by the number of tokens."""
+        """Capture the bucket; for sizes that are no bucket, run once to compile their kernels."""
         self._prepare()
         shape = self._mixed_shape(num_tokens)
         if self._is_bucket(shape):
@@ -112,11 +112,11 @@ class CudaRunner:
             self._run_padding(shape)
 
     def warm_up_requests(self) -> list[int]:
-        """Every bucket: its graph is captured when it is met."""
+        """Every bucket; its graph is captured when it first runs."""
         return list(self.decode_buckets)
 
     def _shape(self, batch: Schedule) -> StepShape:
-        """Padded to the smallest bucket that the batch fits in, if any."""
+        """The shape of the smallest bucket that the batch fits in, or of the batch itself if none does."""
         count = batch.num_tokens
         if batch.is_scored:
             return self._scored_shape(next((size for size in self.mixed_buckets if size >= count), count))
@@ -128,7 +128,7 @@ class CudaRunner:
         return self._buffers.shape(num_tokens, self._rows, self._rows)
 
     def _scored_shape(self, num_tokens: int) -> StepShape:
-        """With room for logits of prompts; rare, so there is no graph for it."""
+        """With room for prompt logprobs. They are rare, so there is no graph for them."""
         return self._buffers.shape(num_tokens, self._rows, self._rows + MOST_SCORED)
 
     def _is_bucket(self, shape: StepShape) -> bool:
@@ -136,7 +136,7 @@ class CudaRunner:
         return shape.decode_only or has_graph
 
     def _capture(self, shape: StepShape) -> None:
-        """Capture one bucket, on a batch that is all padding, so that nothing is stored."""
+        """Capture one bucket with a batch of padding only, so that nothing is stored."""
         kind = "decode step" if shape.decode_only else "mixed batch"
         report(JitEvent("graph capture", f"{kind} of {shape.num_tokens}"))
         self._buffers.stage([], [], shape)
@@ -145,7 +145,7 @@ class CudaRunner:
         self.graphs.capture(shape, lambda: self._compute(step))
 
     def _compute(self, step: StepInput) -> tuple[Tensor, Tensor]:
-        """Logits and the drawn tokens of what was sent to the device."""
+        """Logits and drawn tokens of the batch that was sent to the device."""
         unknown = self._last_tokens[step.attention.token_rows]
         token_ids = torch.where(step.token_ids >= 0, step.token_ids, unknown)
         logits = self._forward(token_ids, step.attention, step.logits_indices)
@@ -156,9 +156,9 @@ class CudaRunner:
     def _draw_again(
         self, asking: list[int], sequences: list[Sequence], logits: Tensor, positions: Tensor, drawn: Tensor
     ) -> None:
-        """Beside the graph, for those rows of a batch whose requests adjust their logits.
+        """Draw again, outside the graph, for requests that adjust their logits.
 
-        asking: rows of logits [S, V], positions int64 [S] and drawn int64 [S], in which their tokens change
+        asking: their rows in logits [S, V], positions int64 [S], and drawn int64 [S], which changes in place
         """
         indices = to_device(torch.tensor(asking), logits.device)
         rows = to_device(torch.tensor([sequence.row for sequence in sequences]), logits.device)
@@ -175,7 +175,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _meet_draws(self) -> None:
-        """Compile the kernel that draws: for the model's logits, and for adjusted ones, which are float32."""
+        """Compile the sampling kernel for the model's logits and for adjusted ones, which are float32."""
         device = self.model.device
         vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         no_row = torch.full((1,), self._rows, dtype=torch.int64, device=device)
@@ -185,13 +185,13 @@ class CudaRunner:
                 self._sampling.draw(logits, no_row, torch.zeros_like(no_row))
 
     def _prepare(self) -> None:
-        """Once, before anything is captured: compile, and meet the steps that have no graph of their own."""
+        """Once, before any capture: compile the layers, and run the steps that have no graph."""
         if self._prepared:
             return
         self._prepared = True
         if self._compiled:
             triton_settings.settle()
-        # Compiling layers waits for processes, and compiling a kernel for none.
+        # Compiling layers waits for other processes; meanwhile this thread's kernel compiles.
         with ThreadPoolExecutor(1) as thread:
             draws = thread.submit(self._meet_draws)
             if self._compiled:

@@ -1,6 +1,6 @@
-"""Copies between host and device that do not make the host wait for what the device is doing.
+"""Copies between host and device that do not wait for the device's current work.
 
-Not for weights: what is copied is small, and its pinned memory is taken anew for each copy.
+Not for weights: each copy allocates its own pinned memory, so copies should be small.
 """
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Asynchronous: a plain copy to a GPU would first wait for the steps under way."""
+    """Asynchronous: a plain copy to a GPU would first wait for the steps in flight."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class DeviceToHostCopy:
-    """A tensor's values on their way from the device to the host."""
+    """An asynchronous copy of a tensor from the device to the host."""
 
     def __init__(self, tensor: Tensor):
         self._event: torch.cuda.Event | None = None

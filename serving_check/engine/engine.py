@@ -38,7 +38,7 @@ STEPS_REMEMBERED = 1 << 16
 
 @dataclass
 class Counters:
-    """What the engine has done since it was built or warmed up."""
+    """Totals since the engine was built or warmed up."""
 
     steps: int = 0
     waiting_by_step: int = 0
@@ -49,17 +49,17 @@ class Counters:
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A launched batch and the tokens that it draws, until the host has them."""
+    """A launched batch whose drawn tokens are not on the host yet."""
 
     sequences: list[Sequence]
     lengths: list[int]
-    """Of each sequence, its new token counted."""
+    """Length of each sequence, with its new token."""
     tokens: DeviceToHostCopy
     logprobs: dict[int, TokenLogprobs]
 
 
 class Engine:
-    """Continuous batching over one transformers model, which from here on belongs to the engine."""
+    """Continuous batching over one transformers model, which belongs to the engine from now on."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def add_request(self, request_id: str, prompt: Prompt[int], params: SamplingParams) -> None:
-        """Queue a request. What can never be served is refused here, and nothing else is touched."""
+        """Queue a request. UserError, with nothing changed, if it can never be served."""
         if request_id in self._sequences:
             raise ValueError(f"request {request_id!r} is already in the engine")
         tokens = list(prompt)
@@ -137,24 +137,25 @@ class Engine:
         self._counters.prompt_tokens += len(tokens)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, wherever it stands; one that has finished meanwhile is no error."""
+        """Drop a request, waiting or running. It is no error if it has finished meanwhile."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._leave(sequence)
 
     def abort_all(self) -> None:
-        """Forget every request."""
+        """Drop every request."""
         for request_id in list(self._sequences):
             self.abort(request_id)
 
     def recover(self) -> list[str]:
-        """Go on after `step` has raised: who is to blame leaves, the others wait and are computed again.
+        """Continue after `step` has raised: drop the requests to blame, and compute the others again.
 
-        Blamed is the only request in that step without a token yet; were there several, each will be tried
-        again with no other of them; was there none, all that ran. Tokens drawn again are the same ones, since
-        they depend on seed and position only.
+        If one request of the failed step had no token yet, that request is to blame. If there were several,
+        none is dropped now, but each will be tried without the others of them. If there was none, all
+        requests that ran are to blame. Tokens that are drawn again are the same, since they depend only on
+        seed and position.
 
-        Returns the ids of those that left. Raises where the device itself is lost.
+        Returns the ids of the dropped requests. Raises if the device itself has failed.
         """
         if self.runner.model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -178,7 +179,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One step of the model: a token for every decoding request, then a chunk of the waiting prompts."""
+        """One step of the model: a token for every decoding request, and prefill chunks."""
         clock = self.runner.clock
         with clock.step():
             outputs = self._overlapped_step() if self._may_overlap() else self._plain_step()
@@ -190,16 +191,17 @@ class Engine:
         return outputs
 
     def _plain_step(self) -> list[StepOutput]:
-        """Launch a step, and wait for its tokens."""
+        """Launch a step and wait for its tokens."""
         outputs = self._retire()
         self._in_flight += self._launch(self.scheduler.schedule())
         return outputs + self._retire()
 
     def _overlapped_step(self) -> list[StepOutput]:
-        """Launch a step, and only then wait for the tokens of the one before.
+        """Launch a step, and only then wait for the tokens of the step before.
 
-        A request that the one before ended was launched once more: that token is dropped when it retires. Its
-        row and pages may go to others at once, since what they store comes later on the device as well.
+        A request that ended in the step before is launched once more; that extra token is dropped when the
+        launched step retires. Other requests may get its row and pages at once: the device runs steps in
+        order, so they write later.
         """
         launched = self._launch(self.scheduler.schedule())
         outputs = self._retire()
@@ -207,16 +209,17 @@ class Engine:
         return outputs
 
     def _may_overlap(self) -> bool:
-        """While each running request can have another page: none is preempted with a token unknown.
+        """Whether the next step may be launched before the host has the last tokens.
 
-        Nor while one follows a grammar: which token may come next depends on the last one.
+        Only while there is a page for each running request, since none may be preempted while its last token
+        is unknown. And only while no request follows a grammar, which needs the last token for the next one.
         """
         running = self.scheduler.running
         may = self._overlapped and self.pool.free_pages >= len(running)
         return may and not any(sequence.matcher is not None for sequence in running)
 
     def stats(self) -> EngineStats:
-        """A snapshot; running_by_step and compilations start afresh with each."""
+        """A snapshot. Each one starts running_by_step and compilations anew."""
         counters = self._counters
         running_by_step = tuple(counters.running_by_step)
         counters.running_by_step.clear()
@@ -235,9 +238,9 @@ class Engine:
         )
 
     def warm_up(self, progress: bool | None = None) -> None:
-        """Meet every batch size, of decoding and of prompts, before the first request does.
+        """Run every batch size of decoding and prefill once, so that nothing compiles while serving.
 
-        progress: None shows a bar on a terminal, True always, False never.
+        progress: whether to show a bar; None shows it on a terminal only
         """
         greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         longest = max(1, min(self.scheduler.prefill_chunk, self.max_model_len - 1))
@@ -267,7 +270,7 @@ class Engine:
         params: SamplingParams | list[SamplingParams],
         progress: bool | None = False,
     ) -> list[Completion]:
-        """The offline API: all prompts to their ends, answers in the order of the prompts."""
+        """The offline API: run all prompts to their end; completions in the order of the prompts."""
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         names = [f"generate-{index}" for index in range(len(prompts))]
         tokens: dict[str, list[int]] = {name: [] for name in names}
@@ -292,7 +295,7 @@ class Engine:
         ]
 
     def _launch(self, schedule: Schedule) -> list[InFlightStep]:
-        """Start a step: from here on, its sequences are as long as if its tokens were known."""
+        """Launch a step. Its sequences are extended at once, with tokens that are not known yet."""
         launched = []
         self._counters.running_by_step.append(len(schedule.decode))
         for batch in self.runner.batches(schedule):
@@ -307,7 +310,7 @@ class Engine:
         return launched
 
     def _in_flight_step(self, result: StepResult) -> InFlightStep:
-        """Each sequence's next token, unknown on the host until it retires; those it fills up leave."""
+        """Extend each sequence by an unknown token; those that reach their maximum length leave."""
         sequences = result.sequences
         logprobs = token_logprobs(result.logits, result.drawn, sequences, self._keeps_bits)
         for sequence in sequences:
@@ -319,7 +322,7 @@ class Engine:
         return InFlightStep(sequences, lengths_after, DeviceToHostCopy(result.drawn), logprobs)
 
     def _retire(self) -> list[StepOutput]:
-        """Wait for the tokens in flight, and see off the requests they end."""
+        """Wait for the tokens in flight, and finish the requests that they end."""
         outputs = []
         for step in self._in_flight:
             with self.runner.clock.waiting():
@@ -364,7 +367,7 @@ def _build_runner(
 
 
 def _score(chunk: PrefillChunk, logits: Tensor, one_by_one: bool) -> None:
-    """Add the log-probabilities of the prompt's tokens that follow the chunk's scored positions."""
+    """Add the log-probabilities of the prompt tokens that follow the chunk's scored positions."""
     sequence, scored = chunk.sequence, chunk.scored
     if scored:
         followed = sequence.tokens[scored.start + 1 : scored.stop + 1]

@@ -1,7 +1,7 @@
-"""One forward pass of an unmodified transformers model over paged keys and values; compiled on a GPU.
+"""The forward pass of an unmodified transformers model over paged keys and values; compiled on a GPU.
 
-Not for choosing the tokens, nor for CUDA graphs, which capture what runs here. Compiling fuses norms, rotary
-embeddings, activations and residuals; attention and packed products stay the kernels they are, as custom ops.
+Not for drawing tokens, nor for CUDA graphs, which capture this. Compiling fuses norms, rotary embeddings,
+activations and residuals; attention and packed products keep their own kernels, as custom ops.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from .compiling.cross_layer_fusion import fuse_across_layers
 class Forward:
     """The model, and the storage of its attention layers by their index.
 
-    as_op: attention is a custom op, which compiled layers can hold, and a step is one row of tokens, [1, T].
-    Else each layer's storage is called directly, and a decode step is a column, [B, 1].
+    as_op: attention is a custom op, which compiled layers can contain; every step is one row of tokens,
+           [1, T]. Otherwise each layer's storage is called directly, and a decode step is a column, [B, 1]
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Forward:
         as_op: bool,
         batch_invariance: BatchInvariance = "tuned",
     ):
-        """batch_invariance: what layers are compiled to keep."""
+        """batch_invariance: the mode for which layers are compiled."""
         self.model = model
         self.layers = layers
         self.storage = storage
@@ -96,7 +96,7 @@ class Forward:
 
 
 class _NoStorage:
-    """Attention while layers are traced: nothing is stored, nothing attended to."""
+    """Stands for attention while layers are traced: stores nothing and returns zeros."""
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
@@ -106,10 +106,11 @@ _STEP: ContextVar[PagedAttention | _NoStorage] = ContextVar("the step that a for
 
 
 class _AttentionAsOp:
-    """What attention calls go to: an op, which compiled code can hold.
+    """Takes attention calls and passes them to a custom op, which compiled code can contain.
 
-    Layers that are alike share one compilation, and so do engines: the step is found where it runs, and the
-    layer's index comes as a tensor in host memory, which compiled code takes as an input, not as a constant.
+    Layers that are alike share one compilation, even across engines. So the op finds the current step through
+    a context variable, and the layer's index is a tensor in host memory: compiled code treats that as an
+    input, not as a constant.
     """
 
     def attend(
@@ -128,7 +129,7 @@ class _AttentionAsOp:
 _ATTENTION_AS_OP = _AttentionAsOp()
 
 
-# Nothing is declared as mutated: what it writes are pages, which no other op of a compiled layer sees.
+# Nothing is declared as mutated: it writes to pages, which no other op of a compiled layer uses.
 @library.custom_op("scalegate::paged_attention", mutates_args=())
 def _paged_attention(
     layer_index: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None

@@ -1,6 +1,6 @@
-"""Outputs that follow a grammar, by llguidance: which tokens may come next, as one bit each.
+"""Outputs that follow a grammar: llguidance says which tokens may come next, as a bit mask.
 
-llguidance is an extra, loaded when the first request asks for a grammar; without one nothing here runs.
+llguidance is optional. It is loaded when the first request asks for a grammar.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ class Grammars:
         self._prepared: Any = None
 
     def matcher(self, grammar: str) -> "Matcher":
-        """At the beginning of `grammar`, in llguidance's form. UserError where none can be."""
+        """A matcher at the start of `grammar`, in llguidance's form. UserError if it cannot be made."""
         if importlib.util.find_spec("llguidance") is None:
             raise UserError(MISSING)
         if self._tokenizer is None:
@@ -42,15 +42,15 @@ class Grammars:
 
 
 class Matcher:
-    """Where one output stands in its grammar."""
+    """The position of one output in its grammar."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
 
     def fill(self, mask: Tensor) -> None:
-        """mask int32 [ceil(V / 32)], on the CPU: a bit for each token that may come next, lowest first.
+        """Write the tokens that may come next to mask, int32 [ceil(V / 32)] on the CPU, lowest bit first.
 
-        Once the grammar is at its end, the end-of-sequence token alone may come.
+        At the end of the grammar, only the end-of-sequence token may come.
         """
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
 

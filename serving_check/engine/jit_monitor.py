@@ -1,7 +1,7 @@
-"""Notices whatever is compiled or captured once the engine is warm: a pause that some request feels.
+"""Detects compilations and graph captures after warm-up, which delay requests. It does not prevent them.
 
-Not for preventing it. Triton's compilations are told from loads off its disk cache, which pause less; what
-compiles inside Dynamo, as Inductor does, counts as Dynamo's.
+Triton's compilations are told apart from loads of its disk cache, which take less time. Compilations inside
+Dynamo, such as Inductor's, count as Dynamo's.
 """
 
 import functools
@@ -28,29 +28,29 @@ Mode = Literal["off", "warn", "error"]
 
 @dataclass(frozen=True)
 class JitEvent:
-    """One thing that should have happened in warm-up."""
+    """A compilation or capture that should have happened in warm-up."""
 
     kind: Kind
     name: str
-    """The kernel's, or what else says which it was."""
+    """The name of the kernel, function or graph."""
     key: str = ""
-    """What it was compiled for: argument types, constants, and what was specialized on."""
+    """What it was compiled for: argument types, constants, specializations."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}{' for ' + self.key if self.key else ''}"
 
 
 class JitError(RuntimeError):
-    """Raised after a step in which something was compiled, where that is asked for."""
+    """Raised after a step in which something was compiled, in mode `error`."""
 
 
 class JitMonitor:
-    """Records events from `arm` on."""
+    """Records events after `arm`."""
 
     def __init__(self, mode: Mode = "warn"):
         self.mode = mode
         self.events: list[JitEvent] = []
-        """Those that were not taken yet."""
+        """Events since the last `take`."""
         self._last: JitEvent | None = None
 
     def arm(self) -> None:
@@ -72,7 +72,7 @@ class JitMonitor:
         return taken
 
     def check(self) -> None:
-        """Not raised where it happens: a compiler would take it for an error of its own."""
+        """Raise JitError if there was an event. An error raised at once would be the compiler's to handle."""
         if self._last is not None and self.mode == "error":
             raise JitError(f"compiled while serving; {self._last}")
 
@@ -81,19 +81,19 @@ _ARMED: WeakSet[JitMonitor] = WeakSet()
 
 
 def report(event: JitEvent) -> None:
-    """Tell whoever is armed."""
+    """Pass an event to all armed monitors."""
     for monitor in list(_ARMED):
         monitor.notice(event)
 
 
 def _listen() -> None:
-    """Hook into the compilers, once, passing on to a listener that was there before."""
+    """Hook into the compilers, once. A listener that was there before is still called."""
     # Imported here: both take seconds to load, and a server's other process needs only what an event is.
     from torch._dynamo.callback import callback_handler
 
     if _dynamo_compiles not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_dynamo_compiles)
-    # Not imported for it: who serves with numba has its kernels before requests come.
+    # Not imported here: an engine that uses numba has imported it before requests come.
     if "numba" in sys.modules:
         _listen_to_numba()
     if importlib.util.find_spec("triton") is None:
@@ -116,14 +116,16 @@ def _listen_to_numba() -> None:
             report(JitEvent("numba compilation", function.__qualname__, str(event.data["args"])))
 
         def on_end(self, event: Any) -> None:
-            """It has been told."""
+            """Reported at the start already."""
 
     event.register("numba:compile", NumbaListener())
 
 
 def _listen_to(autotuner: Any) -> None:
-    """Triton has no listener for autotuning, which may time kernels without compiling any; but for every key
-    that it does not know yet, it asks which configurations to try."""
+    """Report autotuning, for which Triton has no listener and which may not compile anything.
+
+    Triton asks which configurations to try for every key that it has not seen yet; that call is reported.
+    """
     prune_configs = autotuner.prune_configs
 
     @functools.wraps(prune_configs)
@@ -156,7 +158,7 @@ def _dynamo_compiles(args: Any) -> None:
 
 
 def _function_on_the_stack() -> str:
-    """What Dynamo is about to compile, with its file: its callbacks are not told, but its own frames are."""
+    """The function that Dynamo compiles, with its file, from Dynamo's frames: its callbacks do not get it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_compile" and isinstance(frame.f_locals.get("code"), CodeType):

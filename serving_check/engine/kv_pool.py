@@ -1,6 +1,6 @@
-"""The pool of KV pages: every layer's storage, which pages are free, and each running request's block table.
+"""The pool of KV pages: every layer's storage, the free pages, and the block table of running requests.
 
-Not for deciding who gets pages next; that is the scheduler's.
+Not for deciding which request gets pages next; the scheduler does that.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from .options import EngineOptions
 from .sequence import Sequence
 
 CPU_MEMORY_SHARE = 0.25
-"""Of the memory that is free when the engine is built; pages take none until they are written."""
+"""Of the memory that is free when the engine is built. Pages take no memory until they are written."""
 CUDA_MEMORY_SHARE = 0.8
 """The rest is for activations."""
 
 
 class KVPool:
-    """Pages for every layer alike: page p of each layer belongs to the same request.
+    """Pages for all layers: page p belongs to the same request in every layer.
 
-    Page 0 belongs to nobody: block tables end in it.
+    Page 0 belongs to no request; it fills block tables after a request's last page.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KVPool:
         }
         """Storage by layer index."""
         self.block_table = np.zeros((max_num_seqs, max_pages), np.int32)
-        """Each running request's pages by its row, page 0 past its end."""
+        """The pages of each running request by its row, followed by page 0."""
         self._free_pages = list(range(num_pages, 0, -1))
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -69,12 +69,12 @@ class KVPool:
         return pages_for(length, self.page_size)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give it a row, and pages for all its tokens; the caller has seen that both are there."""
+        """Give it a row, and pages for all its tokens. The caller has checked that both are free."""
         sequence.row = self._free_rows.pop()
         self.grow(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Give it the pages that its tokens need; False, with nothing changed, when there are not enough."""
+        """Give it the pages that its tokens need; False, with nothing changed, if there are not enough."""
         held, needed = len(sequence.pages), pages_for(len(sequence.tokens), self.page_size)
         if needed - held > len(self._free_pages):
             return False
@@ -85,7 +85,7 @@ class KVPool:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take back its row and pages; what was computed in them is lost."""
+        """Take back its row and pages; their content is lost."""
         if sequence.row is None:
             return
         self.block_table[sequence.row] = 0
@@ -125,7 +125,7 @@ def pool_pages(
     max_model_len: int,
     device: torch.device,
 ) -> int:
-    """How many pages the pool gets: what was asked, else what memory allows of max_num_seqs full contexts."""
+    """Pages for kv_cache_tokens if given, else for max_num_seqs full contexts or as many as fit."""
     full_context = pages_for(max_model_len, page_size)
     shapes = [layer.shape for layer in layers.values()]
     page_bytes = sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes)
@@ -157,7 +157,7 @@ def pool_pages(
 def _smaller_pages(
     page_size: int, kv_cache_tokens: int | None, max_model_len: int, device: torch.device
 ) -> str:
-    """The KV formats, if any, whose pages are so much smaller that as many tokens hold a full context."""
+    """Advice to use KV formats with smaller pages, if a full context would fit with them; else empty."""
     sizes = {name: kv_format.page_size(device) for name, kv_format in KV_FORMATS.items()}
     enough = [
         name
@@ -168,7 +168,7 @@ def _smaller_pages(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses at this moment."""
+    """Bytes of the device's memory that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

@@ -1,6 +1,6 @@
-"""Running the model on one step's batches, and drawing their tokens: what the engine asks of a runner.
+"""What a model runner is: it runs the model on the batches of a step and draws their tokens.
 
-Not for choosing the tokens of the step. `cpu_runner.py` is the plain one, `cuda_runner.py` the one for GPUs.
+The scheduler chooses the batches. `cpu_runner.py` is the plain runner, `cuda_runner.py` the one for GPUs.
 """
 
 from dataclasses import dataclass, field
@@ -16,35 +16,35 @@ from .step_clock import StepClock
 
 @dataclass(frozen=True)
 class StepResult:
-    """A batch's next tokens; good until another batch is run."""
+    """A batch's next tokens; valid until the next batch runs."""
 
     sequences: list[Sequence]
-    """Those that a token is drawn for, S of them."""
+    """The S sequences for which a token is drawn."""
     logits: Tensor
     """[S, V]."""
     drawn: Tensor
     """int64 [S]."""
     scored: list[tuple[PrefillChunk, Tensor]] = field(default_factory=list)
-    """Chunks of prompts whose logprobs are wanted, each with the logits of its scored positions."""
+    """Prefill chunks with prompt logprobs, each with the logits of its scored positions."""
 
 
 class ModelRunner(Protocol):
-    """The model, the storage that its attention writes to, and what stays on the device between steps."""
+    """The model, the storage of its attention, and the state that stays on the device between steps."""
 
     model: PreTrainedModel
     clock: StepClock
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """How the step is computed: as one mixed batch, or as several, one after another."""
+        """The batches of a step: one mixed batch, or several that run one after another."""
 
     def run(self, batch: Schedule) -> StepResult:
-        """Launch one batch; sequences are not changed."""
+        """Launch one batch. It does not change the sequences."""
 
     def warm_up_tokens(self) -> list[int]:
-        """Tokens of the mixed batches that `warm_up` has to meet."""
+        """The sizes in tokens for which the engine must call `warm_up`."""
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a mixed batch of so many tokens, all padding."""
+        """Run a mixed batch of so many tokens, all of them padding."""
 
     def warm_up_requests(self) -> list[int]:
-        """Numbers of requests that have to decode together once before the first request is served."""
+        """The batch sizes of decode steps that must run once before the first request is served."""

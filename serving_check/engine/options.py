@@ -1,7 +1,7 @@
-"""Every option of an engine, said once.
+"""Every option of an engine, defined once.
 
-The command line of `serve`, `validate` and `release`, the words that a server is started with, the Python
-signatures and the verdict's record are made from these fields: an option is added here and nowhere else.
+The command lines of `serve`, `validate` and `release`, the arguments of a server's process, the Python
+signatures and the verdict's record are all made from these fields: a new option is added here only.
 """
 
 from collections.abc import Iterable
@@ -14,18 +14,18 @@ from .jit_monitor import Mode
 
 AUTO, UNQUANTIZED = "auto", "unquantized"
 SIZED = ("max_num_seqs", "max_model_len", "kv_cache_tokens")
-"""What `validate` and `release` work out from the workload where it is not given."""
+"""Options that `validate` and `release` derive from the workload unless they are given."""
 ARTIFACT_ONLY = ("layout", "kv_cache_dtype", "batch_invariance")
-"""What `validate` tries on the artifact; its baseline keeps its own."""
+"""Options that `validate` applies to the artifact and not to its baseline."""
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 
 CPU_CHUNK, CUDA_CHUNK = 2048, 8192
-"""Prompt tokens in a step that no decoding request waits for."""
+"""Prompt tokens in a step without decoding requests."""
 CPU_CHUNK_WHILE_DECODING, CUDA_CHUNK_WHILE_DECODING = 512, 256
-"""On a GPU about as much work as decoding for a full batch, so that a step takes about twice as long."""
+"""On a GPU about as much work as decoding a full batch, so that prefill about doubles a step's time."""
 
 
-# The registries bring torch along, which takes seconds: they are imported when a choice is looked at.
+# The registries import torch, which takes seconds, so they are imported only when choices are needed.
 def _layouts() -> Iterable[str]:
     from ...layouts.packing.all_layouts import LAYOUTS
 
@@ -40,7 +40,7 @@ def _kv_formats() -> Iterable[str]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is built with. UserError where a value is none that it can have."""
+    """The options of an engine. UserError for an illegal value."""
 
     device: str = option(AUTO, "auto, cpu, cuda or cuda:N.")
     dtype: str = option(
@@ -94,11 +94,11 @@ class EngineOptions:
 
     @property
     def kv_format(self) -> str:
-        """The name in `KV_FORMATS`; where nobody has asked a checkpoint, auto is unquantized."""
+        """The name in `KV_FORMATS`. `auto` is unquantized, unless a checkpoint has replaced it before."""
         return UNQUANTIZED if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:
-        """Prompt tokens in a step, and in a step in which requests decode."""
+        """The most prompt tokens in a step without decoding requests, and in a step with them."""
         chunk, while_decoding = CPU_CHUNK, CPU_CHUNK_WHILE_DECODING
         if on_gpu:
             chunk, while_decoding = CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING

@@ -1,7 +1,7 @@
-"""Products of a model that nothing computes to the same bits: batch-invariant serving refuses them by name.
+"""Finds products of a model that are not batch-invariant, so that batch-invariant serving can refuse them.
 
-A GPU's libraries choose an algorithm by the number of rows. Linear layers and experts are in layouts that
-keep bits, and compiled layers give ours to routers; whatever else multiplies is found by running it.
+A GPU's libraries choose an algorithm by the number of rows. Linear layers and experts use batch-invariant
+layouts, and compiled layers use our product for routers; all other products are found by running the model.
 """
 
 from typing import Any
@@ -63,22 +63,22 @@ class _ProductObserver(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _gets_ours(self, func: Any, args: tuple, parents: set[str]) -> bool:
-        """Whether it is in a compiled layer, whose pass puts our product in its place."""
+        """Whether it is in a compiled layer, where a graph pass replaces it by our product."""
         place = own_product_pass.WEIGHT_AT.get(func.overloadpacket)
         served = place is not None and own_product_pass.serves(func.overloadpacket, args[place])
         return served and bool(parents & self._compiled)
 
 
 def _is_exact(args: tuple) -> bool:
-    """One column times one row, as rotary embeddings make it: nothing is summed, so no order can change."""
+    """One column times one row, as in rotary embeddings: nothing is summed, so the order cannot matter."""
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     return len(tensors) >= 2 and tensors[-2].shape[-1] == 1
 
 
 def other_products(model: PreTrainedModel) -> list[str]:
-    """`model.layers.0.mlp.gate (mm)` for each, in the order in which two tokens meet them.
+    """Names such as `model.layers.0.mlp.gate (mm)`, in the order of the forward pass.
 
-    The model is one that paged attention serves, its linear layers packed.
+    The model must be prepared: paged attention, linear layers packed.
     """
     observer = _ProductObserver(model)
     with observer.tracker, observer:

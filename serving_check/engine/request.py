@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it; plain data, picklable, no tensors."""
+"""The engine's inputs and outputs, as plain data: picklable, no tensors."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,15 +9,15 @@ from .jit_monitor import JitEvent
 FinishReason = Literal["stop", "length", "abort"]
 
 LEAST_TEMPERATURE = 1e-5
-"""Anything below is greedy: divided by it, logits would leave float32 (vLLM draws the same line)."""
+"""Lower temperatures are greedy: logits divided by them could overflow float32. The same limit as vLLM's."""
 MOST_TEMPERATURE = 100.0
 MOST_TOKENS = 2**31 - 1
-"""Of max_tokens and top_k, which kernels read as whole numbers of fixed width."""
+"""Of max_tokens and top_k, which kernels read as integers of fixed width."""
 LEAST_TOP_P = 1e-6
-"""Less than any float32 sum of probabilities can tell from nothing."""
+"""Sums of probabilities in float32 are not accurate enough for less."""
 MOST_STOP_TOKEN_IDS = 1024
 MOST_PENALTY = 2.0
-"""Of presence and frequency, either way, as OpenAI has it."""
+"""Of presence and frequency, in both directions, as in OpenAI's API."""
 REPETITION_PENALTIES = (0.01, 100.0)
 MOST_BIAS = 100.0
 MOST_BIASED_TOKENS = 1024
@@ -26,13 +26,13 @@ SEEDS = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn. Temperature 0 is greedy, and so is one below LEAST_TEMPERATURE.
+    """How one request's tokens are drawn. Temperature 0 is greedy, as is any below LEAST_TEMPERATURE.
 
-    UserError for a value outside its bounds: what is in here, every step can compute with.
+    UserError for a value outside its bounds, so that later steps need not check values again.
     """
 
     max_tokens: int = 16
-    """0 draws none, where only the prompt is of interest."""
+    """0 draws none, for requests that only want logprobs of the prompt."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -40,23 +40,23 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
-    """None for none; otherwise the drawn token's log-probability and the k most likely tokens'."""
+    """None for none; k for the log-probabilities of the drawn token and of the k most likely ones."""
     prompt_logprobs: int | None = None
     """The same for every token of the prompt but the first."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that the output has."""
+    """Subtracted from the logit of each token that occurs in the output."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit as often as the output has it."""
+    """Subtracted from a token's logit once for each of its occurrences in the output."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Tokens, and what is added to their logits."""
+    """Tokens, each with a number that is added to its logit."""
     min_tokens: int = 0
-    """Until then, no token that would end the output is drawn."""
+    """Before the output has so many tokens, none that would end it is drawn."""
     grammar: str | None = None
-    """What the output has to follow, in llguidance's form."""
+    """A grammar that the output must follow, in llguidance's form."""
 
     def __post_init__(self) -> None:
         _require_whole("max_tokens", self.max_tokens, 0, MOST_TOKENS)
@@ -94,12 +94,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether its logits depend on the tokens before."""
+        """Whether its logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether its tokens are drawn from other logits than the model's."""
+        """Whether its tokens are drawn from logits that differ from the model's."""
         is_limited = self.min_tokens > 0 or self.grammar is not None
         return is_limited or self.has_penalties or bool(self.logit_bias)
 
@@ -116,29 +116,29 @@ def _require_number(name: str, value: object, least: float, most: float) -> None
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities (nats) at one position: the token's there, and the most likely ones', best first."""
+    """Log-probabilities (nats) at one position: of its token, and of the most likely tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
-    """1 for the most likely token; known for tokens of prompts."""
+    """The token's rank, 1 for the most likely; only for tokens of prompts."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one engine step gave one request."""
+    """The output of one engine step for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """With the first output of a request that asks for them: of its prompt's tokens from the second on."""
+    """Of the prompt's tokens from the second on; in the first output of a request that asks for them."""
 
 
 @dataclass(frozen=True)
 class EngineCapacity:
-    """What an engine holds and can hold, fixed when it is built."""
+    """The limits of an engine, fixed when it is built."""
 
     max_num_seqs: int
     """The most requests that decode together."""
@@ -147,9 +147,9 @@ class EngineCapacity:
     """Tokens a page holds."""
     kv_cache_dtype: str = "unquantized"
     packed_layers: dict[str, int] = field(default_factory=dict)
-    """Packed linears of the model by layout and shape, as `swap_ab 4096x4096`."""
+    """The number of packed weights by layout and shape, by names such as `swap_ab 4096x4096`."""
     device: str = ""
-    """The model of the GPU or CPU, as layout plans name it."""
+    """The model of the GPU or CPU, as named in layout plans."""
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -161,18 +161,18 @@ class StepTimes:
     """Where the engine's time went, in seconds since warm-up."""
 
     step_seconds: float = 0.0
-    """In steps, from the beginning of each to its end."""
+    """In steps, each from its beginning to its end."""
     host_seconds: float = 0.0
-    """Of these, all but waiting for the GPU; on a CPU, all but the model's own work."""
+    """In steps, without waiting for the GPU or, on a CPU, without running the model."""
     device_busy_seconds: float | None = None
-    """From the start to the end of each launched piece of work; None without a GPU."""
+    """From the start to the end of each launch on the device; None without a GPU."""
     device_idle_seconds: float | None = None
-    """Between two such pieces, while there were requests to serve."""
+    """Between two launches, while there were requests to serve."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """One snapshot, under the names the report and `/metrics` use."""
+    """A snapshot, with the names used in the report and in `/metrics`."""
 
     running: int
     waiting: int
@@ -184,8 +184,8 @@ class EngineStats:
     steps: int
     times: StepTimes = field(default_factory=StepTimes)
     waiting_by_step: int = 0
-    """Requests that waited, summed over all steps: divided by `steps`, how many waited on average."""
+    """Waiting requests, summed over all steps. Divided by `steps`, it is their mean number."""
     running_by_step: tuple[int, ...] = field(default=())
-    """How many requests decoded in each step since the last snapshot: what M really was."""
+    """The number of decoding requests in each step since the last snapshot: the actual M."""
     compilations: tuple[JitEvent, ...] = field(default=())
-    """What was compiled since the last snapshot, though warm-up was over."""
+    """Compilations since the last snapshot, after warm-up."""

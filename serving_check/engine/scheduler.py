@@ -1,4 +1,4 @@
-"""Who computes what in the next step: admission, chunked prefill, growth, preemption. No tensors here."""
+"""Schedules the next step: admission, chunked prefill, growth, preemption. No tensors here."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -20,16 +20,16 @@ class PrefillChunk:
     start: int
     count: int
     is_replay: bool = False
-    """One token that it had decoded before it was preempted, and that is decoded again."""
+    """A token that was decoded before a preemption, and is now decoded again."""
 
     @property
     def completes(self) -> bool:
-        """Whether the sequence's last token is among them, so that the next one can be drawn."""
+        """Whether the chunk ends with the sequence's last token, so that the next one can be drawn."""
         return self.start + self.count == self.sequence.length
 
     @property
     def scored(self) -> range:
-        """Positions whose logits tell how likely the prompt's next token is, where that is wanted."""
+        """Positions whose logits give prompt logprobs; empty unless the request asks for them."""
         if not self.sequence.is_scored:
             return range(0)
         first = max(self.start, len(self.sequence.prompt_logprobs))
@@ -38,7 +38,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step: a mixed batch, or one of decoding requests or prefill chunks alone."""
+    """The work of one step: decoding requests, prefill chunks, or both (a mixed batch)."""
 
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
@@ -50,11 +50,11 @@ class Schedule:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Those that a token is drawn for: decoding ones, then prompts that end in this step."""
+        """Sequences for which a token is drawn: decoding ones, then those whose prefill ends here."""
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
     def in_passes(self, tokens: int) -> "list[Schedule]":
-        """The same in passes of at most `tokens`: decoding requests, then prompts, cut where one is full."""
+        """The same work in passes of at most `tokens`: decoding first, then prefill chunks, cut to fit."""
         passes = [Schedule(self.decode[at], []) for at in row_tiles(len(self.decode), tokens)]
         room = 0
         for chunk in self.prefill:
@@ -70,13 +70,13 @@ class Schedule:
 
     @property
     def is_scored(self) -> bool:
-        """Whether logits of prompts are wanted, besides those that tokens are drawn from."""
+        """Whether a request asks for prompt logprobs, which need further logits."""
         return any(chunk.sequence.is_scored for chunk in self.prefill)
 
     def rows_of_logits(self) -> tuple[list[int], list[slice]]:
-        """Where a step's logits are, [L, V]: the row of each sampled sequence, the scored rows of each chunk.
+        """Rows of a step's logits [L, V]: one per sampled sequence, and a slice of scored rows per chunk.
 
-        Decoding requests have the first rows; then come, chunk by chunk, the scored ones and the last one.
+        Decoding requests come first. Each chunk follows with its scored rows, then the row of its last token.
         """
         sampled, scored, row = list(range(len(self.decode))), [], len(self.decode)
         for chunk in self.prefill:
@@ -89,19 +89,20 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served. Every running request has a row and pages for all its tokens.
+    """First come, first served. Every running request has a row, and pages for all its tokens.
 
-    When the pool is full, the request admitted last gives its pages back and waits, first in line, to be
-    computed again; the one admitted first always goes on, and the pool holds one full context: all finish.
+    When the pool is full, the request admitted last is preempted: it loses its pages and waits, first in
+    line, to be computed again. The request admitted first is never preempted, and the pool holds at least one
+    full context, so all requests finish.
 
-    Where bits are pinned on a GPU, what a preempted request had decoded is decoded again, a token in a step:
-    as part of its prompt another kernel would compute it, to other bits.
+    With `pin` on a GPU, tokens that a preempted request had decoded are decoded again, one in a step. Prefill
+    uses another kernel, which would give other bits.
 
-    After a step that failed, those without a token yet are suspects: each is tried with no other newcomer.
+    After a failed step, requests without a token are suspects: each is tried without other such requests.
     """
 
     def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int, replays: bool = False):
-        """replays: decode again what was decoded before a preemption."""
+        """replays: after a preemption, decode again what had been decoded, instead of prefilling it."""
         self.pool = pool
         self.replays = replays
         self.prefill_chunk = prefill_chunk
@@ -111,7 +112,7 @@ class Scheduler:
         """In the order they were admitted."""
         self.preemptions = 0
         self.suspects = 0
-        """How many of those that wait or run are suspects."""
+        """How many waiting and running sequences are suspects."""
 
     @property
     def has_work(self) -> bool:
@@ -130,13 +131,13 @@ class Scheduler:
         return Schedule(decode, self._prefill_chunks(prefilling, budget))
 
     def remove(self, sequence: Sequence) -> None:
-        """Finished or aborted: its row and pages are free at once."""
+        """Remove a finished or aborted sequence; its row and pages are free at once."""
         (self.running if sequence.row is not None else self.waiting).remove(sequence)
         self.pool.release(sequence)
         self.suspects -= sequence.is_suspect
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Begin again after a step that failed: these wait, in their order, and nothing else does or runs."""
+        """Start again after a failed step: only these sequences wait, in this order, and none runs."""
         for sequence in self.running:
             self.pool.release(sequence)
         self.running = []
@@ -144,7 +145,7 @@ class Scheduler:
         self.suspects = sum(sequence.is_suspect for sequence in self.waiting)
 
     def _grow_or_preempt(self) -> None:
-        """Give each decoding sequence room for its last token, taking from those admitted after it."""
+        """Give each decoding sequence a page for its last token, preempting later ones if necessary."""
         index = 0
         while index < len(self.running):
             while not self.pool.grow(self.running[index]):
@@ -153,7 +154,7 @@ class Scheduler:
             index += 1
 
     def _preempt_last(self) -> int:
-        """Send the sequence admitted last back to wait; the place it had in the order."""
+        """Preempt the sequence admitted last; returns its index among the running ones."""
         victim = self.running.pop()
         self.pool.release(victim)
         self.waiting.appendleft(victim)
@@ -161,8 +162,7 @@ class Scheduler:
         return len(self.running)
 
     def _prefill_chunks(self, prefilling: list[Sequence], budget: int) -> list[PrefillChunk]:
-        """Tokens to decode again; then up to `budget` prompt tokens: of those running first, then of those
-        that can be admitted."""
+        """Replays, then up to `budget` prompt tokens: of running sequences, then of newly admitted ones."""
         replaying = [sequence for sequence in prefilling if self._is_replaying(sequence)]
         chunks = [PrefillChunk(sequence, sequence.num_computed, 1, is_replay=True) for sequence in replaying]
         scored = MOST_SCORED
@@ -188,14 +188,14 @@ class Scheduler:
         return self.replays and sequence.num_prompt <= sequence.num_computed < sequence.length - 1
 
     def _chunk(self, sequence: Sequence, budget: int, scored: int) -> PrefillChunk:
-        """At most `budget` tokens; at most `scored` where their logits are wanted."""
+        """At most `budget` tokens, and at most `scored` if the request asks for prompt logprobs."""
         start = sequence.num_computed
         most = min(budget, scored) if sequence.is_scored else budget
         end = sequence.num_prompt if self.replays else sequence.length
         return PrefillChunk(sequence, start, min(most, end - start))
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        """Room for all its tokens, and a page for each running one that may grow, lest it preempt at once."""
+        """Whether all its tokens have room, and each running sequence that may grow has another page."""
         if self.suspects and self._must_wait_for_another(sequence):
             return False
         growing = sum(len(other.pages) < self.pool.pages_for(other.max_len) for other in self.running)
@@ -203,6 +203,6 @@ class Scheduler:
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
 
     def _must_wait_for_another(self, sequence: Sequence) -> bool:
-        """Whether it and a running one, one of them a suspect, are both without a token yet."""
+        """Whether it and a running sequence both have no token yet, and at least one of them is a suspect."""
         unproven = [each for each in self.running if not each.is_proven]
         return not sequence.is_proven and any(other.is_suspect or sequence.is_suspect for other in unproven)

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens so far, and where it stands."""
+"""A request's state in the engine: its tokens so far, and its progress."""
 
 from dataclasses import dataclass, field
 
@@ -6,13 +6,13 @@ from .grammar import Matcher
 from .request import FinishReason, SamplingParams, TokenLogprobs
 
 UNKNOWN = -1
-"""Stands for a token that is drawn but not yet on the host."""
+"""Placeholder for a token that is drawn but not on the host yet."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request. It waits while it has no row, prefills until all its tokens but the last are computed, then
-    decodes; preempted, it waits again and recomputes prompt and output alike."""
+    """A request's state. It waits while it has no row, prefills until all tokens but the last are computed,
+    and then decodes. If preempted, it waits again, and its prompt and output so far are computed again."""
 
     request_id: str
     tokens: list[int]
@@ -20,24 +20,24 @@ class Sequence:
     num_prompt: int
     params: SamplingParams
     seed: int
-    """params.seed, or one drawn for this request: tokens depend on it and the position only."""
+    """params.seed, or a random one. The drawn tokens depend only on it and on their positions."""
     max_len: int
-    """Length at which it ends, whatever it says."""
+    """The length at which it ends in any case."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end it: the model's, unless they are ignored, and its own."""
+    """Tokens that end it: the model's, unless ignored, and the request's own."""
     matcher: Matcher | None = None
-    """Where its output stands in the grammar that it follows, as far as the host knows its tokens."""
+    """The position of its output in its grammar, as far as the host knows its tokens."""
     num_computed: int = 0
     """Tokens whose keys and values are in the pool."""
     has_left: bool = False
-    """Out of the scheduler: finished, aborted, or its last token is under way."""
+    """Whether it has left the scheduler: finished, aborted, or its last token is in flight."""
     row: int | None = None
     """Its row in the block table."""
     pages: list[int] = field(default_factory=list)
     is_suspect: bool = False
-    """It was in a step that failed, before it had a token: it is tried again with no other such one."""
+    """Whether it was in a failed step before it had a token. It is tried again without other suspects."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, as far as it is computed."""
+    """Of the prompt's tokens from the second on, as far as they are computed."""
     adjusts_logits: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,18 +58,18 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether logprobs of its prompt are still wanted."""
+        """Whether some of its prompt logprobs are still to be computed."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def scores(self) -> tuple[TokenLogprobs, ...] | None:
-        """The prompt's logprobs, where they are wanted."""
+        """The prompt's logprobs; None if the request does not ask for them."""
         return None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
 
     @property
     def is_prefilling(self) -> bool:
-        """Its prompt's last token is the prompt's work also where it is the only one left."""
+        """The last token of a prompt is prefilled even if it is the only one left."""
         return self.num_computed < max(self.num_prompt, len(self.tokens) - 1)
 
     def finish_reason(self, length: int) -> FinishReason | None:
@@ -81,7 +81,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the offline API gives for one prompt."""
+    """The offline API's result for one prompt."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]

@@ -1,6 +1,6 @@
-"""Where an engine's time goes: its steps', the host's share of them, and the device's pauses between them.
+"""Where an engine's time goes: in steps, in the host's part of steps, and in idle time of the device.
 
-Not for what happens inside the device's work: gaps between two kernels of one launch count as busy.
+Gaps between two kernels of one launch count as busy.
 """
 
 import time
@@ -14,10 +14,9 @@ from .request import StepTimes
 
 
 class StepClock:
-    """Sums since `reset`. On a GPU it costs two events a launch; nothing ever waits for it.
+    """Sums since `reset`. On a GPU it records two events for each launch, and never waits for them.
 
-    The host's share is what remains of a step without `away`: waiting for the GPU, or on a CPU the model's
-    own work, which happens on the host there.
+    The host's part of a step is its time without waiting for the GPU or, on a CPU, without running the model.
     """
 
     def __init__(self, device: torch.device):
@@ -45,7 +44,7 @@ class StepClock:
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """Around the launch of work, which on a CPU is the work."""
+        """Around a launch; on a CPU, that is the model's work itself."""
         if self._device is None:
             with self.waiting():
                 yield
@@ -54,12 +53,12 @@ class StepClock:
         self._device.ends()
 
     def device_starts(self) -> None:
-        """Just before the first operation of a launch, whatever the host has prepared before."""
+        """Called just before the first operation of a launch, after the host's preparations."""
         if self._device is not None:
             self._device.starts()
 
     def rest(self) -> None:
-        """No work is left: until there is some, an idle device is nobody's fault."""
+        """Called when no work is left: until there is some again, the device does not count as idle."""
         if self._device is not None:
             self._device.rest()
 
@@ -72,7 +71,7 @@ class StepClock:
 
 
 class _DeviceClock:
-    """Spans of work on the current stream, read once they have passed."""
+    """Times launches on the current stream with pairs of events, which are read once they have completed."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0

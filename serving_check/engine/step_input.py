@@ -1,13 +1,13 @@
-"""Staging a step: which tokens the model computes, and where they lie, in arrays that CPU and GPU share.
+"""Stages a step: the arrays that say which tokens the model computes, and where keys and values are stored.
 
-Decode-only, prefill-only and mixed batches are filled the same way. On the CPU the model reads the arrays
-where they were filled. On a GPU they lie in pinned memory, and one copy takes them to static addresses, which
-CUDA graphs read; two such steps can be staged, so that the host need not wait for the copy of the last one.
+Decode-only, prefill-only and mixed batches are staged in the same way. On the CPU the model reads the staged
+arrays. On a GPU they are in pinned memory, and one copy takes them to static addresses, where CUDA graphs
+read them. Two steps can be staged, so that the host need not wait for the copy of the previous one.
 
     | padding | arrays of this step's shape | block table: int32 [rows of the pool, W], then unused rows |
               ^ first byte                  ^ always at the same address
 
-What is copied runs from the first byte of a shape's arrays to the end of the block table's rows in use.
+A copy goes from the first byte of a shape's arrays to the end of the block table's used rows.
 """
 
 import functools
@@ -26,39 +26,39 @@ from .scheduler import MOST_SCORED, PrefillChunk
 from .sequence import Sequence
 
 ALIGNMENT = 16
-"""Bytes: what kernels are compiled for must hold in every shape."""
+"""In bytes. Compiled kernels assume it for every array of every shape."""
 SHAPES_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step's arrays are sized for; a CUDA graph is captured for one such shape."""
+    """The sizes of a step's arrays. A CUDA graph is captured for each shape."""
 
     num_tokens: int
     """T, padding included."""
     num_requests: int
     """R."""
     num_logits: int
-    """L: tokens whose logits are computed."""
+    """L: the number of tokens whose logits are computed."""
     num_tiles: int = 0
     """N: tiles of prefill attention."""
     decode_only: bool = False
-    """Then T = R = L, and arrays that say the same are one."""
+    """If so, T = R = L, and arrays with equal content share memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """What the model and the sampler read in one step."""
+    """The inputs of the model and the sampler in one step."""
 
     token_ids: Tensor
-    """int64 [T]; negative where the token is not on the host yet: the last one drawn for the token's row."""
+    """int64 [T]; negative if the token is not on the host yet. It is then the last one drawn for its row."""
     attention: AttentionMetadata
     logits_indices: Tensor | None
     """int64 [L]: tokens whose logits are computed; None for all."""
     sample_rows: Tensor
-    """int64 [L]: the row of the request that each is for; `max_requests` for none."""
+    """int64 [L]: the row of each one's request; `max_requests` if it is for none."""
     sample_positions: Tensor
-    """int64 [L], of the tokens to be drawn."""
+    """int64 [L]: the positions of the tokens to be drawn."""
 
 
 A = TypeVar("A")
@@ -66,7 +66,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, eq=False)
 class _Arrays(Generic[A]):
-    """One shape's arrays, numpy's or torch's; fields as in StepInput and AttentionMetadata."""
+    """The arrays of one shape, numpy's or torch's, with fields as in StepInput and AttentionMetadata."""
 
     token_ids: A
     positions: A
@@ -84,7 +84,7 @@ class _Arrays(Generic[A]):
 
 
 def _sizes(shape: StepShape) -> dict[str, tuple[str, int]]:
-    """dtype and elements of each array that a step of this shape has of its own."""
+    """dtype and number of elements of each array in the memory of this shape."""
     tokens, requests, logits = shape.num_tokens, shape.num_requests, shape.num_logits
     sizes = dict.fromkeys(("token_ids", "positions", "slot_mapping", "token_rows"), ("int64", tokens))
     sizes |= {"sample_positions": ("int64", logits), "seq_lens": ("int32", requests)}
@@ -96,12 +96,12 @@ def _sizes(shape: StepShape) -> dict[str, tuple[str, int]]:
 
 
 def _num_bytes(dtype: str, count: int) -> int:
-    """Rounded up, so that the next array is aligned too."""
+    """Bytes of an array, rounded up so that the next one is aligned."""
     return -(-count * int(dtype[3:]) // 8 // ALIGNMENT) * ALIGNMENT
 
 
 class StepBuffers:
-    """The memory that steps are staged in, for at most `max_tokens` tokens and as many requests as rows."""
+    """Memory for staging steps of at most `max_tokens` tokens, and of as many requests as there are rows."""
 
     def __init__(
         self,
@@ -112,15 +112,17 @@ class StepBuffers:
         static: bool,
         batch_invariance: BatchInvariance = "tuned",
     ):
-        """block_table: int32 [rows, W], the pool's. static: steps are copied to static addresses on `device`,
-        for kernels; else they are used where they are staged. batch_invariance: what attention is to keep."""
+        """block_table:      int32 [rows, W], the pool's
+        static:           copy steps to static addresses on `device`; otherwise they are read in place
+        batch_invariance: the mode of attention
+        """
         self._batch_invariance = batch_invariance
         self.pool_table = block_table
         self.page_size = page_size
         self.static = static
         rows, width = block_table.shape
         self.no_row = rows
-        """The row of what only pads a batch."""
+        """The row of padding."""
         self._row_bytes = 4 * width
         decode, mixed = self.decode_shape(rows), self.shape(max_tokens, rows, rows + MOST_SCORED)
         self._table_at = max(
@@ -140,12 +142,12 @@ class StepBuffers:
         self._on_device = remembered(self._carve_device)
 
     def decode_shape(self, num_requests: int) -> StepShape:
-        """One query token for each request."""
+        """The shape of a decode-only batch: one query token for each request."""
         return StepShape(num_requests, num_requests, num_requests, decode_only=True)
 
     def shape(self, num_tokens: int, num_requests: int, num_logits: int) -> StepShape:
-        """Any batch."""
-        # Each chunk, and the padding, may end in a tile not full.
+        """The shape of any other batch."""
+        # Each chunk, and the padding, may end in a partly filled tile.
         tiles = num_tokens // TILE + min(num_tokens, num_requests) + 1 if self.static else 0
         return StepShape(num_tokens, num_requests, num_logits, tiles)
 
@@ -183,19 +185,19 @@ class StepBuffers:
         )
 
     def send(self, shape: StepShape, num_requests: int) -> None:
-        """Copy what was staged last to the device; `num_requests` of its requests are no padding."""
+        """Copy the step staged last to the device; `num_requests` does not count padding."""
         if not self.static:
             return
-        # One run of bytes: only a contiguous copy does not make the host wait.
+        # One contiguous range: any other copy would make the host wait.
         first = self._first_byte(shape)
         last = self._table_at + num_requests * self._row_bytes
         self._device[first:last].copy_(self._staging[self._turn][first:last], non_blocking=True)
         self._copied[self._turn].record()
 
     def input(self, shape: StepShape, host: HostMetadata | None) -> StepInput:
-        """What the device has once the step is sent.
+        """The inputs on the device, as they are once the step is sent.
 
-        host: what was staged; None for a CUDA graph to capture
+        host: the staged metadata; None for a capture
         """
         arrays = self._on_device(shape)
         metadata = AttentionMetadata(
@@ -241,7 +243,7 @@ class StepBuffers:
     def _stage_chunks(
         self, arrays: _Arrays[np.ndarray], decodes: int, prefill: Rows[PrefillChunk]
     ) -> tuple[int, int]:
-        """After the decoding requests; how many tokens there are then, and how many that want logits."""
+        """Stage chunks after the decoding requests; returns how many tokens and logits there are then."""
         tokens, logits, page_size = decodes, decodes, self.page_size
         for index, chunk in enumerate(prefill, decodes):
             row, end = chunk.sequence.row, chunk.start + chunk.count
@@ -278,7 +280,7 @@ class StepBuffers:
     def _pad(
         self, arrays: _Arrays[np.ndarray], tokens: int, requests: int, logits: int, shape: StepShape
     ) -> None:
-        """From so many tokens, requests and logits on."""
+        """Write padding after so many tokens, requests and logits."""
         arrays.token_ids[tokens:] = 0
         arrays.positions[tokens:] = 0
         arrays.slot_mapping[tokens:] = -1
@@ -303,7 +305,7 @@ class StepBuffers:
         return self._carve(self._device, shape, dtypes.__getitem__, self._device_counting)
 
     def _carve(self, memory: Any, shape: StepShape, dtype_of: Any, counting: Any) -> _Arrays[Any]:
-        """Views of bytes; `memory` is a torch tensor or a numpy array, and so are the views."""
+        """Views of `memory`, which is a torch tensor or a numpy array."""
         views, at, requests = {}, self._first_byte(shape), shape.num_requests
         for name, (dtype, count) in _sizes(shape).items():
             size = int(dtype[3:]) // 8 * count

@@ -1,10 +1,10 @@
-"""The layers of a transformers model compiled one by one: those that are alike share one compilation.
+"""Compiles the layers of a transformers model one by one; layers that are alike share a compilation.
 
-Not for the model as a whole: a graph of all its layers takes five times as long to compile. Guards are
-dropped, since a model in an engine never changes; layers are told apart here, by all that could do so.
+A graph of the whole model would take five times as long to compile. Guards are dropped, since a model in an
+engine never changes; instead, layers are compared here by everything that compiled code depends on.
 
-Compiled code takes any number of tokens, but how many rows its programs take, and with how many threads, is
-tuned on the tokens it is traced with. Hence two compilations: one for decoding, one for prompts.
+Compiled code takes any number of tokens, but its tile sizes and threads are tuned for the number of tokens in
+the trace. Hence two compilations: one for decoding, one for prefill.
 """
 
 import dataclasses
@@ -25,39 +25,43 @@ from .inplace_barriers import barriers_in_loops
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """For how many tokens layers are compiled."""
+    """The number of tokens for which layers are compiled, and compiler options."""
 
     from_tokens: int
-    """In a step; fewer are for the tuning before."""
+    """The least number of tokens in a step; smaller steps use the previous tuning."""
     traced_tokens: int
-    """In the traced pass: a size that nothing else in a model has, to recognize it by."""
+    """Tokens in the traced pass: a size that no other dimension of a model has, so that it is recognized."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The compiler's. They must differ: its cache of compiled code does not tell traced sizes apart."""
+    """Compiler options. They must differ between tunings, since the compiler's cache ignores traced sizes."""
     pdl: bool = False
     """Whether kernels use programmatic dependent launch: they start while those ahead of them still run."""
 
 
 ONE_FORM = {"triton.persistent_reductions": False}
-"""Norms of heads by loops, of which the compiler has one form. Of other kernels it times several, and on so
-few tokens finds another one to be the fastest in every process."""
+"""Norms of heads as loops, for which the compiler has only one form. Of persistent kernels it times several,
+and with so few tokens a different one would win in every process."""
 TUNINGS = (Tuning(0, 37, ONE_FORM, pdl=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
 """Ascending."""
 ONE_TUNING = TUNINGS[:1]
-"""Where bits are kept: two compilations sum a norm in two orders, and fuse other products and sums. How a sum
-is cut the compiler still chooses by timing, once in a process: its `deterministic` mode takes a guess,
-and decoding for 32 took 1.6 times as long on an H200."""
+"""For batch invariance: two compilations would sum norms in two orders, and differ in what they fuse.
+
+The compiler still chooses by timing how sums are split, once in a process. Its `deterministic` mode guesses
+instead; decoding for 32 requests then took 1.6 times as long on an H200.
+"""
 
 TELLS_NOTHING = {"layer_idx", "training"}
-"""Attributes that differ between layers, or may, and do not change what is computed."""
+"""Attributes that may differ between layers without changing what they compute."""
 
 
 FUSION = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
-"""What queries and keys go through alike becomes one kernel."""
+"""Fuses the same operations on queries and on keys into one kernel."""
 
 
 class CompiledLayers:
-    """While open, the one forward pass that it is open for compiles every layer it meets: for the first
-    tuning all that can be compiled, for a later one all that were for the first."""
+    """A context in which one forward pass is run; every layer that is called in it is compiled.
+
+    The first tuning compiles all layers that can be compiled; later ones compile the same layers again.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class CompiledLayers:
         tuning: Tuning = TUNINGS[0],
         batch_invariance: BatchInvariance = "tuned",
     ):
-        """batch_invariance: where bits are kept, a layer that cannot be compiled is a UserError."""
+        """batch_invariance: in modes other than `tuned`, a layer that cannot be compiled is a UserError."""
         self.batch_invariance = batch_invariance
         self.chain = chain
         self.tuning = tuning
@@ -94,8 +98,10 @@ class CompiledLayers:
                 traced.layer.forward = compiled
 
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> "_CompiledForward | None":
-        """The layer's forward, compiled for arguments like these; shared by layers that are alike. None where
-        one like it has failed."""
+        """The layer's forward, compiled for arguments like these and shared by layers that are alike.
+
+        None if compiling such a layer has failed before.
+        """
         following = self.chain.next_norm(layer)
         kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))
         if kind in self._failed:
@@ -130,7 +136,7 @@ class CompiledLayers:
 
 
 class _CompiledForward:
-    """Stands for a layer's forward once it is compiled."""
+    """Replaces a layer's forward once it is compiled."""
 
     def __init__(
         self,
@@ -163,7 +169,7 @@ class _CompiledForward:
 
 
 class _ForwardByTokens:
-    """Stands for a layer's forward that is compiled twice: for few tokens and for many."""
+    """Replaces a layer's forward that is compiled twice, for few tokens and for many."""
 
     def __init__(self, few: Callable[..., Any], many: Callable[..., Any], many_from: int):
         self.few = few
@@ -177,7 +183,7 @@ class _ForwardByTokens:
 
 
 def restore_layers(model: nn.Module) -> None:
-    """Undo what an engine that had the model before compiled for itself."""
+    """Undo the compilation and fusion by an engine that used the model before."""
     layers = model_layers(model)
     undo_fusion(layers)
     for module in [*layers, *(child for layer in layers for child in layer.children())]:
@@ -186,7 +192,7 @@ def restore_layers(model: nn.Module) -> None:
 
 
 class _TracedLayer:
-    """Stands for a layer's forward in the traced pass."""
+    """Replaces a layer's forward in the traced pass."""
 
     def __init__(self, compiled_layers: CompiledLayers, layer: nn.Module):
         self.compiled_layers = compiled_layers
@@ -198,7 +204,7 @@ class _TracedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
         if self._calls > 1:
-            # Called again with other arguments, perhaps: a name, which compiled code takes for a constant.
+            # Called again, perhaps with another name as argument, which compiled code takes for a constant.
             self.compiled = None
             return self.plain(*args, **kwargs)
         self.layer.forward = self.plain
@@ -229,7 +235,7 @@ def _run(
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """The layer's output, and that output after `following`, the next layer's input norm."""
+    """The layer's output, and that output after `following`, which is the next layer's input norm."""
     if norm and normed is not None:
         getattr(layer, norm).precomputed.value = normed
     output = type(layer).forward(layer, *args, **kwargs)
@@ -237,7 +243,7 @@ def _run(
 
 
 def _mark_token_dims(value: Any, traced_tokens: int) -> None:
-    """What is compiled with these must take any number of tokens."""
+    """Mark dimensions of tokens as dynamic, so that compiled code takes any number of tokens."""
     for tensor in _tensors(value):
         for dim, size in enumerate(tensor.shape):
             if size == traced_tokens:
@@ -245,7 +251,7 @@ def _mark_token_dims(value: Any, traced_tokens: int) -> None:
 
 
 def _own_code(function: types.FunctionType) -> types.FunctionType:
-    """A copy with a code object of its own, which is what compiled code is filed under."""
+    """A copy with its own code object, under which compiled code is stored."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -254,7 +260,7 @@ def _no_guards(entries: list[Any]) -> list[bool]:
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:
-    """Members of the model's outermost module lists, and what else stands beside these."""
+    """The members of the model's outermost module lists, and the modules beside these lists."""
     for parent in model.modules():
         children = list(parent.children())
         lists = [child for child in children if isinstance(child, nn.ModuleList)]
@@ -265,7 +271,7 @@ def model_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _signature(value: Any) -> Hashable:
-    """What compiled code depends on: equal for what one compilation serves. Arguments may have any sizes."""
+    """What compiled code depends on: equal signatures share it. Sizes of arguments do not count."""
     if isinstance(value, Tensor):
         return value.ndim, value.dtype
     if isinstance(value, nn.Module):

@@ -1,8 +1,8 @@
-"""Cross-layer fusion of the residual add that ends a layer with the norm that begins the next.
+"""Cross-layer fusion: the residual add that ends a layer with the norm that begins the next.
 
-Each layer is compiled together with the input norm of its successor, so that the two become one kernel.
-Which module is a layer's input norm (as a rule it is one, but any small module will do) is found by running
-the model, not by its name.
+Each layer is compiled together with its successor's input norm, so that add and norm become one kernel. A
+layer's input norm is the first module that it calls on its input. It is found by running the model, not by
+its name, and may be any small module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class _Slot:
 
 
 class PrecomputedNorm(nn.Module):
-    """Stands in for a layer's input norm: returns what the layer before has computed, if it has."""
+    """Replaces a layer's input norm: returns the previous layer's precomputed result, if there is one."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -37,13 +37,13 @@ class PrecomputedNorm(nn.Module):
 
 @dataclass
 class Carry:
-    """A layer's output on its way to the next layer, and its value after that layer's input norm."""
+    """A layer's output, and the same after the next layer's input norm."""
 
     output: Tensor | None = None
     normed: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor | None:
-        """The precomputed norm of `x`; None where the model passes on another tensor."""
+        """The precomputed norm of `x`; None if the model passes on another tensor than the layer's output."""
         normed = self.normed if self.output is x else None
         self.output = self.normed = None
         return normed
@@ -63,34 +63,34 @@ class _Call:
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers that hand their output to one another as it is."""
+    """Layers whose output is directly the next layer's input."""
 
     input_norms: Mapping[nn.Module, str]
-    """By layer, the name of its input norm; empty for a layer that is nothing else, as the final norm is."""
+    """By layer, the name of its input norm; empty if the layer itself is a norm, as the final one."""
     successors: Mapping[nn.Module, nn.Module]
-    """By layer, the one that takes its output."""
+    """By layer, the layer that takes its output."""
 
     def input_norm(self, layer: nn.Module) -> nn.Module:
-        """The module itself, which the layer's `PrecomputedNorm` stands for."""
+        """The module itself, which the layer's `PrecomputedNorm` replaces."""
         name = self.input_norms[layer]
         return getattr(layer, name).module if name else layer
 
     def next_norm(self, layer: nn.Module) -> nn.Module | None:
-        """The input norm of the layer that follows, None where none does."""
+        """The input norm of the next layer; None if no layer follows."""
         return self.input_norm(self.successors[layer]) if layer in self.successors else None
 
     def first_norms(self) -> list[nn.Module]:
-        """Input norms of layers that none precedes: they are computed on their own."""
+        """Input norms of layers without a predecessor: they are computed by themselves."""
         later = set(self.successors.values())
         return [self.input_norm(layer) for layer in self.input_norms if layer not in later]
 
 
 UNFUSED = Chain({}, {})
-"""Every layer by itself."""
+"""No fusion."""
 
 
 def fuse_across_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> Chain:
-    """Watch `run` for layers that feed one another, and put a `PrecomputedNorm` for each one's input norm."""
+    """Observe in `run` which layers feed which, and replace their input norms by `PrecomputedNorm`s."""
     calls = _observe(layers, run)
     once = [call for call in calls if sum(other.layer is call.layer for other in calls) == 1]
     input_norms: dict[nn.Module, str] = {}
@@ -118,7 +118,7 @@ def undo_fusion(layers: Sequence[nn.Module]) -> None:
 
 
 def _input_norm(call: _Call) -> str | None:
-    """The name of the child that takes the layer's input first, or None; empty where it has no children."""
+    """The name of the first child that takes the layer's input, or None; empty if it has no children."""
     if not any(True for _ in call.layer.children()):
         return "" if isinstance(call.output, Tensor) else None
     if call.first is None:

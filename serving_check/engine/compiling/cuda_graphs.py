@@ -1,4 +1,4 @@
-"""CUDA graphs that share one pool of memory, since no two of them ever run at the same time."""
+"""CUDA graphs that share one memory pool, since no two of them run at the same time."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class CudaGraphs(Generic[Result]):
-    """Graphs by what they were captured for, each in the memory that the ones before it took."""
+    """CUDA graphs by key, all in one memory pool."""
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Result]] = {}
@@ -20,11 +20,11 @@ class CudaGraphs(Generic[Result]):
         return key in self.captured
 
     def capture(self, key: Hashable, run: Callable[[], Result]) -> None:
-        """Run it once to warm up, then record it."""
+        """Call `run` once to warm up, then capture it."""
         self.captured[key] = self._record(run)
 
     def replay(self, key: Hashable) -> Result:
-        """Launch a graph; what its `run` returned: tensors that are good until another graph is launched."""
+        """Launch a graph and return its result, whose tensors are valid until the next launch of a graph."""
         graph, result = self.captured[key]
         graph.replay()
         return result
@@ -41,7 +41,7 @@ class CudaGraphs(Generic[Result]):
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """A warm-up run before capture belongs on another stream than the default one."""
+    """For the warm-up before a capture, which must not run on the default stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

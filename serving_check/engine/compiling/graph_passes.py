@@ -1,6 +1,6 @@
-"""What our passes change in the graphs of compiled layers before Inductor plans its kernels.
+"""Our passes over the graphs of compiled layers, which run before Inductor plans its kernels.
 
-Inductor takes one pass there, which this file makes of all of them; each is a file of its own.
+Inductor takes a single custom pass, so this file combines ours; each has its own file.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from . import inplace_barriers, own_product_pass, top_k_pass
 
 
 def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
-    """Compiler options that run our passes. batch_invariance: what the compiled code is to keep."""
+    """Compiler options that run our passes. batch_invariance: the mode to compile for."""
     # Imported here: a compiler takes seconds to load.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -23,7 +23,7 @@ def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
                 own_product_pass.replace_products(graph)
 
         def uuid(self) -> Any:
-            """Code compiled with another form of these files is not taken from the cache."""
+            """Part of the compiler's cache key: code from other versions of these files is not used."""
             files = (__file__, top_k_pass.__file__, own_product_pass.__file__, inplace_barriers.__file__)
             return get_hash_for_files(files, extra=batch_invariance)
 

@@ -1,10 +1,9 @@
-"""Barriers in Inductor's loops that store what they read: all threads have read before one stores, and stored
-before one reads again.
+"""Barriers in Inductor's loops that update a buffer in place, between reading and storing.
 
-A short row has fewer elements than a program has threads, and several then hold the same ones. In a loop of a
-reduction one of them could store a sum over what another had yet to read, which then added twice: one norm in
-a few thousand was wrong. Inductor puts such a barrier where the index of a load is broadcast (triton issue
-1615), and not where threads are more than elements. Reductions that are not loops store after all is read.
+If a row has fewer elements than a program has threads, several threads hold the same elements. In the loop of
+a reduction, one of them could store a sum before another had read the old value, which then added twice: one
+norm in a few thousand was wrong. Inductor adds such a barrier if the index of a load is broadcast (triton
+issue 1615), but not in this case. Reductions without loops store after everything is read.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ BARRIER = "tl.debug_barrier()"
 
 @contextmanager
 def barriers_in_loops() -> Iterator[None]:
-    """While open, kernels are compiled with them."""
+    """While open, kernels are compiled with these barriers."""
     # Imported here: a compiler takes seconds to load.
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
@@ -26,7 +25,7 @@ def barriers_in_loops() -> Iterator[None]:
     def load_after_stores(kernel: Any, name: str, *rest: Any, **named: Any) -> Any:
         stored = kernel.__dict__.get("stored_in_loops", set())
         if name in stored and _is_loop(kernel):
-            # An earlier loop stored it; the body now has what comes before this one.
+            # An earlier loop stored it. The body now holds the code before this loop.
             stored.clear()
             kernel.body.writeline(BARRIER)
         return load(kernel, name, *rest, **named)

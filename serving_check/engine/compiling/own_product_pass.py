@@ -1,7 +1,7 @@
-"""A pass over the graphs of compiled layers that keep bits: an architecture's own products get our kernel.
+"""A graph pass for batch-invariant serving: replaces an architecture's own products by our kernel.
 
-Routers of experts multiply by a parameter of their own, which no layout packs, and a GPU's libraries choose
-an algorithm by the number of rows. Not for linear layers and experts, whose layouts keep bits themselves.
+Routers of experts multiply by their own parameter, which no layout packs, and a GPU's libraries choose an
+algorithm by the number of rows. Not for linear layers and experts, whose layouts are batch-invariant.
 """
 
 import functools
@@ -14,11 +14,11 @@ from ....layouts.packing.invariant_linear import DTYPES
 
 aten = torch.ops.aten
 WEIGHT_AT = {aten.linear: 1, aten.mm: 1, aten.addmm: 2}
-"""The place of the weight among the arguments of the products that this pass knows."""
+"""The index of the weight among the arguments of each product that this pass supports."""
 
 
 def serves(product: object, weight: object) -> bool:
-    """Whether this pass takes the product: of rows with one weight [N, K], or transposed, on a GPU."""
+    """Whether this pass replaces the product: by a weight [N, K] or its transpose, on a GPU."""
     return (
         product in WEIGHT_AT
         and isinstance(weight, Tensor)
@@ -34,7 +34,7 @@ def replace_products(graph: fx.Graph) -> None:
             *bias, x, weight = node.args
             value = weight.meta.get("val")
             if not serves(target.overloadpacket, value) or value.shape[0] == 1:
-                continue  # of one column: nothing is summed
+                continue  # K = 1: nothing is summed
             with graph.inserting_before(node):
                 product = graph.call_function(torch.ops.scalegate.own_product.default, (x, weight))
                 product.meta["val"] = node.meta["val"]
@@ -47,7 +47,7 @@ def replace_products(graph: fx.Graph) -> None:
 
 @library.custom_op("scalegate::own_product", mutates_args=())
 def _own_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times weight [K, N], the transposed view of one whose rows are contiguous → [M, N]."""
+    """x [M, K] @ weight [K, N] → [M, N]; the weight is the transposed view of a contiguous one."""
     rows = weight.t().contiguous()
     return invariant_matmul(x.contiguous(), rows, _semaphores(len(rows), x.device))
 
@@ -59,5 +59,5 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _semaphores(n: int, device: torch.device) -> Tensor:
-    """Shared by all weights of n rows: a product waits for the one before it, which leaves them zero."""
+    """Shared by all weights of n rows: products run in order, and each leaves the semaphores at zero."""
     return torch.zeros(semaphores_of(n), dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
-"""Programmatic dependent launch (PDL) of Inductor's kernels: each starts while the one ahead still runs.
+"""Programmatic dependent launch (PDL) of Inductor's kernels: each starts while its predecessor still runs.
 
 Not for our own kernels, which call `gdc_wait` and `gdc_launch_dependents` themselves. Inductor can emit both
-(`triton.enable_pdl`), but its kernels wait only where they read what the kernel just ahead wrote, and launch
-the next one after their loads. Here a kernel launches the next one at once and waits before its first access
-to memory. Since every kernel waits for the whole of the one ahead, each sees what any kernel before it wrote.
+(`triton.enable_pdl`), but its kernels wait only before they read what the predecessor wrote, and launch the
+next kernel after their loads. Here, a kernel launches the next one at once and waits before its first memory
+access. Since every kernel waits until its predecessor has ended, it sees the writes of all kernels before it.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 PARTS = ("_handle_pdl_before_access", "_handle_pdl_after_load", "_filter_pdl", "GDC_WAIT", "GDC_LAUNCH")
-"""Of Inductor's `TritonKernel`, as in torch 2.11 to 2.13; a torch without them gets no PDL."""
+"""Attributes of Inductor's `TritonKernel` in torch 2.11 to 2.13. Without them there is no PDL."""
 
 
 def options() -> dict[str, bool]:
-    """Compiler options that ask for PDL; the compiler heeds them on devices that have it."""
+    """Compiler options for PDL, which the compiler uses on devices that support it."""
     return {"triton.enable_pdl": True} if _supported() else {}
 
 
 @contextmanager
 def waiting_first() -> Iterator[None]:
-    """While open, kernels compiled with these options wait before their first access to memory."""
+    """While open, kernels compiled with these options wait before their first memory access."""
     if not _supported():
         yield
         return
@@ -50,11 +50,11 @@ def _inductor_kernel() -> Any:
 
 
 def _wait(kernel: Any, lines: Any, *_: str, consider_reads: bool = False) -> None:
-    """Before an access: Inductor keeps the first of several such lines."""
+    """Emitted before each access; Inductor keeps only the first of these lines."""
     if kernel._enable_pdl_codegen():
         in_loop = kernel.inside_reduction and kernel.range_trees[-1].is_loop
         (kernel.body if in_loop else lines).writeline(f"{kernel.GDC_LAUNCH}; {kernel.GDC_WAIT}")
 
 
 def _nothing(*_: Any) -> None:
-    """After a load: the next kernel has been launched already."""
+    """Nothing after a load, since the next kernel is launched already."""

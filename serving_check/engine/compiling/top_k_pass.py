@@ -1,7 +1,7 @@
-"""A pass over the graphs of compiled layers: routers of experts take their top k with our kernel.
+"""A graph pass: replaces torch's top k in routers of experts by our kernel.
 
-Inductor leaves `topk` to torch, whose two launches and a sort take a seventh of a layer's time where one
-request decodes. Not for anything but rows that the kernel serves; the rest stays as it is.
+Inductor leaves `topk` to torch, whose two launches and a sort take a seventh of a layer's time when a single
+request decodes. Calls that our kernel does not support stay as they are.
 """
 
 import torch

@@ -1,1 +1,1 @@
-"""The engine's storage of keys and values, without a server."""
+"""The engine's storage of keys and values used offline, without a server."""

@@ -1,7 +1,7 @@
-"""How long a decode step's storing and attending takes in each KV format, beside the unquantized one.
+"""Times storing and attending in a decode step, for each KV format and for unquantized keys and values.
 
-Through the formats' own storage, at the lengths and batch sizes that are served. Not for quality, nor for the
-products around attention, which no KV format changes.
+Uses the formats' own storage, at the contexts and batch sizes that are served. Not for quality, nor for
+products, which do not depend on the KV format.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from ..sequence import Sequence as Request
 from ..step_input import StepBuffers
 
 MEMORY_SHARE = 0.2
-"""Of what is free, for the keys and values of one M and context in all formats together."""
+"""Of free memory, for the keys and values of all formats together at one M and context."""
 CPU_BUDGET = TimingBudget(samples=6, sample_seconds=0.0, seconds=0.3, warmup_calls=1)
 GPU_BUDGET = TimingBudget(samples=16, seconds=0.2)
 FULL_PAGE = " with a page that becomes full"
@@ -38,10 +38,10 @@ def time_kv_formats(
     device: torch.device,
     progress: bool = True,
 ) -> tuple[KVMeasurement, ...]:
-    """Every format at every context, in tokens, and M: microseconds of a decode step over all `layers`.
+    """Microseconds of a decode step over all `layers`, for every format, context (in tokens) and M.
 
-    A step in which pages become full is timed too, and counted as often as it comes: once in a page's tokens.
-    What does not fit in memory is left out.
+    A step in which pages become full is timed separately and enters the mean once per page of tokens. Pairs
+    of context and M that do not fit in memory are left out.
     """
     names = [UNQUANTIZED, *(name for name in formats if name != UNQUANTIZED)]
     kinds = Counter(layers.values())
@@ -65,14 +65,14 @@ def time_kv_formats(
 
 
 def _over_a_page(plain: float, full: float, name: str, device: torch.device) -> float:
-    """The mean step while a page is filled: one of them fills it."""
+    """The mean time of a step: one step in a page's tokens completes the page."""
     return plain + (full - plain) / KV_FORMATS[name].page_size(device)
 
 
 def _time(
     layer: AttentionLayer, names: Sequence[str], context: int, m: int, device: torch.device
 ) -> dict[str, float]:
-    """Microseconds of one layer's step by format, and of one in which every page becomes full."""
+    """Microseconds of one layer's step by format, and of a step in which every page becomes full."""
     calls: dict[str, Callable[[int], object]] = {}
     for name in names:
         stored = KV_FORMATS[name]
@@ -87,12 +87,12 @@ def _time(
 def _step(
     layer: AttentionLayer, stored: KVFormat, length: int, m: int, device: torch.device
 ) -> Callable[[int], Tensor]:
-    """One decode step of M requests whose contexts are `length` tokens, the new one counted."""
+    """A decode step of M requests whose contexts have `length` tokens, including the new one."""
     shape, page_size = layer.shape, stored.page_size(device)
     pages = pages_for(length, page_size)
     pool = KVPool({0: layer}, stored, {}, m * pages, page_size, m, pages * page_size, device)
     for tensor in _tensors(pool.layers[0]):
-        # Memory that nobody has written is one page of zeros, which is read from the nearest cache.
+        # Untouched memory is backed by a single page of zeros, which would be read from the nearest cache.
         tensor.view(torch.uint8).zero_()
     requests = [Request(str(row), [0] * length, length, SamplingParams(), 0, length + 1) for row in range(m)]
     for request in requests:
@@ -109,7 +109,7 @@ def _step(
     value = like.new_empty(m, shape.heads, shape.value_dim).normal_()
 
     def call(copy: int) -> Tensor:
-        # The buffers are kept with it: its metadata are views of them.
+        # Keeps the buffers alive: the metadata are views of them.
         _ = buffers
         return pool.layers[0].forward(query, key, value, metadata, layer.options, None)
 
@@ -117,7 +117,7 @@ def _step(
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor that a layer's storage holds, itself or in dataclasses."""
+    """Every tensor of a layer's storage, including those in nested dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value) or hasattr(value, "forward"):
@@ -132,7 +132,7 @@ def _whole_pages(stored: KVFormat, context: int, device: torch.device) -> int:
 def _bytes(
     kinds: Mapping[AttentionLayer, int], names: Sequence[str], context: int, m: int, device: torch.device
 ) -> int:
-    """Of all formats' storage at once, for the largest kind of layer; each is there twice."""
+    """Bytes of all formats' storage together, for the largest kind of layer. Each format is there twice."""
     return 2 * max(
         sum(
             m * _whole_pages(stored, context, device)

@@ -1,6 +1,7 @@
-"""A model over keys and values as a KV format stores them: what serving computes, on texts that are given.
+"""A model that attends over keys and values as a KV format stores them, for given texts.
 
-For measuring what a format costs in quality. Not for serving: no token is drawn, and nothing is scheduled.
+For measuring the quality of KV formats: it computes what serving computes. Not for serving: it draws no
+tokens and schedules nothing.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from ..step_input import StepBuffers, StepShape
 
 
 class StoredKVModel(nn.Module):
-    """Stands for `model`, which then belongs to it, for `batch` texts of at most `max_tokens` at once."""
+    """Wraps `model`, which then belongs to it, for `batch` texts at once of at most `max_tokens` each."""
 
     def __init__(
         self,
@@ -46,13 +47,13 @@ class StoredKVModel(nn.Module):
         )
         self._run = Forward(model, layers, self.pool.layers, as_op=False)
         self._graphs: CudaGraphs[Tensor] | None = CudaGraphs() if self.step_buffers.static else None
-        """Of decode steps by their shape: the layers' launches take longer than their kernels."""
+        """Graphs of decode steps by shape, since launches take longer than the kernels."""
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **options: Any) -> CausalLMOutput:
-        """Logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; of all for 0.
+        """Logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; 0 stands for all.
 
-        The texts up to the first of these tokens are prompts. The tokens after it are decoded, one at a time,
-        all texts together: a format may attend over other keys while it reads a prompt than it stores.
+        Each text up to the first of these tokens is prefilled. The tokens after it are decoded one at a time,
+        for all texts together, since a format may attend over other keys in prefill than in decoding.
         """
         prompt = input_ids.shape[1] - max(logits_to_keep - 1, 0)
         texts = [
@@ -62,15 +63,15 @@ class StoredKVModel(nn.Module):
         for text in texts:
             self.pool.admit(text)
         try:
-            read = [self._prefill(text, keep_all=not logits_to_keep) for text in texts]
+            prefilled = [self._prefill(text, keep_all=not logits_to_keep) for text in texts]
             decoded = [self._decode(texts, column) for column in input_ids[:, prompt:].T.tolist()]
-            return CausalLMOutput(logits=torch.cat([torch.stack(read), *decoded], dim=1))
+            return CausalLMOutput(logits=torch.cat([torch.stack(prefilled), *decoded], dim=1))
         finally:
             for text in texts:
                 self.pool.release(text)
 
     def _prefill(self, text: Sequence, keep_all: bool) -> Tensor:
-        """[tokens, V], or of the last token alone [1, V]."""
+        """Logits of all tokens [T, V], or of the last token only [1, V]."""
         shape = self.step_buffers.shape(text.length, 1, 1)
         host = self.step_buffers.stage([], [PrefillChunk(text, 0, text.length)], shape)
         self.step_buffers.send(shape, 1)
@@ -80,7 +81,7 @@ class StoredKVModel(nn.Module):
         return self._run(step.token_ids, step.attention, kept)
 
     def _decode(self, texts: list[Sequence], tokens: list[int]) -> Tensor:
-        """One step, [B, 1, V]: each text goes on with its token."""
+        """Logits [B, 1, V] of one decode step, in which each text gets its next token."""
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
             self.pool.grow(text)
@@ -95,7 +96,7 @@ class StoredKVModel(nn.Module):
         return self._run(step.token_ids, step.attention, None)[:, None]
 
     def _capture(self, shape: StepShape, graphs: CudaGraphs[Tensor]) -> None:
-        """On a batch that is all padding, so that nothing is stored."""
+        """Capture with a batch of padding only, so that nothing is stored."""
         self.step_buffers.stage([], [], shape)
         self.step_buffers.send(shape, 0)
         step = self.step_buffers.input(shape, None)

@@ -1,1 +1,1 @@
-"""Drawing tokens: parameters of rows, adjusted logits, the sampler."""
+"""Drawing tokens: sampling parameters by row, logit adjustments, the sampler."""

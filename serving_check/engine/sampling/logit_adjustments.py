@@ -1,7 +1,8 @@
-"""Penalties, logit bias and min_tokens: logits changed for requests that ask, before their tokens are drawn.
+"""Logit adjustments before tokens are drawn: penalties, bias, min_tokens, grammars.
 
-Not part of a CUDA graph: it runs beside it, on those rows of the batch alone, so that others pay nothing.
-What penalties count stays on the device, since with overlapped steps the host does not know the last token.
+They are not part of a CUDA graph. They run outside it, only on rows of requests that ask for them, so that
+other requests pay nothing. Token counts stay on the device: with overlapped steps, the host does not know the
+last token.
 """
 
 from collections.abc import Sequence as Rows
@@ -15,20 +16,20 @@ from ..sequence import Sequence
 
 
 class LogitAdjustments:
-    """Counts of the tokens of penalized requests, by their rows in the pool.
+    """Token counts of requests with penalties, by their rows in the pool.
 
-    `apply` before a token is drawn, `observe` after. Counts that do not fit a sequence, since its row was
-    another's or a step has failed, are made anew from the tokens that the host knows.
+    Call `apply` before a token is drawn, `observe` after. If a row's counts are not those of its sequence,
+    because the row belonged to another or a step has failed, they are made again from the host's tokens.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._in_prompt = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        """[rows, V]; grows to the highest row that has asked."""
+        """[rows, V]; grows to the highest row that was used."""
         self._in_output = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        """[rows, V]: how often the output has each token."""
+        """[rows, V]: how often each token occurs in the output."""
         self._counted: dict[int, tuple[Sequence, int]] = {}
-        """By row: whose counts these are, and of how many output tokens."""
+        """By row: the sequence that was counted, and how many of its output tokens."""
 
     def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
         """logits [A, V], one row for each sequence → float32 [A, V], a copy.
@@ -60,7 +61,7 @@ class LogitAdjustments:
         return scores
 
     def observe(self, sequences: Rows[Sequence], drawn: Tensor) -> None:
-        """Count the tokens just drawn, int64 [A], before the sequences have them."""
+        """Count the tokens just drawn, int64 [A]. Call it before the sequences get them."""
         penalized = [index for index, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if not penalized:
             return
@@ -68,7 +69,7 @@ class LogitAdjustments:
         for index in penalized:
             sequence = sequences[index]
             assert sequence.row is not None
-            # First the number: should counting fail, it fits no sequence and all are counted again.
+            # The number comes first: if counting fails, it does not match, and all tokens are counted again.
             self._counted[sequence.row] = sequence, sequence.num_output + 1
             rows.append(sequence.row)
         self._in_output[self._tensor(rows, torch.int64), drawn[self._tensor(penalized, torch.int64)]] += 1
@@ -98,7 +99,7 @@ class LogitAdjustments:
         return torch.where(seen, repeated, scores) - frequency * counts - presence * (counts > 0)
 
     def _count(self, sequence: Sequence, vocab_size: int) -> None:
-        """All its tokens, unless they have been counted as they came."""
+        """Count all its tokens, unless they were counted when they were drawn."""
         row = sequence.row
         assert row is not None
         if self._counted.get(row) == (sequence, sequence.num_output):
@@ -114,7 +115,7 @@ class LogitAdjustments:
         self._counted[row] = sequence, sequence.num_output
 
     def _grow(self, row: int, vocab_size: int) -> None:
-        """To twice the rows, or as many as needed: low rows are taken first, so few are ever there."""
+        """Grow to twice the rows, or to `row`. Low rows are used first, so there are seldom many."""
         rows = max(row + 1, 2 * len(self._in_output))
         for name in ("_in_prompt", "_in_output"):
             old: Tensor = getattr(self, name)

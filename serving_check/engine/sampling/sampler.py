@@ -1,6 +1,6 @@
-"""Drawing one token for each row of logits, every row by its own settings; on a GPU that is a kernel's work.
+"""Draws one token for each row of logits by the row's own parameters. On a GPU a kernel does this instead.
 
-A row's token depends on its logits, settings, seed and position, and on nothing else in the batch.
+A row's token depends on its logits, parameters, seed and position, and on nothing else in the batch.
 """
 
 import math
@@ -18,12 +18,12 @@ FULL_MANTISSA = 1 << 24
 BISECTIONS = 30
 ARGMAX_BLOCK = 128
 SCORED_AT_ONCE = 64
-"""Rows of logits that are widened to float32 together."""
+"""Rows of logits that are converted to float32 at once."""
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The settings of a batch's rows as tensors; the same from step to step while the rows are the same."""
+    """The sampling parameters of a batch's rows as tensors; reused while the rows stay the same."""
 
     any_sampled: bool
     greedy: Tensor
@@ -88,7 +88,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """The first of the greatest in each row, in two passes: on a CPU torch vectorizes amax, not argmax."""
+    """The first maximum of each row. In two passes, since torch on a CPU vectorizes amax but not argmax."""
     if logits.shape[1] % ARGMAX_BLOCK:
         return logits.max(dim=-1).indices
     blocks = logits.unflatten(1, (-1, ARGMAX_BLOCK))
@@ -98,7 +98,7 @@ def first_argmax(logits: Tensor) -> Tensor:
 
 
 def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
-    """scores [rows, V] with -inf where top_k, min_p, then top_p leave a token out; equals stay together."""
+    """scores [rows, V] with -inf for tokens excluded by top_k, min_p, then top_p; ties stay together."""
     lowest = scores.amax(dim=-1, keepdim=True) + batch.log_min_p
     if batch.max_top_k > 0:
         best = scores.topk(min(batch.max_top_k, scores.shape[1]), dim=-1).values
@@ -113,9 +113,9 @@ def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """The greatest bound, [rows, 1], such that the tokens at or above it hold top_p of the probability.
+    """The greatest bound [rows, 1] such that tokens at or above it have top_p of the probability.
 
-    By bisection: on a CPU 30 passes over a row cost a quarter of sorting it.
+    By bisection: on a CPU, 30 passes over a row take a quarter of the time of sorting it.
     """
     low, high = torch.zeros_like(top_p), probabilities.amax(dim=-1, keepdim=True)
     for _ in range(BISECTIONS):
@@ -126,7 +126,7 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """float32 in [0, 1): a hash (splitmix64) of seed and position, int64 [B]. No state to carry or lose."""
+    """float32 [B] in [0, 1): a hash (splitmix64) of seed and position, int64 [B]. There is no state."""
     state = seed + (position + 1) * -0x61C8864680B583EB
     state = (state ^ _shift(state, 30)) * -0x40A7B892E31B1A47
     state = (state ^ _shift(state, 27)) * -0x6B2FB644ECCEEE15
@@ -135,12 +135,12 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's own carries the sign down."""
+    """Logical shift right; torch's own is arithmetic."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _log_softmax(logits: Tensor, one_by_one: bool) -> Tensor:
-    """float32 [B, V]. one_by_one: every row by itself, since order and alignment may follow from B."""
+    """float32 [B, V]. one_by_one: each row by itself, since the order of sums may depend on B."""
     if not one_by_one:
         return logits.float().log_softmax(dim=-1)
     return torch.cat([row.float().log_softmax(dim=-1) for row in logits.split(1)])
@@ -149,7 +149,7 @@ def _log_softmax(logits: Tensor, one_by_one: bool) -> Tensor:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, sequences: Rows[Sequence], one_by_one: bool = False
 ) -> dict[int, TokenLogprobs]:
-    """For each row that wants them: log-softmax of the logits as the model gave them, before any setting."""
+    """Logprobs by row, for requests that ask for them: of the model's own logits, before any adjustment."""
     wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     if not wanted:
         return {}
@@ -167,7 +167,7 @@ def token_logprobs(
 def prompt_logprobs(
     logits: Tensor, tokens: Rows[int], count: int, one_by_one: bool = False
 ) -> list[TokenLogprobs]:
-    """logits [S, V] and the S tokens that followed → each one's log-probability, rank, `count` best."""
+    """logits [S, V] and the S tokens that followed → each one's log-probability, rank, and `count` best."""
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), SCORED_AT_ONCE):
         part = slice(start, start + SCORED_AT_ONCE)

@@ -1,4 +1,4 @@
-"""What requests ask of their tokens, on a GPU by the requests' rows in the pool, where CUDA graphs read it.
+"""Sampling parameters on a GPU, by the requests' rows in the pool, where CUDA graphs read them.
 
 Not for the CPU, which draws with torch (`sampler.py`).
 """
@@ -15,8 +15,10 @@ from ..sequence import Sequence
 
 
 class SamplingRows:
-    """For R rows and one of padding: numbers fp32 [R + 1, 3] and integers int64 [R + 1, 2], as the kernel has
-    them; all zeros, and greedy, where no request has been."""
+    """Parameters of R rows and a row for padding, as the sampling kernel takes them.
+
+    numbers fp32 [R + 1, 3], integers int64 [R + 1, 2]. Unused rows are zeros, which means greedy.
+    """
 
     def __init__(self, rows: int, device: torch.device):
         self.numbers = torch.zeros(rows + 1, 3, dtype=torch.float32, device=device)
@@ -24,7 +26,7 @@ class SamplingRows:
         self._owners: list[Sequence | None] = [None] * rows
 
     def take(self, sequences: Rows[Sequence]) -> None:
-        """Copy the settings of those that have come to their rows since they were last here."""
+        """Copy the parameters of sequences that are new in their rows."""
         new = [(row, s) for s in sequences if (row := s.row) is not None and self._owners[row] is not s]
         if not new:
             return
