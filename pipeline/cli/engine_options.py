@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ...base.errors import UserError
-from ...base.options import flag, kind_of, parse
+from ...base.option_fields import flag, kind_of, parse
 from ...serving_check.engine.options import EngineOptions
 
 F = TypeVar("F", bound=Callable[..., Any])

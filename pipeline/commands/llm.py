@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UserError
-from ...base.options import from_given, takes
+from ...base.option_fields import from_given, takes
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from ...serving_check.server.served_model import COMPLETION_MAX_TOKENS

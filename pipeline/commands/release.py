@@ -13,7 +13,7 @@ from typing import Any, cast
 from ...base.batch_invariance import TUNED, BatchInvariance
 from ...base.errors import UserError
 from ...base.log import logger
-from ...base.options import flag, from_given, takes
+from ...base.option_fields import flag, from_given, takes
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
 from ...serving_check.adapters.placement import PLACEMENT, Placement
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED, EngineOptions

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...base.errors import UserError
-from ...base.options import takes
+from ...base.option_fields import takes
 from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ...serving_check.gate.policy import declared_by

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ...base.options import from_given, takes
+from ...base.option_fields import from_given, takes
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.server.limits import ServerLimits
 from ...serving_check.server.run import ServerOptions, run_server

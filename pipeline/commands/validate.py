@@ -11,7 +11,7 @@ from typing import Any
 
 from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
-from ...base.options import from_given, takes
+from ...base.option_fields import from_given, takes
 from ...base.stage_clock import StageClock
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, engine_named
 from ...serving_check.adapters.placement import PLACEMENT, Placement

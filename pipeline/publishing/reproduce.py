@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ...base.options import flag, words_of
+from ...base.option_fields import flag, words_of
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.engine.options import ARTIFACT_ONLY
 from ...serving_check.evidence.coded_load import default_input_len

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ...base.log import logger
-from ...base.options import flag, words_of
+from ...base.option_fields import flag, words_of
 from ...base.stage_clock import StageClock, in_words
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.placement import Placement

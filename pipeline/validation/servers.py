@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from ...base.errors import UserError
-from ...base.options import OptionValue, flag, from_given
+from ...base.option_fields import OptionValue, flag, from_given
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.engine import MemoryGrant, Server, ServerJob
 from ...serving_check.adapters.placement import ANYWHERE, Placement

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import fields, replace
 
-from ...base.options import words_of
+from ...base.option_fields import words_of
 from ..engine.options import EngineOptions
 from .engine import Availability, CardCommand, Engine, ServerJob
 from .placement import only_these

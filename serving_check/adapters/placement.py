@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...base.errors import UserError
-from ...base.options import OptionValue, check, option
+from ...base.option_fields import OptionValue, check, option
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_OPTIONS = {

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...base.errors import UserError
-from ...base.options import flag
+from ...base.option_fields import flag
 from ..engine.options import AUTO
 from .engine import CardCommand, Engine, ServerJob
 from .external_command import ExternalCommand

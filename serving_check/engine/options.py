@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import get_args
 
 from ...base.batch_invariance import INVARIANCE_MODES, TUNED, BatchInvariance
-from ...base.options import OptionValue, check, option
+from ...base.option_fields import OptionValue, check, option
 from .jit_monitor import Mode
 
 AUTO, UNQUANTIZED = "auto", "unquantized"

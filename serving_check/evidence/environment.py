@@ -6,7 +6,7 @@ import platform
 import torch
 
 from ...base.installed import installed_version
-from ...base.options import OptionValue
+from ...base.option_fields import OptionValue
 from ...layouts.choosing.plan import device_name
 from .verdict import Environment
 

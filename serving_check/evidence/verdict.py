@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from ...base.atomic_files import write_json
-from ...base.options import OptionValue
+from ...base.option_fields import OptionValue
 from ..settings import DOCUMENTED, Bounds, WorkloadSettings
 from .evidence import Evidence
 from .task_scores import TaskScore

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from ...base.options import check, option
+from ...base.option_fields import check, option
 
 MIB = 1 << 20
 

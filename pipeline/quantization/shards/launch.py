@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from ....base.errors import UserError
 from ....base.log import logger
-from ....base.options import words_of
+from ....base.option_fields import words_of
 from ...machine.cores import available_cores
 from .ranks import FAULT, GO_ON, OtherRankFailed
 

@@ -10,7 +10,7 @@ import pytest
 import scalegate
 from click.testing import CliRunner
 from scalegate import EngineOptions, UserError
-from scalegate.base.options import flag, from_given, words_of
+from scalegate.base.option_fields import flag, from_given, words_of
 from scalegate.pipeline.cli import release, serve, validate
 from scalegate.pipeline.validation.servers import effective_options
 
@@ -39,7 +39,7 @@ import json, inspect, sys
 from dataclasses import dataclass
 from pathlib import Path
 from scalegate.serving_check.engine import options
-from scalegate.base.options import option
+from scalegate.base.option_fields import option
 
 @dataclass(frozen=True)
 class EngineOptions(options.EngineOptions):

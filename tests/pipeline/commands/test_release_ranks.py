@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from scalegate.base.errors import UserError
-from scalegate.base.options import parse
+from scalegate.base.option_fields import parse
 from scalegate.pipeline.commands import release as stages
 from scalegate.pipeline.commands import release_preview
 from scalegate.pipeline.commands.quantize import quantize
