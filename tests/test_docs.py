@@ -24,7 +24,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.records.recipe import load_recipe, shipped_recipes
+from scalegate.pipeline.records.recipe_file import load_recipe, shipped_recipes
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.serving_check.adapters.all_engines import ENGINES
 

@@ -57,7 +57,8 @@ from ..quantization.write_shards import (
 from ..records.artifact import SCALED_BY, Artifact, FileRecord, record_files
 from ..records.engine_commands import kv_cache_commands
 from ..records.file_digests import sha256_of_each
-from ..records.recipe import Recipe, load_recipe
+from ..records.recipe import Recipe
+from ..records.recipe_file import load_recipe
 from ..records.sensitivity_table import SENSITIVITY, plain_weights
 
 MAX_SHARD_BYTES = 1 << 30

@@ -27,7 +27,8 @@ from ..publishing.examination import examine
 from ..publishing.push_result import PushResult
 from ..quantization.shards.launch import quantize_on
 from ..records.artifact import MANIFEST_NAME, Artifact
-from ..records.recipe import Recipe, is_recipe, load_recipe
+from ..records.recipe import Recipe
+from ..records.recipe_file import is_recipe, load_recipe
 from ..records.signature import require_key
 from ..validation.rival import describe_rival, rival_folder
 from ..validation.servers import effective_options, gpu_name, placed, refuse_unreached, sized_options

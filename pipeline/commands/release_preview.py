@@ -24,7 +24,7 @@ from ..publishing.bundle import CARD_NAME
 from ..publishing.hub.failures import HubNotAskedError
 from ..quantization.estimate import Estimate
 from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
-from ..records.recipe import load_recipe
+from ..records.recipe_file import load_recipe
 from ..report.names import REPORT_NAMES
 from ..validation.time_estimate import least_serving_seconds
 from .push import check_target

@@ -16,7 +16,7 @@ from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.calibration.calibration_names import CALIBRATION, SELF
 from ..records.artifact import Artifact
-from ..records.recipe import load_recipe, shipped_recipes
+from ..records.recipe_file import load_recipe, shipped_recipes
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 
 DEFAULT_EXPORT = "compressed-tensors"

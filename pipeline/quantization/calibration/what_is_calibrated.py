@@ -7,7 +7,8 @@ from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import WeightFormat
 from ....layouts.kv.format import KV_FORMATS, largest_of
 from ...model_loader.linear_weights import EMBEDDING
-from ...records.recipe import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ, Recipe
+from ...records.recipe import Recipe
+from ...records.recipe_fields import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ
 from ..quantizers.all_quantizers import QUANTIZERS
 from ..quantizers.quantizer import (
     CalibratingQuantizer,

@@ -24,7 +24,8 @@ from ...model_loader.linear_weights import (
     ModelWeights,
     find_linear_weights,
 )
-from ...records.recipe import KEEP, Recipe, Rule, matches
+from ...records.recipe import Recipe, Rule, matches
+from ...records.recipe_fields import KEEP
 
 IGNORED = "ignored by the recipe"
 UNQUANTIZED = Unquantized()

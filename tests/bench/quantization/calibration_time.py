@@ -46,7 +46,7 @@ from scalegate.pipeline.quantization.calibration.layer_solver import LayerSolver
 from scalegate.pipeline.quantization.job import prepare
 from scalegate.pipeline.quantization.job_text import UNLEARNED_SEQUENCES
 from scalegate.pipeline.quantization.solvers import learned_rounding, second_order
-from scalegate.pipeline.records.recipe import load_recipe
+from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.tests.bench.engine.startup import random_checkpoint
 
 MODEL = "qwen3-8b"

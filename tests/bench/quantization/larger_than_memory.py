@@ -120,7 +120,7 @@ def plan_and_begin(source: Path, out: Path, recipe: str, nbytes: int, shard_byte
     from scalegate.pipeline.quantization.shards.tasks import source_bytes
     from scalegate.pipeline.quantization.shards.work_record import PARTS_FOLDER, WorkRecord
     from scalegate.pipeline.quantization.write_shards import Known, divide_into_shards, write_shards
-    from scalegate.pipeline.records.recipe import load_recipe
+    from scalegate.pipeline.records.recipe_file import load_recipe
 
     imported = _peak_bytes()
     started = time.perf_counter()

@@ -10,7 +10,8 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.records.recipe import Recipe, load_recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.pipeline.cli.main import COMMANDS, main
 from scalegate.pipeline.conventions.all_conventions import EXPORTS
-from scalegate.pipeline.records.recipe import shipped_recipes
+from scalegate.pipeline.records.recipe_file import shipped_recipes
 from scalegate.serving_check.adapters.all_engines import ENGINES
 
 

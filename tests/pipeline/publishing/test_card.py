@@ -15,7 +15,7 @@ from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.quantization import job
 from scalegate.pipeline.records.artifact import SIGNATURE_NAME, Artifact, record_files
 from scalegate.pipeline.records.comparison import ComparedModel, Comparison
-from scalegate.pipeline.records.recipe import load_recipe
+from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.evidence.task_scores import TaskScore
 from scalegate.serving_check.evidence.verdict import CheckResult

@@ -23,7 +23,8 @@ from scalegate.pipeline.quantization.calibration.wanted_of_text import Wanted
 from scalegate.pipeline.quantization.job_text import Reading
 from scalegate.pipeline.quantization.shards.tasks import WeightTask
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
-from scalegate.pipeline.records.recipe import GPTQ, Recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_fields import GPTQ
 
 RECIPE = Recipe("mlp", spec=Int4(128), method=GPTQ, include=("*.down_proj",))
 

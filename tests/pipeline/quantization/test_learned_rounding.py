@@ -21,7 +21,9 @@ from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer
 from scalegate.pipeline.quantization.solvers import learned_rounding
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.records.recipe import AWQ, GPTQ, Recipe, load_recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_fields import AWQ, GPTQ
+from scalegate.pipeline.records.recipe_file import load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 

@@ -16,7 +16,8 @@ from scalegate.pipeline.quantization.calibration import calibration, calibration
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.solvers.equalization import column_scales, scaled_norm
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.records.recipe import AWQ, AWQ_GPTQ, Recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_fields import AWQ, AWQ_GPTQ
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights
 from scalegate.serving_check.evidence.verdict import CheckResult

@@ -32,7 +32,9 @@ from scalegate.pipeline.quantization.calibration.calibration_text import read_ca
 from scalegate.pipeline.quantization.quantizers import int4_second_order
 from scalegate.pipeline.quantization.shards.work_record import CALIBRATION_FOLDER
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.records.recipe import AWQ_GPTQ, GPTQ, Recipe, load_recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_fields import AWQ_GPTQ, GPTQ
+from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -19,7 +19,8 @@ from scalegate.pipeline.conventions.kv_cache import kv_cache_of
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.records.recipe import Recipe, load_recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.weights import compare_weights
 from scalegate.serving_check.checks.weights import check_weights
 

@@ -20,7 +20,8 @@ from scalegate.pipeline.quantization.shards import shared_tensors
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
 from scalegate.pipeline.quantization.shards.work_record import FINISHED_SUFFIX, MEASURED_SUFFIX, PARTS_FOLDER
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.records.recipe import Recipe, Rule, load_recipe
+from scalegate.pipeline.records.recipe import Recipe, Rule
+from scalegate.pipeline.records.recipe_file import load_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYER = "model.layers.0"

@@ -23,7 +23,8 @@ from scalegate.pipeline.quantization.shards.work_record import (
     RECORD_NAME,
     locked_folder,
 )
-from scalegate.pipeline.records.recipe import GPTQ, Recipe
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.records.recipe_fields import GPTQ
 from scalegate.tests.bench.quantization import resume
 
 RECIPE = Recipe("test", spec=Int4(128))

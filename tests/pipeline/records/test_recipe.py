@@ -11,7 +11,8 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization.shards.tasks import make_tasks
-from scalegate.pipeline.records.recipe import Recipe, Rule, load_recipe, shipped_recipes
+from scalegate.pipeline.records.recipe import Recipe, Rule
+from scalegate.pipeline.records.recipe_file import load_recipe, shipped_recipes
 
 LAYER = "model.layers.0"
 KV_RECIPES = {
@@ -130,9 +131,20 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("ignore: 3\n", "list of module patterns"),
         ("ignore: ['re:(']\n", "not a valid expression"),
         ("throughput_floor: fast\n", "number above 0"),
+        ("method: gptq\nthroughput_floor:\n", "line 2: the bound throughput_floor must be a number above 0"),
+        (
+            "files: ['../x']\n",
+            "line 1: `files` is a list of patterns of files inside the source, such as `*.py`",
+        ),
+        ("learned_rounding: '3'\n", "line 1: `learned_rounding` is a number of steps up to 100000; not '3'"),
+        ("changes: [x]\n", "line 1: `changes` is a list of what differs on purpose, from: vocabulary, "),
+        ("kv_cache: fp9\n", "line 1: `kv_cache` is one of unquantized, fp8, "),
+        ("name: 3\n", "line 1: `name` is text of at most 1000 characters; not 3"),
+        ("3: 4\n", "line 1: unknown key '3'; Valid keys: name, "),
         ("rules:\n  - modules: a\n    group_sz: 3\n", "line 3: unknown key 'group_sz' in a rule"),
         ("rules:\n  - modules: a\n", "line 2: the rule for 'a' needs either"),
         ("rules:\n  - group_size: 32\n", "line 2: a rule needs `modules`"),
+        ("rules:\n  - modules: [a, b]\n    ignore: true\n", "line 2: `modules` is a module pattern, such as"),
         ("rules: 3\n", "list of rules"),
         ("rules:\n  - a\n", "line 2: a rule is a mapping"),
         ("rules:\n  - modules: a\n    format: int5\n", "line 3: `format` is one of int4"),
