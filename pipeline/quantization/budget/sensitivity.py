@@ -1,8 +1,8 @@
-"""What each group of a model's linear layers costs in each format: measured, one group at a time.
+"""How much each group of a model's linear layers costs in each format: measured, one group at a time.
 
-The rest of the model stays as it is, and what is measured is the divergence of its predictions. All variants
-go through the decoder together, so every layer is read once, whatever their number; their hidden states are
-spilled to a file where they are many. `allocation.py` chooses.
+The cost is the divergence of the model's predictions while the rest of it stays unquantized. All variants go
+through the decoder together, so that each layer is read once, however many they are; their hidden states are
+spilled to a file if they are many. `allocation.py` chooses.
 """
 
 from collections import defaultdict
@@ -31,14 +31,17 @@ from ..shards.weight_tensors import WeightQuantizer
 GROUP_SIZES = (128, 64, 32)
 DIGITS = 6
 TEXT_SEQUENCES = 8
-"""Of the calibration text: differences between formats are paired, token by token, so few show them."""
+"""Sequences that are read: formats are compared token by token, so that a few sequences suffice."""
+
+Divergences = dict[str, dict[WeightFormat, float]]
+"""Mean KL in nats, by group and format."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linear weights that have to be of one format: merged siblings, or all experts of a layer.
+    """Linear weights that must be of one format: merged siblings, or all experts of a layer.
 
-    divergence: mean KL in nats over the text, by format, with this group alone in it; 0 where it stays plain
+    divergence: mean KL in nats over the text, by format, with this group alone in that format
     """
 
     modules: tuple[str, ...]
@@ -50,22 +53,22 @@ class Group:
         return sum(n * k for n, k in self.shapes)
 
     def to_json(self) -> dict[str, Any]:
-        found = [{"spec": spec_to_json(spec), "kl": value} for spec, value in self.divergence.items()]
-        return {"modules": list(self.modules), "shapes": [list(one) for one in self.shapes], "formats": found}
+        formats = [{"spec": spec_to_json(spec), "kl": value} for spec, value in self.divergence.items()]
+        return {"modules": list(self.modules), "shapes": list(map(list, self.shapes)), "formats": formats}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Group":
-        """Undoes `to_json`. Raises KeyError, TypeError or ValueError for what is none."""
+        """Undoes `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         shapes = tuple((int(n), int(k)) for n, k in value["shapes"])
-        found = {spec_from_json(one["spec"]): float(one["kl"]) for one in value["formats"]}
-        return cls(tuple(map(str, value["modules"])), shapes, found)
+        divergence = {spec_from_json(entry["spec"]): float(entry["kl"]) for entry in value["formats"]}
+        return cls(tuple(map(str, value["modules"])), shapes, divergence)
 
 
 def candidates(spec: WeightFormat) -> list[WeightFormat]:
-    """What a weight of a recipe for `spec` may be instead: INT4 in groups that engines read, or INT8.
+    """The formats to choose from if the recipe says `spec`: INT4 in groups that engines read, or INT8.
 
-    Beside fractional zero points there is no INT8, since only torchao's convention stores those. Nor beside
-    NVFP4: compressed-tensors can hold such a mixture, but no engine was seen here that serves it.
+    INT8 is not mixed with fractional zero points, which only torchao's convention stores. Nor with NVFP4:
+    compressed-tensors can hold such a mixture, but no engine that we tried serves it.
     """
     if not isinstance(spec, Int4):
         return [spec]
@@ -97,74 +100,126 @@ def measure_sensitivity(
     progress: bool,
     fixed: Collection[str] = (),
 ) -> list[Group]:
-    """The groups of the quantized layers among `tasks`, with what each costs in each of its formats.
+    """The groups of the quantized layers among `tasks`, with the divergence of each in each of its formats.
 
     sequences:  int64 [S, T]; the first 8 are read
-    convention: which has to be able to store what is measured
+    convention: must be able to store every format that is measured
     fixed:      modules whose groups are left out
-    Weights are rounded without a text here: what a text gains is about the same share everywhere.
+    Weights are rounded without a text here: a text improves all of them by about the same share.
     """
     linears = weights_to_choose_for(tasks)
-    specs = {task.linear.module: task.spec for task in tasks if task.linear is not None}
-    grouped: dict[str, list[str]] = defaultdict(list)
     leaders = merged_under(checkpoint, list(linears.values()))
-    for module, leader in leaders.items():
-        grouped[kind_of(leader)].append(module)
-    for group in [group for group, modules in grouped.items() if not set(fixed).isdisjoint(modules)]:
-        del grouped[group]
-    variants: list[tuple[str, WeightFormat, StatesPart]] = []
+    grouped = _grouped(leaders, fixed)
+    specs = {task.linear.module: task.spec for task in tasks if task.linear is not None}
+    formats = {
+        group: [
+            spec
+            for spec in candidates(specs[modules[0]])
+            if all(_takes(linears[module], spec, convention) for module in modules)
+        ]
+        for group, modules in grouped.items()
+    }
     with torch.no_grad():
         stream = LayerStream(checkpoint, sequences[:TEXT_SEQUENCES], quantizer.device, spill)
         places = Places(stream.assignments, list(linears.values()))
-        begun: dict[str, list[tuple[str, WeightFormat]]] = {}
-        for name in stream.layers:
-            here = set(places.of_layer(name))
-            begun[name] = [
-                (group, spec)
-                for group, modules in grouped.items()
-                if here.issuperset(modules)
-                for spec in candidates(specs[modules[0]])
-                if all(_takes(linears[one], spec, convention) for one in modules)
-            ]
-        # Through each layer from the one where it begins, and through the output projection.
+        measurement = _Measurement(stream, places, quantizer, leaders, grouped)
+        divergence = measurement.run(formats, progress)
+    return [
+        Group(
+            tuple(modules),
+            tuple((linears[module].n, linears[module].k) for module in modules),
+            divergence[group],
+        )
+        for group, modules in grouped.items()
+        if divergence[group]
+    ]
+
+
+def _grouped(leaders: Mapping[str, str], fixed: Collection[str]) -> dict[str, list[str]]:
+    """Modules that must be of one format, by the group's name; groups with a `fixed` module are left out."""
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for module, leader in leaders.items():
+        grouped[kind_of(leader)].append(module)
+    return {group: modules for group, modules in grouped.items() if set(fixed).isdisjoint(modules)}
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """The model with one group in one format, and its hidden states behind the last layer that was run."""
+
+    group: str
+    spec: WeightFormat
+    states: StatesPart
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """The pass over the decoder in which all variants advance together, one layer at a time.
+
+    leaders: as `merged_under` finds them; grouped: the modules of each group
+    """
+
+    stream: LayerStream
+    places: Places
+    quantizer: WeightQuantizer
+    leaders: Mapping[str, str]
+    grouped: Mapping[str, list[str]]
+
+    def run(self, formats: Mapping[str, list[WeightFormat]], progress: bool) -> Divergences:
+        """The divergence of each group in each of its `formats`."""
+        begun = {layer: self._begun_in(layer, formats) for layer in self.stream.layers}
+        # A variant goes through each layer from the one where it begins, and through the output projection.
         to_go = range(len(begun) + 1, 1, -1)
         passes = sum(len(new) * left for new, left in zip(begun.values(), to_go, strict=True))
         passes += len(begun) + 1
-        room = iter(stream.variants(sum(map(len, begun.values()))))
+        room = iter(self.stream.variants(sum(map(len, begun.values()))))
+        variants: list[_Variant] = []
         with progress_bar(total=passes, desc="sensitivity", unit=" passes", shown=progress) as bar:
-            for name, new in begun.items():
-                stream.place(name)
-                for _, _, states in variants:
-                    stream.carry(name, states, states)
+            for layer, new in begun.items():
+                self.stream.place(layer)
+                for variant in variants:
+                    self.stream.carry(layer, variant.states, variant.states)
                     bar.update()
                 for group, spec in new:
-                    together = [linears[one] for one in grouped[group]]
-                    shared = shared_in(checkpoint, together, leaders, spec, quantizer)
-                    rounded: dict[str, Weight] = {
-                        one.module: quantizer.quantize(
-                            checkpoint, one, spec, shared.get(one.module, {})
-                        ).weight
-                        for one in together
-                    }
-                    with serve(stream, rounded, places):
-                        stream.place(name)
-                        states = next(room)
-                        stream.carry(name, None, states)
-                        variants.append((group, spec, states))
+                    variants.append(self._begin(layer, group, spec, next(room)))
                     bar.update()
-                stream.place(name)
-                stream.advance(name)
-                stream.drop(name)
+                self.stream.place(layer)
+                self.stream.advance(layer)
+                self.stream.drop(layer)
                 bar.update()
-            divergences = _divergences(stream, [states for _, _, states in variants], bar.update)
-    found: dict[str, dict[WeightFormat, float]] = defaultdict(dict)
-    for (group, spec, _), value in zip(variants, divergences, strict=True):
-        found[group][spec] = value
-    return [
-        Group(tuple(modules), tuple((linears[one].n, linears[one].k) for one in modules), found[group])
-        for group, modules in grouped.items()
-        if found[group]
-    ]
+            values = _divergences(self.stream, [variant.states for variant in variants], bar.update)
+        divergence: Divergences = defaultdict(dict)
+        for variant, value in zip(variants, values, strict=True):
+            divergence[variant.group][variant.spec] = value
+        return divergence
+
+    def _begun_in(
+        self, layer: str, formats: Mapping[str, list[WeightFormat]]
+    ) -> list[tuple[str, WeightFormat]]:
+        """The variants that differ from the model from this layer on."""
+        here = set(self.places.of_layer(layer))
+        return [
+            (group, spec)
+            for group, modules in self.grouped.items()
+            if here.issuperset(modules)
+            for spec in formats[group]
+        ]
+
+    def _begin(self, layer: str, group: str, spec: WeightFormat, states: StatesPart) -> _Variant:
+        """Run `layer` with the group's weights rounded to `spec`, from the model's own states to `states`."""
+        checkpoint = self.stream.checkpoint
+        linears = [self.places.linears[module] for module in self.grouped[group]]
+        shared = shared_in(checkpoint, linears, self.leaders, spec, self.quantizer)
+        rounded: dict[str, Weight] = {
+            linear.module: self.quantizer.quantize(
+                checkpoint, linear, spec, shared.get(linear.module, {})
+            ).weight
+            for linear in linears
+        }
+        with serve(self.stream, rounded, self.places):
+            self.stream.place(layer)
+            self.stream.carry(layer, None, states)
+        return _Variant(group, spec, states)
 
 
 def _divergences(
