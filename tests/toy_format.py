@@ -14,7 +14,7 @@ from scalegate.layouts.packing.layout import LAYOUTS, PackedWeight, Problem, Ser
 from scalegate.pipeline.conventions.compressed_tensors.scheme import SCHEMES
 from scalegate.pipeline.conventions.convention import StoredWeight
 from scalegate.pipeline.conventions.stored import FLOAT_DTYPES, require_tensor
-from scalegate.pipeline.quantization.quantizers.quantizer import QUANTIZERS, Quantized
+from scalegate.pipeline.quantization.quantizers.quantizer import QUANTIZERS, QuantizedWeight
 from torch import Tensor
 
 MAX_CODE = 127
@@ -75,13 +75,13 @@ class RoundToNearest:
 
     def quantize(
         self, values: Tensor, spec: Any, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         x = values.float()
         scale = (x.abs().amax(1, keepdim=True) / MAX_CODE).clamp(min=1e-8).to(scale_dtype)
         codes = (x / scale.float()).round().clamp(-MAX_CODE, MAX_CODE).to(torch.int8)
         weight = Int8RowWeight(spec, codes, scale)
         error = (weight.dequantize(torch.float32) - x).double()
-        return Quantized(weight, float(error.square().sum()), float(x.double().square().sum()))
+        return QuantizedWeight(weight, float(error.square().sum()), float(x.double().square().sum()))
 
 
 class IntQuantized:

@@ -15,9 +15,9 @@ from ...base.errors import UserError
 from ...base.log import logger
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file, require_inside
+from .companion_files import WEIGHT_SUFFIXES, CompanionFiles, companion_files
 from .config_sections import refuse_malformed, refuse_sizes
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
-from .travelling_files import WEIGHT_SUFFIXES, Travelling, travelling_files
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -73,12 +73,12 @@ class Checkpoint:
         """The `__metadata__` of one shard's header."""
         return self.headers[file].metadata
 
-    def other_files(self, more: Iterable[str] = ()) -> Travelling:
-        """What travels with the weights (tokenizer, chat template, licence, ...), and what stays behind.
+    def other_files(self, more: Iterable[str] = ()) -> CompanionFiles:
+        """The files that go with the weights (tokenizer, chat template, licence, ...), and those left out.
 
         more: patterns of files beyond the known kinds, a recipe's `files`
         """
-        return travelling_files(self.folder, more)
+        return companion_files(self.folder, more)
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:

@@ -11,7 +11,7 @@ from ...base.installed import NOT_INSTALLED
 from ...base.log import is_verbose
 from ...layouts.packing.per_expert import SUFFIX
 from ..commands.doctor import Device, Diagnosis, HubLogin, LayoutChoice, LayoutState, doctor
-from ..model_loader.dequantized import DEQUANTIZE
+from ..model_loader.dequantize_note import DEQUANTIZE
 
 GB = 1e9
 WIDTH = 100

@@ -170,9 +170,9 @@ def estimate_lines(found: "Estimate") -> list[str]:
 def _kv_lines(kv_format: str, text: str | None) -> list[str]:
     if kv_format == UNQUANTIZED:
         return []
-    from ..quantization.calibration.what_is_calibrated import said_of_kv
+    from ..quantization.calibration.text_source import kv_description
 
-    return [f"  keys and values: {said_of_kv(kv_format, text)}"]
+    return [f"  keys and values: {kv_description(kv_format, text)}"]
 
 
 def _words(context: click.Context) -> list[str]:

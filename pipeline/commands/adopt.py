@@ -14,7 +14,7 @@ from ...layouts.formats.weight_format import spec_to_json
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import open_baseline, remember_source, weights_digest
 from ..checkpoints.checkpoint import open_checkpoint
-from ..checkpoints.travelling_files import refuse_strangers
+from ..checkpoints.companion_files import refuse_strangers
 from ..conventions.all_conventions import convention_of
 from ..conventions.kv_cache import kv_cache_of
 from ..publishing.reproduce import ADOPTED

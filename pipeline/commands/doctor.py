@@ -31,7 +31,7 @@ from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
 from ...serving_check.adapters.all_engines import ENGINES
 from ...serving_check.adapters.engine import Availability
 from ..conventions.all_conventions import CONVENTIONS
-from ..machine.tested_stack import Untested, untested_packages
+from ..machine.tested_stack import UntestedPackage, untested_packages
 
 PACKAGES = (
     "scalegate",
@@ -124,7 +124,7 @@ class Diagnosis:
     devices: list[Device]
     versions: dict[str, str | None]
     """None for what is not installed."""
-    untested: list[Untested]
+    untested: list[UntestedPackage]
     """Those installed in a version that Scalegate was not tested with."""
     choices: list[LayoutChoice]
     layouts: list[LayoutState]

@@ -26,12 +26,18 @@ from ..machine.tested_stack import warn_if_untested
 from ..quantization.budget.allocation import PLAIN_BITS, Budget
 from ..quantization.budget.mixed_recipe import mixed_recipe, require_choice
 from ..quantization.calibration.calibration_names import CALIBRATION
+from ..quantization.calibration.calibration_result import input_formats
 from ..quantization.calibration.calibration_text import read_calibration_text
 from ..quantization.calibration.kv_scales import find_kv_scales
-from ..quantization.calibration.what_is_calibrated import budget_source, input_formats
+from ..quantization.calibration.text_source import budget_source
 from ..quantization.estimate import Estimate, estimate
 from ..quantization.job import QuantizeJob, prepare
-from ..quantization.job_text import Reading, facts_of, found_on, read_text
+from ..quantization.job_calibration import (
+    CalibrationContext,
+    calibration_facts,
+    calibration_result,
+    calibration_sequences,
+)
 from ..quantization.shards.progress import byte_bar
 from ..quantization.shards.ranks import Ranks, join_ranks, local_device
 from ..quantization.shards.shared_tensors import find_shared_tensors
@@ -47,7 +53,7 @@ from ..quantization.shards.work_record import (
 )
 from ..quantization.solvers.importance import importance_of
 from ..quantization.write_shards import (
-    Known,
+    PassResults,
     divide_into_shards,
     rounded,
     scale_tensors,
@@ -200,18 +206,20 @@ def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bo
 def _write_all_shards(
     job: QuantizeJob, record: WorkRecord, max_shard_bytes: int, ranks: Ranks, progress: bool
 ) -> tuple[dict[str, list[WeightTask]], dict[str, Any]]:
-    """What has to be known of all weights and of the text, and then the shards.
+    """Make the passes over all weights and over the text, then write the shards.
 
-    Returned are the shards' tasks, and what the manifest says of the text.
-    A text is read by the first process; the others read what it has kept.
+    Returns the shards' tasks, and what the manifest says of the text. The first process reads the text; the
+    others read the results that it has kept.
     """
     checkpoint, tasks = job.checkpoint, job.tasks.in_order
     shards = divide_into_shards(checkpoint, tasks, max_shard_bytes)
     shared = find_shared_tensors(checkpoint, shards, job.quantizer, record, ranks, progress)
-    reading = Reading(checkpoint, job.quantizer, record.calibration, progress)
-    read = ranks.in_turn("text", lambda: read_text(job.text, job.wanted, reading))
+    context = CalibrationContext(checkpoint, job.quantizer, record.calibration, progress)
+    read = ranks.in_turn("text", lambda: calibration_sequences(job.text, job.needs, context))
     sequences = None if read is None else read.sequences
-    found = ranks.in_turn("calibration", lambda: found_on(sequences, tasks, job.wanted, shared, reading))
+    found = ranks.in_turn(
+        "calibration", lambda: calibration_result(sequences, tasks, job.needs, shared, context)
+    )
     device = job.quantizer.device
     kv_scales = ranks.in_turn(
         "keys and values",
@@ -220,11 +228,13 @@ def _write_all_shards(
     importance = importance_of(found.squares)
     job = replace(job, quantizer=replace(job.quantizer, importance=importance))
     inputs, scales = input_formats(tasks, found), scale_tensors(job, kv_scales)
-    known = Known(shared, inputs, found.solved, scales, found.equalized)
-    write_shards(job, record, shards, known, ranks, progress)
+    results = PassResults(shared, inputs, found.solved, scales, found.equalized)
+    write_shards(job, record, shards, results, ranks, progress)
     if read is None or job.text is None:
         return shards, {}
-    return shards, {CALIBRATION: {"source": job.text.name, **read.facts, **facts_of(found, job.wanted)}}
+    return shards, {
+        CALIBRATION: {"source": job.text.name, **read.facts, **calibration_facts(found, job.needs)}
+    }
 
 
 def _finish(

@@ -81,7 +81,7 @@ def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWe
     """The weight of `module`; UserError where its tensors are not what the format makes them."""
     small = spec.random(1, spec.column_multiple, META).tensors()
     names = {part: f"{module}{PREFIX}{part}" for part in small}
-    found = {part: require_tensor(checkpoint, names[part], (one.dtype,)) for part, one in small.items()}
+    found = {part: require_tensor(checkpoint, names[part], (tensor.dtype,)) for part, tensor in small.items()}
     part, info = next(iter(found.items()))
     if len(info.shape) != 2 or info.shape[1] % small[part].shape[1]:
         raise UserError(
@@ -89,8 +89,8 @@ def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWe
         )
     n, k = info.shape[0], info.shape[1] // small[part].shape[1] * spec.column_multiple
     refuse_shape(checkpoint, info.name, spec, n, k)
-    for part, one in spec.random(1, k, META).tensors().items():
-        require_tensor(checkpoint, names[part], (one.dtype,), (n, one.shape[1]))
+    for part, row in spec.random(1, k, META).tensors().items():
+        require_tensor(checkpoint, names[part], (row.dtype,), (n, row.shape[1]))
 
     def read() -> Weight:
         return weight_of(spec, {part: checkpoint.read(name) for part, name in names.items()})

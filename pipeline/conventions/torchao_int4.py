@@ -31,7 +31,7 @@ from .torchao_form import FORMS, READERS
 GROUP_SIZES = (32, 64, 128, 256)
 
 
-class TilePacked:
+class TilePackedInt4:
     kind = "Int4TilePackedTo4dTensor"
 
     def refuses(self, spec: WeightFormat) -> str | None:
@@ -130,6 +130,6 @@ def _is_shape(shape: Any) -> TypeGuard[list[int]]:
     return isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
 
 
-FORMS.add(Int4.name, TilePacked())
-READERS.add(TilePacked.kind, _tile_packed)
+FORMS.add(Int4.name, TilePackedInt4())
+READERS.add(TilePackedInt4.kind, _tile_packed)
 READERS.add("Int4Tensor", _plain_int4)

@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
 """By `model_type` of transformers."""
-WANTED = (
+REQUIRED_FIELDS = (
     "hidden_size",
     "intermediate_size",
     "max_position_embeddings",
@@ -49,7 +49,7 @@ class Architecture:
             raise UserError(
                 f"{source}: GGUF is written for {', '.join(ARCHITECTURES)}, not for {model_type!r} models"
             )
-        missing = [name for name in WANTED if not isinstance(config.get(name), int | float)]
+        missing = [name for name in REQUIRED_FIELDS if not isinstance(config.get(name), int | float)]
         if missing:
             raise UserError(f"{source}: config.json has no number {missing[0]!r}, which GGUF wants")
         rope = _rope(config)

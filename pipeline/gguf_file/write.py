@@ -47,11 +47,11 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True)
-class WrittenGGUF:
-    """What `write_gguf` has written.
+class GGUFSummary:
+    """What a GGUF file holds.
 
-    tensors:           how many of each GGUF type
-    without_tokenizer: why the tokenizer is not in it; None where it is
+    tensors:           the number of each GGUF type
+    without_tokenizer: why it has no tokenizer; None if it has one
     """
 
     path: Path
@@ -59,7 +59,7 @@ class WrittenGGUF:
     without_tokenizer: str | None
 
 
-def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> WrittenGGUF:
+def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> GGUFSummary:
     """Write `checkpoint` to `out`, atomically. UserError for what llama.cpp could not read."""
     architecture = Architecture.of(checkpoint.source, checkpoint.config)
     tensors = list(_tensors(checkpoint, architecture))
@@ -89,15 +89,15 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> Writ
                     bar.update(tensor.nbytes)
         finally:
             writer.close()
-    return WrittenGGUF(out, counts, left_out)
+    return GGUFSummary(out, counts, left_out)
 
 
 def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGUFTensor]:
     """Every tensor of the file, known from headers alone."""
     stored = convention_of(checkpoint).modules(checkpoint)
-    parts = {name for one in stored.values() for name in one.tensors}
-    for module, one in stored.items():
-        yield _quantized(architecture, f"{module}.weight", one)
+    parts = {name for weight in stored.values() for name in weight.tensors}
+    for module, weight in stored.items():
+        yield _quantized(architecture, f"{module}.weight", weight)
     for name, info in checkpoint.tensors.items():
         if name in parts:
             continue

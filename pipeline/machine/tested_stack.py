@@ -18,7 +18,7 @@ SAID = "SCALEGATE_UNTESTED_SAID"
 
 
 @dataclass(frozen=True)
-class Untested:
+class UntestedPackage:
     """A package whose installed version is outside its bounds."""
 
     package: str
@@ -30,12 +30,12 @@ class Untested:
         return f"{self.package} {self.installed} (tested: {self.tested})"
 
 
-def untested_packages() -> list[Untested]:
+def untested_packages() -> list[UntestedPackage]:
     """Empty where this tree is not installed: there are no bounds to read."""
     return list(_outside_bounds())
 
 
-def as_sentence(untested: list[Untested]) -> str:
+def as_sentence(untested: list[UntestedPackage]) -> str:
     return (
         f"not tested with {', '.join(map(str, untested))}; "
         "if something fails, install versions within these bounds"
@@ -50,7 +50,7 @@ def warn_if_untested() -> None:
         logger.warning(f"Scalegate was {as_sentence(untested)}")
 
 
-def _outside_bounds() -> Iterator[Untested]:
+def _outside_bounds() -> Iterator[UntestedPackage]:
     try:
         requirements = metadata.requires("scalegate") or []
     except metadata.PackageNotFoundError:
@@ -61,4 +61,4 @@ def _outside_bounds() -> Iterator[Untested]:
         installed = installed_version(requirement.name)
         if installed is not None and not requirement.specifier.contains(installed, prereleases=True):
             bounds = sorted(map(str, requirement.specifier), reverse=True)
-            yield Untested(requirement.name, installed, ",".join(bounds))
+            yield UntestedPackage(requirement.name, installed, ",".join(bounds))

@@ -16,5 +16,5 @@ def attention_layers_of(
     """By layer index, what its storage on `device` holds. UserError for a model that cannot be served."""
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
-    found = attention_layers(model)
-    return {index: replace(one, shape=one.shape.on(device)) for index, one in found.items()}
+    layers = attention_layers(model)
+    return {index: replace(layer, shape=layer.shape.on(device)) for index, layer in layers.items()}

@@ -1,4 +1,4 @@
-"""Rounds what plain linear layers get, where their checkpoint quantizes activations as well.
+"""Rounds the inputs of plain linear layers if their checkpoint quantizes activations as well.
 
 For models that are run with dequantized weights, as `layer_stream.py` runs them; packed layers round by
 themselves (`layouts/modules/linear.py`).
@@ -29,14 +29,14 @@ class InputRounding(TorchFunctionMode):
     def add(self, name: str, weight: Tensor, parts: list[Parts]) -> None:
         """weight: [N, K] of one linear layer, or [E, N, K] of experts; parts: of each"""
         slices = weight if weight.dim() == 3 else weight.unsqueeze(0)
-        for one, its_parts in zip(slices, parts, strict=True):
-            self._parts[one.data_ptr()] = its_parts
-            self._names[one.data_ptr()] = name
+        for matrix, its_parts in zip(slices, parts, strict=True):
+            self._parts[matrix.data_ptr()] = its_parts
+            self._names[matrix.data_ptr()] = name
         self._unseen.add(name)
 
     def drop(self, prefix: str) -> list[str]:
-        """Forget the weights whose names begin so; those that no `F.linear` was seen of."""
-        for address in [one for one, name in self._names.items() if name.startswith(prefix)]:
+        """Forget the weights whose names begin with `prefix`; returns those that no `F.linear` used."""
+        for address in [address for address, name in self._names.items() if name.startswith(prefix)]:
             del self._parts[address], self._names[address]
         missed = sorted(name for name in self._unseen if name.startswith(prefix))
         self._unseen.difference_update(missed)

@@ -20,7 +20,7 @@ from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import convention_of
-from ..machine.freed_memory import return_freed_memory
+from ..machine.malloc_trim import return_freed_memory
 from .hidden_states import AnyStates, HiddenStates, StatesPart
 from .input_rounding import InputRounding
 from .skeleton import build_skeleton
@@ -94,9 +94,9 @@ class LayerStream:
         """The checkpoint's tensor that is this parameter as it lies; None where there is no single one."""
         return next(
             (
-                one.names[0]
-                for one in self.assignments
-                if one.target == target and one.converter is None and len(one.names) == 1
+                assignment.names[0]
+                for assignment in self.assignments
+                if assignment.target == target and assignment.converter is None and len(assignment.names) == 1
             ),
             None,
         )

@@ -23,7 +23,7 @@ from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
 from ..records.artifact import MANIFEST_NAME, Artifact
-from .dequantized import dequantized_note
+from .dequantize_note import dequantized_note
 from .merge_groups import merge_groups
 from .skeleton import build_skeleton
 from .weight_loader import LayoutPicker, WeightLoader, listed

@@ -123,7 +123,7 @@ def find_products(
     for module in linears:
         names = grouped.get(module, [module])
         if names[0] == module:
-            products.append(DenseProduct(tuple(names), tuple(linears[one] for one in names)))
+            products.append(DenseProduct(tuple(names), tuple(linears[name] for name in names)))
     return products
 
 

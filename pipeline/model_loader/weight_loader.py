@@ -100,9 +100,11 @@ class WeightLoader:
     def load(self, progress: bool) -> None:
         products = self.products()
         if self.picker.forced is not None and products:
-            refuse_impossible(self.picker.forced, {one.name: self._problem(one) for one in products})
+            refuse_impossible(
+                self.picker.forced, {product.name: self._problem(product) for product in products}
+            )
         packed = {name for product in products for name in product.weights}
-        plain = [one for one in self.assignments() if not packed.issuperset(one.names)]
+        plain = [item for item in self.assignments() if not packed.issuperset(item.names)]
         total = len(plain) + len(products)
         bar = progress_bar(total=total, desc="loading", unit=" weights", shown=progress, leave=False)
         experts: dict[str, dict[str, list[ExpertsPart]]] = {}
@@ -199,8 +201,14 @@ class WeightLoader:
             if assignment.converter is not None or not isinstance(module, nn.Linear):
                 raise self._no_linear(names[0])
             slices = [names]
-        found = [[(self.stored[name].shape[0], self._read_input(name)) for name in one] for one in slices]
-        return [[(rows, rounding) for rows, rounding in one if rounding is not None] for one in found]
+        return [
+            [
+                (self.stored[name].shape[0], rounding)
+                for name in parts
+                if (rounding := self._read_input(name)) is not None
+            ]
+            for parts in slices
+        ]
 
     def _no_linear(self, name: str) -> UserError:
         return UserError(

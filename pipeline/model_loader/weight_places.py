@@ -20,7 +20,7 @@ class Places:
     """Where in the model each linear weight is multiplied by."""
 
     def __init__(self, assignments: Sequence[Assignment], linears: Sequence[LinearWeight]):
-        self.linears = {one.module: one for one in linears}
+        self.linears = {linear.module: linear for linear in linears}
         by_tensor: dict[str, list[LinearWeight]] = defaultdict(list)
         for linear in linears:
             by_tensor[linear.tensor].append(linear)
@@ -55,9 +55,9 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
     before = dict(stream.loader.stored)
     # What is put together from several tensors is so on the CPU.
     whole = {
-        one.names[0]: stream.device
-        for one in stream.assignments
-        if one.converter is None and one.expert_parts() is None
+        assignment.names[0]: stream.device
+        for assignment in stream.assignments
+        if assignment.converter is None and assignment.expert_parts() is None
     }
     for tensor, parts in by_tensor.items():
         linear = parts[0][0]

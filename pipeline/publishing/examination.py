@@ -14,7 +14,7 @@ from ...base.untrusted_names import file_refusal, require_file
 from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.gate.policy import declared_by
 from ...serving_check.gate.record import claimed_by, contradictions, judged_again, parse_verdict
-from ..checkpoints.travelling_files import refuse_strangers
+from ..checkpoints.companion_files import refuse_strangers
 from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, VERDICT_NAME, Artifact
 from ..records.file_digests import sha256_of
 from ..records.signature import Signature, check_signature

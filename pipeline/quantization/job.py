@@ -1,4 +1,4 @@
-"""A quantize job: all that is decided before the first weight is read, and what cannot work refused."""
+"""A quantize job: everything decided before the first weight is read; what cannot work is refused here."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
 from ..records.recipe import Recipe
+from .calibration.calibration_needs import CalibrationNeeds, calibration_needs
 from .calibration.calibration_text import CalibrationText, read_calibration_text
-from .calibration.wanted_of_text import Wanted
-from .calibration.what_is_calibrated import text_source, what_is_wanted
+from .calibration.text_source import text_source
 from .quantizers.all_quantizers import QUANTIZERS
 from .shards.tasks import QuantizationTasks, make_tasks
 from .shards.weight_tensors import WeightQuantizer
@@ -38,7 +38,7 @@ class QuantizeJob:
     quantization_config: dict[str, Any]
     file_metadata: dict[str, str]
     quantizer: WeightQuantizer
-    wanted: Wanted
+    needs: CalibrationNeeds
     text: CalibrationText | None
 
 
@@ -69,21 +69,21 @@ def prepare(
     plain = [task.written_name for task in tasks.in_order if not task.is_quantized]
     metadata = convention.file_metadata(specs, tasks.shapes, plain)
     quantizer = weight_quantizer(checkpoint, device)
-    wanted = what_is_wanted(recipe, tasks.in_order)
+    needs = calibration_needs(recipe, tasks.in_order)
     takes_scales = largest_of(KV_FORMATS[recipe.kv_cache]) is not None
-    source = text_source(recipe, wanted, takes_scales, calibration)
+    source = text_source(recipe, needs, takes_scales, calibration)
     text = None if source is None else read_calibration_text(checkpoint, source)
     return QuantizeJob(
-        checkpoint, recipe, tasks, export, convention, config, metadata, quantizer, wanted, text
+        checkpoint, recipe, tasks, export, convention, config, metadata, quantizer, needs, text
     )
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """What is only stored compactly, in FP8, is read as it stands for."""
+    """Not FP8: that is read as the 16-bit weights that it stands for."""
     try:
         stored = convention_of(checkpoint).modules(checkpoint)
     except UserError:
-        return  # said better by what reads the source
+        return  # whatever reads the source says it better
     labels = sorted({weight.spec.label for weight in stored.values() if weight.is_quantized})
     if labels:
         raise UserError(

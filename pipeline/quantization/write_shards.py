@@ -22,7 +22,7 @@ from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from ..records.artifact import SCALED_BY, FileRecord
 from ..records.file_digests import sha256_of
-from .calibration.wanted_of_text import ReadSolved
+from .calibration.calibration_result import WeightReader
 from .job import QuantizeJob
 from .shards.progress import byte_bar
 from .shards.ranks import Ranks
@@ -31,7 +31,7 @@ from .shards.shared_tensors import Shared
 from .shards.tasks import WeightTask, source_bytes
 from .shards.weight_tensors import read_kept, read_linear, refuse_non_finite
 from .shards.work_record import FinishedShard, WorkRecord
-from .solvers.equalization import Equalized
+from .solvers.equalization import EqualizedNorm
 
 TENSORS_OF_A_LINEAR = ("packed", "scale", "zero_point", "shape")
 ERROR_DIGITS = 6
@@ -39,20 +39,20 @@ SHARD_NAME = "model{suffix}.safetensors"
 
 
 @dataclass(frozen=True)
-class Known:
-    """What had to be known of all weights, and of the text, before the first was written; by module."""
+class PassResults:
+    """What passes over all weights and over the text found before the first shard is written; by module."""
 
     shared: Shared
     inputs: Mapping[str, InputFormat]
-    solved: Mapping[str, ReadSolved]
+    solved: Mapping[str, WeightReader]
     kv_scales: Mapping[str, Tensor]
     """By the tensor's name in the checkpoint, not by module."""
-    equalized: Mapping[str, Equalized]
+    equalized: Mapping[str, EqualizedNorm]
     """By the norm's tensor."""
 
     def norm_of(self, module: str) -> str | None:
         """The norm that has taken over scales of the module's columns."""
-        return next((name for name, one in self.equalized.items() if module in one.modules), None)
+        return next((name for name, norm in self.equalized.items() if module in norm.modules), None)
 
 
 def divide_into_shards(
@@ -78,9 +78,9 @@ def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
 
 def scale_tensors(job: QuantizeJob, scales: Mapping[str, KVScales]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for attention, one in scales.items():
+    for attention, pair in scales.items():
         key, value = kv_scale_names(job.convention, attention)
-        tensors |= {key: one.key, value: one.value}
+        tensors |= {key: pair.key, value: pair.value}
     return tensors
 
 
@@ -88,11 +88,11 @@ def write_shards(
     job: QuantizeJob,
     record: WorkRecord,
     shards: Mapping[str, list[WeightTask]],
-    known: Known,
+    results: PassResults,
     ranks: Ranks,
     progress: bool,
 ) -> None:
-    """Write this process's share of the shards that are not finished, and wait for the others'."""
+    """Write this process's share of the unfinished shards, and wait for the other processes."""
 
     def cost(name: str) -> int:
         return sum(source_bytes(job.checkpoint, task) for task in shards[name])
@@ -104,12 +104,12 @@ def write_shards(
                 continue
             modules: dict[str, dict[str, Any]] = {}
             path = record.folder / name
-            last = known.kv_scales if name == list(shards)[-1] else {}
+            last = results.kv_scales if name == list(shards)[-1] else {}
             room = header_room([*_names_with_room(shards[name]), *last], job.file_metadata)
             with atomic_path(path) as partial:
                 with ShardWriter(partial, room, job.file_metadata) as writer:
                     for task in shards[name]:
-                        modules |= _carry_out(job, task, known, writer)
+                        modules |= _carry_out(job, task, results, writer)
                         read(source_bytes(job.checkpoint, task))
                     for tensor, scale in last.items():
                         writer.add(tensor, scale)
@@ -130,12 +130,12 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
 
 
 def _carry_out(
-    job: QuantizeJob, task: WeightTask, known: Known, writer: ShardWriter
+    job: QuantizeJob, task: WeightTask, results: PassResults, writer: ShardWriter
 ) -> dict[str, dict[str, Any]]:
-    """Write one task's tensors; what was measured on a quantized module, by its name."""
+    """Write one task's tensors; what was measured of a quantized module, by its name."""
     checkpoint, linear = job.checkpoint, task.linear
-    if linear is None and task.tensor in known.equalized:
-        writer.add(task.tensor, known.equalized[task.tensor].weight)
+    if linear is None and task.tensor in results.equalized:
+        writer.add(task.tensor, results.equalized[task.tensor].weight)
         return {}
     if linear is None:
         info = checkpoint.tensors[task.tensor]
@@ -148,10 +148,10 @@ def _carry_out(
         wide = values.dtype == torch.float32 and checkpoint.tensors[linear.tensor].dtype.itemsize == 1
         writer.add(task.written_name, values.to(torch.bfloat16) if wide else values)
         return {}
-    inputs, read_solved = known.inputs.get(linear.module), known.solved.get(linear.module)
-    solved = None if read_solved is None else read_solved()
+    inputs, read_calibrated_weight = results.inputs.get(linear.module), results.solved.get(linear.module)
+    solved = None if read_calibrated_weight is None else read_calibrated_weight()
     if solved is None:
-        shared = known.shared.get(linear.module, {})
+        shared = results.shared.get(linear.module, {})
         quantized = job.quantizer.quantize(checkpoint, linear, task.spec, shared)
     else:
         quantized = solved.quantized
@@ -164,7 +164,7 @@ def _carry_out(
         "squared_error": rounded(quantized.squared_error),
         "squared_norm": rounded(quantized.squared_norm),
     }
-    norm = known.norm_of(linear.module)
+    norm = results.norm_of(linear.module)
     if norm is not None:
         measured[SCALED_BY] = norm
     if solved is not None:

@@ -134,12 +134,12 @@ class Artifact:
     def scaled_modules(self) -> dict[str, str]:
         """By module whose columns were scaled before rounding, the norm's tensor that has taken that over."""
         modules = self.quantization.get("modules", {})
-        return {module: str(one[SCALED_BY]) for module, one in modules.items() if SCALED_BY in one}
+        return {module: str(facts[SCALED_BY]) for module, facts in modules.items() if SCALED_BY in facts}
 
     def declared_changes(self) -> tuple[str, ...]:
         """The parts of tokenizer, templates and generation settings that the recipe changes on purpose."""
         changes = self.recipe.get("changes")
-        return tuple(one for one in changes if one in PARTS) if isinstance(changes, list) else ()
+        return tuple(part for part in changes if part in PARTS) if isinstance(changes, list) else ()
 
     def batch_invariance(self) -> BatchInvariance:
         """What the recipe claims of a request's bits while the artifact is served."""
@@ -193,7 +193,7 @@ def _checked(value: dict[str, Any], path: Path) -> Artifact:
             _PLAN.validate_python(artifact.layout_plan)
             LayoutPlan.from_json(artifact.layout_plan)
         where = "quantization.formats."
-        if not all(isinstance(one.spec.get("format"), str) for one in summary.formats):
+        if not all(isinstance(entry.spec.get("format"), str) for entry in summary.formats):
             raise KeyError("spec.format")
         where = "source: a Hub id or a printable name "
         on_hub = artifact.source_revision is not None

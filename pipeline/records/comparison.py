@@ -96,18 +96,17 @@ class Comparison:
     def warnings(self) -> list[str]:
         """A line for each model that is marked in the table."""
         return [
-            f"{MARK} {one.name}: {one.unlike_baseline}"
-            for one in self.models
-            if one.unlike_baseline is not None
+            f"{MARK} {model.name}: {model.unlike_baseline}"
+            for model in self.models
+            if model.unlike_baseline is not None
         ]
 
     def module_table(self) -> str:
         """Median relative errors of weights by kind of module, a column for each model."""
         kinds = list(dict.fromkeys(kind for model in self.models for kind in model.module_errors))
-        found = [[model.module_errors.get(kind) for model in self.models] for kind in kinds]
         rows = [
             ("", *(model.name for model in self.models)),
-            *((kind, *(_error(one) for one in row)) for kind, row in zip(kinds, found, strict=True)),
+            *((kind, *(_error(model.module_errors.get(kind)) for model in self.models)) for kind in kinds),
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(_line(row, widths) for row in rows)

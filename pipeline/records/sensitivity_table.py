@@ -74,7 +74,7 @@ def _chosen(group: Mapping[str, Any]) -> WeightFormat:
 
 
 def _measured(group: Mapping[str, Any]) -> dict[WeightFormat, float]:
-    return {spec_from_json(one["spec"]): float(one["kl"]) for one in group["formats"]}
+    return {spec_from_json(measured["spec"]): float(measured["kl"]) for measured in group["formats"]}
 
 
 def _divergence(group: Mapping[str, Any]) -> float:

@@ -72,7 +72,7 @@ class CompressedTensors:
         return not ignored and first_match(targets, module) is not None
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
-        writable = {name: one for name, one in SCHEMES.items() if isinstance(one, WritableScheme)}
+        writable = {name: scheme for name, scheme in SCHEMES.items() if isinstance(scheme, WritableScheme)}
         if spec.name not in writable:
             return f"{METHOD} is not written in {spec.name}; it is in {', '.join(writable)}"
         return writable[spec.name].refuses(spec)

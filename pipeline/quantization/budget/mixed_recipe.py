@@ -22,7 +22,7 @@ from ...records.artifact import MANIFEST_NAME
 from ...records.recipe import Recipe, Rule
 from ...records.sensitivity_table import CHOSEN, GROUPS, KEPT_BY_BUDGET, SENSITIVITY, TEXT
 from ..calibration.calibration_text import CalibrationText
-from ..calibration.self_calibration import beside, can_draw, drawn_sequences
+from ..calibration.self_calibration import beside, can_draw, sample_sequences
 from ..job import QuantizeJob
 from ..shards.tasks import rule_for
 from ..shards.weight_tensors import WeightQuantizer
@@ -108,7 +108,7 @@ def _sequences(
     if text.sequences is not None and not can_draw(checkpoint, device):
         return text.sequences
     count = TEXT_SEQUENCES if text.sequences is None else TEXT_SEQUENCES // 2
-    own = drawn_sequences(checkpoint, (count, text.shape[1]), device, kept, progress)
+    own = sample_sequences(checkpoint, (count, text.shape[1]), device, kept, progress)
     return own if text.sequences is None else beside(text.sequences, own)
 
 
@@ -126,7 +126,7 @@ def _kept(folder: Path, key: str) -> list[Group] | None:
         value = read_json_object(path)
         found = value if path.name == KEPT_NAME else value.get("quantization", {}).get(SENSITIVITY, {})
         if found.get(KEY) == key:
-            return [Group.from_json(one) for one in found[GROUPS]]
+            return [Group.from_json(group) for group in found[GROUPS]]
     return None
 
 

@@ -1,4 +1,4 @@
-"""What the calibration pass found in one decoder layer, and the file that keeps it for a job that goes on."""
+"""The calibration pass's results for one decoder layer, and the file that keeps them for a resumed job."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,22 +15,22 @@ from torch import Tensor
 from ....base.atomic_files import atomic_path
 from ....base.errors import UserError
 from ....layouts.formats.weight_format import spec_from_json, spec_to_json, weight_of
-from ..quantizers.quantizer import Quantized
-from ..solvers.equalization import Equalized
+from ..quantizers.quantizer import QuantizedWeight
+from ..solvers.equalization import EqualizedNorm
 from ..solvers.second_order import Curvature
 
 SQUARES, WEIGHT, NORM = "squares", "weight", "norm"
 
 
 @dataclass(frozen=True)
-class Solved:
-    """A weight rounded with its inputs in view.
+class CalibratedWeight:
+    """A weight that was rounded on a text.
 
-    before: the output's squared error with the weight rounded without a text, as a share of its square
+    before: the squared error of the layer's output, relative to its square, if rounded without a text
     after:  the same with this weight
     """
 
-    quantized: Quantized
+    quantized: QuantizedWeight
     before: float
     after: float
 
@@ -39,21 +39,21 @@ class Solved:
         cls,
         original: Tensor,
         target: Tensor,
-        candidates: Sequence[Quantized],
+        candidates: Sequence[QuantizedWeight],
         curvature: Curvature,
         before: float | None = None,
-    ) -> "Solved":
-        """The best of `candidates` for outputs like those of `target`, fp32 [N, K]; on the CPU.
+    ) -> "CalibratedWeight":
+        """The candidate whose outputs are nearest to those of `target`, fp32 [N, K]; on the CPU.
 
-        original: fp32 [N, K], which the weight's own error is the distance from
-        before:   left out, the first candidate's
+        original: fp32 [N, K], from which the weight's own error is measured
+        before:   the first candidate's if left out
         """
-        values = [one.weight.dequantize(torch.float32) for one in candidates]
-        losses = [output_error(one, target, curvature) for one in values]
+        values = [candidate.weight.dequantize(torch.float32) for candidate in candidates]
+        losses = [output_error(dequantized, target, curvature) for dequantized in values]
         index = min(reversed(range(len(losses))), key=losses.__getitem__)
         weight = candidates[index].weight.to("cpu")
         error = float((values[index] - original).square().sum(1).sum(dtype=torch.float64))
-        quantized = Quantized(weight, error, candidates[index].squared_norm)
+        quantized = QuantizedWeight(weight, error, candidates[index].squared_norm)
         return cls(quantized, losses[0] if before is None else before, losses[index])
 
 
@@ -71,13 +71,13 @@ def _energy(rows: Tensor, curvature: Curvature) -> float:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """By module: see `calibration.Found`."""
+    """By module; `CalibrationResult` says what each field holds."""
 
     largest: dict[str, float] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
-    solved: dict[str, Solved] = field(default_factory=dict)
+    solved: dict[str, CalibratedWeight] = field(default_factory=dict)
     scarce: list[str] = field(default_factory=list)
-    equalized: dict[str, Equalized] = field(default_factory=dict)
+    equalized: dict[str, EqualizedNorm] = field(default_factory=dict)
     """By the norm's tensor."""
     learned: tuple[float, float] | None = None
     """The layer's error before and after its rounding was learned, as `LearnedLayer` has them."""
@@ -89,8 +89,8 @@ class CalibratedLayer:
             return f"layer error {self.learned[0]:.2e} → {self.learned[1]:.2e}"
         if not self.solved:
             return ""
-        before = sum(one.before for one in self.solved.values()) / len(self.solved)
-        after = sum(one.after for one in self.solved.values()) / len(self.solved)
+        before = sum(weight.before for weight in self.solved.values()) / len(self.solved)
+        after = sum(weight.after for weight in self.solved.values()) / len(self.solved)
         return f"output error {before:.2e} → {after:.2e}"
 
 
@@ -101,19 +101,20 @@ def layer_path(folder: Path, index: int) -> Path:
 def write_layer(path: Path, layer: CalibratedLayer) -> None:
     """Atomically: the file is whole or absent."""
     tensors = {f"{SQUARES}|{module}": values.clone() for module, values in layer.squares.items()}
-    tensors |= {f"{NORM}|{name}": one.weight.clone() for name, one in layer.equalized.items()}
-    equalized = {name: one.modules for name, one in layer.equalized.items()}
+    tensors |= {f"{NORM}|{name}": norm.weight.clone() for name, norm in layer.equalized.items()}
+    equalized = {name: norm.modules for name, norm in layer.equalized.items()}
     solved = {}
-    for module, one in layer.solved.items():
-        for name, tensor in one.quantized.weight.tensors().items():
+    for module, weight in layer.solved.items():
+        quantized = weight.quantized
+        for name, tensor in quantized.weight.tensors().items():
             tensors[f"{WEIGHT}|{module}|{name}"] = tensor.clone(memory_format=torch.contiguous_format)
         solved[module] = {
-            "spec": spec_to_json(one.quantized.weight.spec),
-            "names": list(one.quantized.weight.tensors()),
-            "error": one.quantized.squared_error,
-            "norm": one.quantized.squared_norm,
-            "before": one.before,
-            "after": one.after,
+            "spec": spec_to_json(quantized.weight.spec),
+            "names": list(quantized.weight.tensors()),
+            "error": quantized.squared_error,
+            "norm": quantized.squared_norm,
+            "before": weight.before,
+            "after": weight.after,
         }
     facts = {
         "largest": layer.largest,
@@ -127,16 +128,16 @@ def write_layer(path: Path, layer: CalibratedLayer) -> None:
 
 
 def read_layer(path: Path) -> CalibratedLayer:
-    """Undoes `write_layer`. UserError where the file is damaged."""
+    """Undoes `write_layer`. UserError if the file is damaged."""
     with _opened(path) as (file, facts):
         squares = {
             key.removeprefix(f"{SQUARES}|"): file.get_tensor(key)
             for key in file.keys()  # noqa: SIM118 - not a mapping
             if key.startswith(f"{SQUARES}|")
         }
-        solved = {module: _solved(file, module, one) for module, one in facts["solved"].items()}
+        solved = {module: _weight(file, module, described) for module, described in facts["solved"].items()}
         equalized = {
-            name: Equalized(file.get_tensor(f"{NORM}|{name}"), tuple(modules))
+            name: EqualizedNorm(file.get_tensor(f"{NORM}|{name}"), tuple(modules))
             for name, modules in facts["equalized"].items()
         }
         before_after = facts["learned"]
@@ -144,15 +145,15 @@ def read_layer(path: Path) -> CalibratedLayer:
         return CalibratedLayer(facts["largest"], squares, solved, facts["scarce"], equalized, learned)
 
 
-def read_solved(path: Path, module: str) -> Solved:
-    """One weight of what `write_layer` wrote. UserError where the file is damaged."""
+def read_calibrated_weight(path: Path, module: str) -> CalibratedWeight:
+    """One weight of a file that `write_layer` wrote. UserError if the file is damaged."""
     with _opened(path) as (file, facts):
-        return _solved(file, module, facts["solved"][module])
+        return _weight(file, module, facts["solved"][module])
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The file, and what it says of its tensors."""
+    """The file, and its description of its tensors."""
     try:
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["facts"])
@@ -160,7 +161,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
 
 
-def _solved(file: Any, module: str, facts: Mapping[str, Any]) -> Solved:
+def _weight(file: Any, module: str, facts: Mapping[str, Any]) -> CalibratedWeight:
     tensors = {name: file.get_tensor(f"{WEIGHT}|{module}|{name}") for name in facts["names"]}
     weight = weight_of(spec_from_json(facts["spec"]), tensors)
-    return Solved(Quantized(weight, facts["error"], facts["norm"]), facts["before"], facts["after"])
+    return CalibratedWeight(
+        QuantizedWeight(weight, facts["error"], facts["norm"]), facts["before"], facts["after"]
+    )

@@ -47,7 +47,7 @@ def find_kv_scales(
         record.kv = largest_keys_and_values(checkpoint, sequences, device, progress)
         record.write()
     return {
-        module: KVScales(*(torch.tensor([max(one, LEAST) / holds]) for one in largest))
+        module: KVScales(*(torch.tensor([max(magnitude, LEAST) / holds]) for magnitude in largest))
         for module, largest in record.kv.items()
     }
 
@@ -80,7 +80,7 @@ def largest_keys_and_values(
 
 def _in_checkpoint(module: str, assignments: Sequence[Assignment]) -> str:
     """What the weights of the model's `module` are inside of in the checkpoint."""
-    inside = next(one for one in assignments if one.target.startswith(f"{module}."))
+    inside = next(item for item in assignments if item.target.startswith(f"{module}."))
     depth = inside.target.removeprefix(module).count(".")
     return inside.names[0].rsplit(".", depth)[0]
 

@@ -1,4 +1,4 @@
-"""What one decoder layer's linears are given while a text is read, summed up as quantizers want it."""
+"""Sums over the inputs of one decoder layer's linear weights while a text is read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from ...model_loader.layer_stream import InputObserver, LayerStream, Slot
 from ...model_loader.linear_weights import LM_HEAD
 from ...model_loader.weight_places import Places, kind_of
 from ..solvers.equalization import NormOutputs
-from .wanted_of_text import Wanted
+from .calibration_needs import CalibrationNeeds
 
 LAST = "output projection"
 """What comes after the decoder layers, as a layer of its own."""
@@ -69,7 +69,7 @@ class LayerInputs:
     """The original model's states before this layer, where weights are solved."""
     name: str
     places: Places
-    wanted: Wanted
+    needs: CalibrationNeeds
     by_module: dict[str, Inputs] = field(default_factory=dict)
     solving: list[str] = field(default_factory=list)
     """Modules whose weights are to be solved."""
@@ -82,7 +82,7 @@ class LayerInputs:
 
     def read(self) -> None:
         self.by_module = self._of_last() if self.name == LAST else self._of_layer()
-        self.solving = [module for module in self.by_module if module in self.wanted.solved]
+        self.solving = [module for module in self.by_module if module in self.needs.solved]
         self.scarce = self._share_where_scarce(self.by_module, self.solving)
 
     def _of_layer(self) -> dict[str, Inputs]:
@@ -112,11 +112,13 @@ class LayerInputs:
                 # Experts are reached by some of the text only, each by its own tokens.
                 if leader != slot and leader in here:
                     continue
-                modules = [m for one in leaders if leaders[one] == leader for m in self.places.modules(one)]
+                modules = [
+                    m for other in leaders if leaders[other] == leader for m in self.places.modules(other)
+                ]
                 if modules:
                     self._see(sums.setdefault(leader, Inputs()), x, modules)
                 # An expert's inputs are other tokens where its router decides otherwise.
-                if slot in originals and slot[1] is None and self.wanted.solves(modules):
+                if slot in originals and slot[1] is None and self.needs.solves(modules):
                     sums[leader].see_original(originals[slot], x)
         self.stream.drop(self.name)
         for slot, leader in leaders.items():
@@ -124,23 +126,23 @@ class LayerInputs:
         return seen
 
     def _of_last(self) -> dict[str, Inputs]:
-        modules = [one.module for one in self.places.linears.values() if one.role == LM_HEAD]
+        modules = [linear.module for linear in self.places.linears.values() if linear.role == LM_HEAD]
         sums = Inputs()
         for hidden in self.stream.outputs():
             self._see(sums, hidden, modules)
         return dict.fromkeys(modules, sums)
 
     def _see(self, sums: Inputs, x: Tensor, modules: Iterable[str]) -> None:
-        wanted = self.wanted
+        needs = self.needs
         sums.see(
             x,
-            any(module in wanted.squares for module in modules),
-            wanted.solves(modules),
+            any(module in needs.squares for module in modules),
+            needs.solves(modules),
         )
 
     def _share_where_scarce(self, inputs: dict[str, Inputs], solving: list[str]) -> list[str]:
         """Give experts with too few tokens what their neighbours have seen as well; their names."""
-        missing = [m for m in self.places.of_layer(self.name) if m in self.wanted.solved and m not in inputs]
+        missing = [m for m in self.places.of_layer(self.name) if m in self.needs.solved and m not in inputs]
         for module in missing:
             inputs[module] = Inputs()
             solving.append(module)
@@ -152,9 +154,9 @@ class LayerInputs:
         kinds: dict[str, Tensor] = {}
         for module in dict.fromkeys(map(kind_of, scarce)):
             all_of_it = {
-                id(one): one.hessian
-                for name, one in inputs.items()
-                if kind_of(name) == module and one.hessian is not None
+                id(sums): sums.hessian
+                for name, sums in inputs.items()
+                if kind_of(name) == module and sums.hessian is not None
             }
             if all_of_it:
                 kinds[module] = torch.stack(list(all_of_it.values())).sum(0)

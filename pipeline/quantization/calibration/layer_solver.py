@@ -1,4 +1,4 @@
-"""Rounding the weights of one decoder layer with their inputs in view, scaled before that where it helps."""
+"""Rounds the weights of one decoder layer on their inputs, with columns scaled first if that helps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from ....layouts.formats.weight_format import Weight
 from ...model_loader.layer_stream import LayerStream, Slot
 from ...model_loader.weight_places import Places
 from ..quantizers.all_quantizers import QUANTIZERS
-from ..quantizers.quantizer import CorrectingQuantizer, Quantized
+from ..quantizers.quantizer import CorrectingQuantizer, QuantizedWeight
 from ..shards.shared_tensors import Shared
 from ..shards.weight_tensors import WeightQuantizer, read_linear, refuse_non_finite
-from ..solvers.equalization import TOLERANCE, Equalized, column_scales, energy, scaled_norm
+from ..solvers.equalization import TOLERANCE, EqualizedNorm, column_scales, energy, scaled_norm
 from ..solvers.levels import Levels
 from ..solvers.second_order import Curvature, prepare
-from .calibrated_layer import Solved
+from .calibrated_layer import CalibratedWeight
+from .calibration_needs import CalibrationNeeds
 from .layer_inputs import Inputs, LayerInputs
-from .wanted_of_text import Wanted
 
 CORRECTED = 0.5
 """The share of earlier layers' error that a layer makes up for: on a development split of 5M, KL 0.0208
@@ -31,20 +31,20 @@ STACKED = ("cuda",)
 
 @dataclass(frozen=True)
 class LayerSolver:
-    """Of the layer `name`, whose weights are not in the model while this works."""
+    """Rounds the weights of the layer `name`, which are not in the model meanwhile."""
 
     stream: LayerStream
     name: str
     places: Places
-    wanted: Wanted
+    needs: CalibrationNeeds
     quantizer: WeightQuantizer
     shared: Shared
     curvatures: dict[tuple[int, int, int, int], Curvature] = field(default_factory=dict)
-    """By what decides them: of weights with the same inputs they are made once."""
+    """Made once for weights with the same inputs; keyed by what decides them."""
 
-    def equalize(self, inputs: LayerInputs) -> tuple[dict[str, Equalized], dict[str, Tensor]]:
+    def equalize(self, inputs: LayerInputs) -> tuple[dict[str, EqualizedNorm], dict[str, Tensor]]:
         """Norms with scales taken over, and those, fp32 [K], by the module that has them in its columns."""
-        equalized: dict[str, Equalized] = {}
+        equalized: dict[str, EqualizedNorm] = {}
         scales: dict[str, Tensor] = {}
         for norm, slots in inputs.read_norms.items():
             tensor = self.stream.tensor_of(f"{self.name}.{norm}.weight")
@@ -59,7 +59,7 @@ class LayerSolver:
             rounds = [partial(self._rounded, module) for module in modules]
             divided = scaled_norm(weight, hessian, weights, rounds)
             if divided is not None:
-                equalized[tensor] = Equalized(divided.cpu(), tuple(modules))
+                equalized[tensor] = EqualizedNorm(divided.cpu(), tuple(modules))
                 scales |= dict.fromkeys(modules, column_scales(weight, divided))
         return (equalized, scales) if self._computes_the_same(equalized, scales) else ({}, {})
 
@@ -67,9 +67,11 @@ class LayerSolver:
         """Whether all of that parameter is one weight that is solved."""
         linears = self.places.by_slot.get(slot, [])
         whole = len(linears) == 1 and linears[0].expert is None and linears[0].rows is None
-        return whole and linears[0].module in self.wanted.solved
+        return whole and linears[0].module in self.needs.solved
 
-    def _computes_the_same(self, equalized: Mapping[str, Equalized], scales: Mapping[str, Tensor]) -> bool:
+    def _computes_the_same(
+        self, equalized: Mapping[str, EqualizedNorm], scales: Mapping[str, Tensor]
+    ) -> bool:
         """Whether the layer's outputs stay what they were, unrounded: a norm may be another than it looks."""
         if not equalized:
             return True
@@ -96,9 +98,9 @@ class LayerSolver:
     def _rounded(self, module: str, values: Tensor) -> Tensor:
         return self._plain(module, values).weight.dequantize(torch.float32)
 
-    def _plain(self, module: str, values: Tensor) -> Quantized:
+    def _plain(self, module: str, values: Tensor) -> QuantizedWeight:
         """Rounded by itself."""
-        spec = self.wanted.solved[module].spec
+        spec = self.needs.solved[module].spec
         return QUANTIZERS[spec.name].quantize(values, spec, self.quantizer.scale_dtype, self._shared(module))
 
     def _shared(self, module: str) -> dict[str, Tensor]:
@@ -106,12 +108,12 @@ class LayerSolver:
 
     def solve(
         self, inputs: Mapping[str, Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
-    ) -> dict[str, Solved]:
+    ) -> dict[str, CalibratedWeight]:
         """scales: fp32 [K] of the columns, by module, where a norm has taken them over"""
-        solved: dict[str, Solved] = {}
+        solved: dict[str, CalibratedWeight] = {}
         for modules in self._together(inputs, solving, scales):
             problems = [self.problem(module, inputs[module], scales.get(module)) for module in modules]
-            corrected = self._corrected(modules, problems) if self.wanted.corrects else []
+            corrected = self._corrected(modules, problems) if self.needs.corrects else []
             for index, (module, problem) in enumerate(zip(modules, problems, strict=True)):
                 before = None
                 if problem.columns is not None:
@@ -119,7 +121,7 @@ class LayerSolver:
                     before = _share_of_output(rounded, problem.target / problem.columns, problem.hessian)
                 candidates = [self._plain(module, problem.values), *corrected[index : index + 1]]
                 target, curvature = problem.target, problem.curvature
-                solved[module] = Solved.of(problem.values, target, candidates, curvature, before)
+                solved[module] = CalibratedWeight.of(problem.values, target, candidates, curvature, before)
         return solved
 
     def _together(
@@ -128,7 +130,7 @@ class LayerSolver:
         """Modules whose rows are solved at once: neighbours with the same inputs in one format."""
 
         def alike(module: str) -> tuple[object, ...]:
-            spec = self.wanted.solved[module].spec
+            spec = self.needs.solved[module].spec
             alone = self.quantizer.device.type not in STACKED or spec.shared
             columns = scales.get(module)
             k = self.places.linears[module].k
@@ -136,12 +138,12 @@ class LayerSolver:
 
         return [list(modules) for _, modules in groupby(solving, alike)]
 
-    def _corrected(self, modules: Sequence[str], problems: Sequence["Problem"]) -> list[Quantized]:
+    def _corrected(self, modules: Sequence[str], problems: Sequence["Problem"]) -> list[QuantizedWeight]:
         """What second-order correction makes of weights that are solved together."""
         module, targets = modules[0], [problem.target for problem in problems]
         whole = self._corrector(module).correct(
             targets[0] if len(targets) == 1 else torch.cat(targets),
-            self.wanted.solved[module].spec,
+            self.needs.solved[module].spec,
             self.quantizer.scale_dtype,
             self._shared(module),
             problems[0].curvature,
@@ -150,8 +152,8 @@ class LayerSolver:
             return [whole]
         stops = list(accumulate(map(len, targets)))
         return [
-            # `Solved.of` measures how far a weight is from its own values.
-            Quantized(
+            # `CalibratedWeight.of` measures how far a weight is from its own values.
+            QuantizedWeight(
                 whole.weight.rows(stop - len(target), stop),
                 0.0,
                 float(target.square().sum(1).sum(dtype=torch.float64)),
@@ -162,8 +164,8 @@ class LayerSolver:
     def problem(self, module: str, inputs: Inputs, columns: Tensor | None) -> "Problem":
         """columns: fp32 [K], the scales of the weight's columns, where a norm has taken them over"""
         linear = self.places.linears[module]
-        together = self._corrector(module).columns_together(self.wanted.solved[module].spec)
-        hessian, cross = inputs.hessian, inputs.cross if self.wanted.corrects else None
+        together = self._corrector(module).columns_together(self.needs.solved[module].spec)
+        hessian, cross = inputs.hessian, inputs.cross if self.needs.corrects else None
         key = (id(hessian), id(columns), together, linear.k)
         if hessian is None:
             hessian = torch.eye(linear.k, device=self.quantizer.device)
@@ -181,7 +183,7 @@ class LayerSolver:
         return self._corrector(module).levels(weight.to(self.quantizer.device))
 
     def _corrector(self, module: str) -> CorrectingQuantizer:
-        name = self.wanted.solved[module].spec.name
+        name = self.needs.solved[module].spec.name
         corrector = QUANTIZERS[name]
         if not isinstance(corrector, CorrectingQuantizer):
             raise TypeError(f"{name} cannot be solved on a text")
@@ -203,10 +205,10 @@ class Problem:
     columns: Tensor | None
     curvature: Curvature
 
-    def judged(self, weight: Weight, earlier: Solved) -> Solved:
+    def judged(self, weight: Weight, earlier: CalibratedWeight) -> CalibratedWeight:
         """`weight`, on the CPU, in the place of the one that was found `earlier`."""
-        here = Quantized(weight.to(self.values.device), 0.0, earlier.quantized.squared_norm)
-        return Solved.of(self.values, self.target, [here], self.curvature, earlier.before)
+        here = QuantizedWeight(weight.to(self.values.device), 0.0, earlier.quantized.squared_norm)
+        return CalibratedWeight.of(self.values, self.target, [here], self.curvature, earlier.before)
 
 
 def _share_of_output(values: Tensor, target: Tensor, hessian: Tensor) -> float:

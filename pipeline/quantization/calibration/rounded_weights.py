@@ -12,7 +12,7 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.default_dtype import default_dtype
 from ...conventions.all_conventions import convention_of
 from ...conventions.convention import StoredWeight
-from ...machine.freed_memory import return_freed_memory
+from ...machine.malloc_trim import return_freed_memory
 from ...model_loader.linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
 from ..shards.weight_tensors import WeightQuantizer
 

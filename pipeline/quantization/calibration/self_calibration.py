@@ -24,10 +24,10 @@ from ....base.errors import UserError
 from ....base.progress import progress_bar
 from ....serving_check.engine.kv_pool import free_memory
 from ...checkpoints.checkpoint import Checkpoint
-from ...machine.freed_memory import return_freed_memory
+from ...machine.malloc_trim import return_freed_memory
 from ...model_loader.attention_shapes import attention_layers_of
 from ...model_loader.load_model import load_model
-from .recorded_drawing import RecordedDrawing, chosen
+from .graph_sampler import GraphSampler, chosen
 from .rounded_weights import rounded_weights
 
 AT_ONCE = 64
@@ -53,7 +53,7 @@ def beside(text: Tensor, own: Tensor) -> Tensor:
     return torch.stack([text[places], own], 1).flatten(0, 1)
 
 
-def drawn_sequences(
+def sample_sequences(
     checkpoint: Checkpoint, shape: tuple[int, int], device: torch.device, kept: Path, progress: bool
 ) -> Tensor:
     """int64 [sequences, tokens] from the model at temperature 1; the same numbers for the same device.
@@ -93,7 +93,9 @@ def drawn_sequences(
 def sequences_at_once(checkpoint: Checkpoint, tokens: int, device: torch.device) -> int:
     """How many sequences of `tokens` are drawn side by side: what their keys and values leave room for."""
     shapes = [layer.shape for layer in attention_layers_of(checkpoint, None, device).values()]
-    of_a_token = sum(one.heads * (one.key_dim + one.value_dim) * one.dtype.itemsize for one in shapes)
+    of_a_token = sum(
+        shape.heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize for shape in shapes
+    )
     return max(1, min(AT_ONCE, KV_BYTES[device.type] // (of_a_token * tokens)))
 
 
@@ -105,11 +107,11 @@ def _weight_bytes(checkpoint: Checkpoint) -> int:
     return sum(path.stat().st_size for path in checkpoint.shards)
 
 
-def _recorded(model: PreTrainedModel, count: int, length: int) -> RecordedDrawing | None:
+def _recorded(model: PreTrainedModel, count: int, length: int) -> GraphSampler | None:
     """A step of `model` that is recorded; None where it cannot be."""
-    if model.device.type == "cpu" or not RecordedDrawing.can_record(model):
+    if model.device.type == "cpu" or not GraphSampler.can_record(model):
         return None
-    drawing = RecordedDrawing(model, count, length)
+    drawing = GraphSampler(model, count, length)
     with torch.inference_mode():
         return drawing if drawing.record() else None
 
@@ -120,7 +122,7 @@ def _draw(
     length: int,
     generator: torch.Generator,
     bar: tqdm,
-    recorded: RecordedDrawing | None = None,
+    recorded: GraphSampler | None = None,
 ) -> Tensor:
     """int64 [count, length] on the CPU; each begins as the model's texts do, or anywhere where none does.
 
@@ -142,8 +144,10 @@ def _draw(
                 bar.update(count)
         return torch.cat(drawn, 1).cpu()
     cache = DynamicCache(config=config)
-    cache.layers = [_Roomy(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    with torch.inference_mode(), _HeadsTogether():
+    cache.layers = [
+        _PreallocatedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    with torch.inference_mode(), _GroupedHeads():
         for _ in range(length - 1):
             logits = model(input_ids=drawn[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
             drawn.append(chosen(logits, torch.rand(count, 1, generator=generator, device=device)))
@@ -151,7 +155,7 @@ def _draw(
     return torch.cat(drawn, 1).cpu()
 
 
-class _Roomy(DynamicLayer):
+class _PreallocatedLayer(DynamicLayer):
     """Keys and values of one layer, with room for all of a sequence's tokens from the first one on: to copy
     all of them at every token takes longer than the model does."""
 
@@ -176,7 +180,7 @@ class _Roomy(DynamicLayer):
         return states.new_empty(count, heads, self._length, size)
 
 
-class _HeadsTogether(TorchFunctionMode):
+class _GroupedHeads(TorchFunctionMode):
     """Within it, query heads that share keys attend to them as if they were one head's tokens, where there
     is one token: on the CPU four times as fast."""
 

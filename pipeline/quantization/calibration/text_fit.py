@@ -1,7 +1,7 @@
-"""Whether a calibration text is one that the model knows: measured before anything is solved on it.
+"""Whether a calibration text suits the model: measured before any weight is rounded on it.
 
-A text is typical of a model where it takes about as many nats as what the model writes itself (Nalisnick et
-al. 2019, arXiv 1906.02994). On random bytes, or in a language that it has not seen, it takes many more.
+A text is typical of a model if its loss per token is about that of text the model writes itself (Nalisnick et
+al. 2019, arXiv 1906.02994). Random bytes, or a language that the model has not seen, have a much higher loss.
 """
 
 import math
@@ -19,15 +19,15 @@ from ...model_loader.layer_stream import LayerStream
 SEQUENCES_READ = 16
 """Of each kind, from all over the text."""
 LEAST_STRANGE = 1.5
-"""Times the model's own nats: a text above it does not fit. Trained on Python, 5M is at 1.0 on its held-out
-text, 1.1 on C, 1.9 on prose and 3.0 on random bytes."""
+"""A text does not fit above this many times the model's own nats. The 5M checkpoint, trained on Python, is at
+1.0 on its held-out text, 1.1 on C, 1.9 on prose and 3.0 on random bytes."""
 OWN_OF_GUESSING = 1 / 3
-"""Of the nats of a token drawn evenly, what a model that writes nothing here counts as: few write more."""
+"""Share of the nats of guessing that stands for a model's own if it writes nothing; few models exceed it."""
 
 
 @dataclass(frozen=True)
 class TextFit:
-    """Mean nats per token: on the text, on what the model writes (None where it writes nothing), guessing."""
+    """Mean nats per token: on the text, on what the model writes (None if it writes nothing), guessing."""
 
     text: float
     own: float | None
@@ -39,8 +39,8 @@ class TextFit:
         return self.text <= LEAST_STRANGE * own
 
     @property
-    def said(self) -> str | None:
-        """What to tell a person; None where the text fits."""
+    def notice(self) -> str | None:
+        """What to tell the user; None if the text fits."""
         if self.fits:
             return None
         own = "" if self.own is None else f"what the model writes itself takes {self.own:.2f}, "
@@ -77,9 +77,9 @@ def _nats_on(checkpoint: Checkpoint, sequences: Tensor, device: torch.device) ->
             stream.advance(name)
             stream.drop(name)
         # A sequence's logits at a time: a vocabulary is large.
-        hidden = (one[None] for states in stream.outputs() for one in states)
+        outputs = (output[None] for batch in stream.outputs() for output in batch)
         losses = [
-            cross_entropy(stream.predictions(one)[0, :-1].float(), sequence[1:].to(device))
-            for one, sequence in zip(hidden, sequences, strict=True)
+            cross_entropy(stream.predictions(output)[0, :-1].float(), sequence[1:].to(device))
+            for output, sequence in zip(outputs, sequences, strict=True)
         ]
     return float(torch.stack(losses).mean())

@@ -6,10 +6,10 @@ from torch import Tensor
 from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from ..solvers.column_sums import fold, solve_rows, total
 from ..solvers.integer_least_squares import INT4_CODES, centred_codes, search
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 
-def quantize_int4(weight: Tensor, spec: Int4, scale_dtype: torch.dtype = torch.bfloat16) -> Quantized:
+def quantize_int4(weight: Tensor, spec: Int4, scale_dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
     """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on, with integer zeros."""
     n, k = weight.shape
     refusal = spec.refuses(n, k)
@@ -36,4 +36,4 @@ def quantize_int4(weight: Tensor, spec: Int4, scale_dtype: torch.dtype = torch.b
         zero[block] = z.view(-1, groups).to(torch.uint8)
 
     solve_rows(solve, n, k, device)
-    return Quantized(Int4Weight(spec, codes, scale, zero), total(error), total(norm))
+    return QuantizedWeight(Int4Weight(spec, codes, scale, zero), total(error), total(norm))

@@ -11,7 +11,7 @@ from ..solvers.second_order import Curvature
 from .int4_least_squares import quantize_int4
 from .int4_second_order import second_order_int4
 from .integer_levels import IntegerLevels, int4_levels
-from .quantizer import QUANTIZERS, Quantized
+from .quantizer import QUANTIZERS, QuantizedWeight
 from .torchao_hqq import quantize_int4_fractional
 
 
@@ -21,7 +21,7 @@ class Int4Quantizer:
 
     def quantize(
         self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         if not isinstance(spec, Int4):
             raise ValueError(self.refuses(spec))
         solve = quantize_int4 if spec.has_integer_zero else quantize_int4_fractional
@@ -37,7 +37,7 @@ class Int4Quantizer:
         scale_dtype: torch.dtype,
         shared: Mapping[str, Tensor],
         curvature: Curvature,
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         return second_order_int4(values, _integer_zero(spec), scale_dtype, curvature)
 
     def levels(self, weight: Weight) -> IntegerLevels:

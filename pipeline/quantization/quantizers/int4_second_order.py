@@ -7,12 +7,12 @@ from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from ..solvers.integer_grid import IntegerGrid
 from ..solvers.integer_least_squares import INT4_CODES
 from ..solvers.second_order import Curvature, solve
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 
 def second_order_int4(
     weight: Tensor, spec: Int4, scale_dtype: torch.dtype, curvature: Curvature
-) -> Quantized:
+) -> QuantizedWeight:
     """`weight` [N, K] in INT4 with integer zero points, the error of its layer's outputs kept small."""
     grid = IntegerGrid(INT4_CODES, spec.group_size, spec.symmetric, scale_dtype)
     solution = solve(weight, curvature, grid)
@@ -22,4 +22,4 @@ def second_order_int4(
     codes = (grouped / scale.unsqueeze(-1)).round() + zero.unsqueeze(-1)
     packed = pack_nibbles(codes.to(torch.uint8).view(n, k))
     quantized = Int4Weight(spec, packed, scale.to(scale_dtype), zero.to(torch.uint8))
-    return Quantized(quantized, *solution.distance_from(weight))
+    return QuantizedWeight(quantized, *solution.distance_from(weight))

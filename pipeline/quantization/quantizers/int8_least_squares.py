@@ -6,10 +6,10 @@ from torch import Tensor
 from ....layouts.formats.int8 import Int8, Int8Weight
 from ..solvers.column_sums import fold, solve_rows, total
 from ..solvers.integer_least_squares import INT8_CODES, centred_codes, search
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 
-def quantize_int8(weight: Tensor, spec: Int8, scale_dtype: torch.dtype = torch.bfloat16) -> Quantized:
+def quantize_int8(weight: Tensor, spec: Int8, scale_dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
     """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on."""
     n, k = weight.shape
     refusal = spec.refuses(n, k)
@@ -32,4 +32,4 @@ def quantize_int8(weight: Tensor, spec: Int8, scale_dtype: torch.dtype = torch.b
         scale[block] = s.view(-1, groups).to(scale_dtype)
 
     solve_rows(solve, n, k, device)
-    return Quantized(Int8Weight(spec, codes, scale), total(error), total(norm))
+    return QuantizedWeight(Int8Weight(spec, codes, scale), total(error), total(norm))

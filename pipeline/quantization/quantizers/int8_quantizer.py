@@ -11,7 +11,7 @@ from ..solvers.second_order import Curvature
 from .int8_least_squares import quantize_int8
 from .int8_second_order import second_order_int8
 from .integer_levels import IntegerLevels, int8_levels
-from .quantizer import QUANTIZERS, Quantized
+from .quantizer import QUANTIZERS, QuantizedWeight
 
 
 class Int8Quantizer:
@@ -20,7 +20,7 @@ class Int8Quantizer:
 
     def quantize(
         self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         if not isinstance(spec, Int8):
             raise ValueError(self.refuses(spec))
         return quantize_int8(values, spec, scale_dtype)
@@ -35,7 +35,7 @@ class Int8Quantizer:
         scale_dtype: torch.dtype,
         shared: Mapping[str, Tensor],
         curvature: Curvature,
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         return second_order_int8(values, _grouped(spec), scale_dtype, curvature)
 
     def levels(self, weight: Weight) -> IntegerLevels:

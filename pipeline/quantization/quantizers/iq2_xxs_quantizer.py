@@ -8,7 +8,7 @@ from torch import Tensor
 from ....layouts.formats.iq2_xxs import IQ2XXS
 from ....layouts.formats.weight_format import WeightFormat
 from .iq2_xxs_search import quantize_iq2_xxs
-from .quantizer import QUANTIZERS, Quantized
+from .quantizer import QUANTIZERS, QuantizedWeight
 
 
 class IQ2XXSQuantizer:
@@ -17,13 +17,13 @@ class IQ2XXSQuantizer:
 
     def quantize(
         self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         """Scales are fp16 by the format's definition, whatever `scale_dtype` is."""
         if not isinstance(spec, IQ2XXS):
             raise ValueError(self.refuses(spec))
         return quantize_iq2_xxs(values, spec)
 
-    def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> Quantized:
+    def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> QuantizedWeight:
         if not isinstance(spec, IQ2XXS):
             raise ValueError(self.refuses(spec))
         return quantize_iq2_xxs(values, spec, importance)

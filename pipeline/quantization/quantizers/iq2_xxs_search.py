@@ -24,7 +24,7 @@ from ....layouts.formats.iq2_xxs import (
     pack_iq2_xxs,
 )
 from ..solvers.column_sums import solve_rows, total
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 BLOCKS = SUPER_BLOCK // BLOCK
 FLAT = tuple(MAGNITUDES[-1] / magnitude for magnitude in MAGNITUDES[:-1])
@@ -38,7 +38,7 @@ CHUNKS = 1 << 15, 1 << 22
 """Weights solved at once, on the CPU and on a GPU: each takes 128 bytes three times."""
 
 
-def quantize_iq2_xxs(weight: Tensor, spec: IQ2XXS, importance: Tensor | None = None) -> Quantized:
+def quantize_iq2_xxs(weight: Tensor, spec: IQ2XXS, importance: Tensor | None = None) -> QuantizedWeight:
     """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on.
 
     importance: fp32 [K], positive, such as the mean square of each input; None counts all columns alike
@@ -63,7 +63,7 @@ def quantize_iq2_xxs(weight: Tensor, spec: IQ2XXS, importance: Tensor | None = N
         norm[block] = x.square().sum(1)
 
     solve_rows(solve, n, k, device, CHUNKS)
-    return Quantized(IQ2XXSWeight(spec, words, scale), total(error), total(norm))
+    return QuantizedWeight(IQ2XXSWeight(spec, words, scale), total(error), total(norm))
 
 
 def _solve(x: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ....layouts.formats.int4 import pack_nibbles
 from ....layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP_SIZE, NVFP4, NVFP4Weight
 from ..solvers.column_sums import fold, solve_rows, total
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 CODES_BELOW, CODES_ABOVE = 2, 6
 LARGEST_CODE_OF_FINER_GRID = 4.0
@@ -45,7 +45,7 @@ def shared_global_scale(largest: float, code: float = LARGEST_CODE_OF_FINER_GRID
     return torch.tensor(2.0 ** min(max(exponent, SMALLEST_EXPONENT), LARGEST_EXPONENT))
 
 
-def quantize_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor) -> Quantized:
+def quantize_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor) -> QuantizedWeight:
     """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on.
 
     global_scale: fp32 scalar on that device; whatever it is, the search is the same
@@ -76,7 +76,7 @@ def quantize_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor) -> Quantiz
 
     solve_rows(solve, n, k, device)
     quantized = NVFP4Weight(spec, codes, scale.view(torch.float8_e4m3fn), global_scale)
-    return Quantized(quantized, total(error), total(norm))
+    return QuantizedWeight(quantized, total(error), total(norm))
 
 
 def _search(x: Tensor, global_scale: Tensor) -> Tensor:

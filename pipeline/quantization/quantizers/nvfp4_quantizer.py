@@ -11,7 +11,7 @@ from ..solvers.second_order import Curvature
 from .nvfp4_least_squares import quantize_nvfp4, shared_global_scale
 from .nvfp4_levels import NVFP4Levels
 from .nvfp4_second_order import second_order_nvfp4
-from .quantizer import QUANTIZERS, Quantized
+from .quantizer import QUANTIZERS, QuantizedWeight
 
 
 class NVFP4Quantizer:
@@ -27,7 +27,7 @@ class NVFP4Quantizer:
 
     def quantize(
         self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         """Scales are E4M3 and fp32 by the format's definition, whatever `scale_dtype` is."""
         if not isinstance(spec, NVFP4):
             raise ValueError(self.refuses(spec))
@@ -43,7 +43,7 @@ class NVFP4Quantizer:
         scale_dtype: torch.dtype,
         shared: Mapping[str, Tensor],
         curvature: Curvature,
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         if not isinstance(spec, NVFP4):
             raise ValueError(self.refuses(spec))
         return second_order_nvfp4(values, spec, shared["global_scale"], curvature)

@@ -7,7 +7,7 @@ from ....layouts.formats.int4 import pack_nibbles
 from ....layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP_SIZE, NVFP4, NVFP4Weight
 from ..solvers.second_order import Curvature, Round, solve
 from .nvfp4_least_squares import CODES_ABOVE, CODES_BELOW, LARGEST_E4M3, codes_of
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 SMALLEST = 2.0**-120
 
@@ -54,7 +54,9 @@ class NVFP4Grid:
         return (step / self.global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def second_order_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor, curvature: Curvature) -> Quantized:
+def second_order_nvfp4(
+    weight: Tensor, spec: NVFP4, global_scale: Tensor, curvature: Curvature
+) -> QuantizedWeight:
     """`weight` [N, K] in NVFP4 under `global_scale`, the error of its layer's outputs kept small."""
     solution = solve(weight, curvature, NVFP4Grid(global_scale))
     (step,) = solution.parameters
@@ -64,4 +66,4 @@ def second_order_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor, curvat
     nibbles = codes_of(q.abs()) | ((q < 0).to(torch.uint8) << 3)
     scale = (step / global_scale).to(torch.float8_e4m3fn)
     quantized = NVFP4Weight(spec, pack_nibbles(nibbles), scale, global_scale)
-    return Quantized(quantized, *solution.distance_from(weight))
+    return QuantizedWeight(quantized, *solution.distance_from(weight))

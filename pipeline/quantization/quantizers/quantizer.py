@@ -19,7 +19,7 @@ from ..solvers.second_order import Curvature
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedWeight:
     """A quantized weight and how far it is from the original.
 
     weight:        [N, K]
@@ -46,7 +46,7 @@ class Quantizer(Protocol):
 
     def quantize(
         self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         """Quantize a block of rows of a weight, on the device it lies on.
 
         values:      any float dtype [rows, K], all finite; K is one that `spec` takes
@@ -62,7 +62,7 @@ class Quantizer(Protocol):
 class WeighingQuantizer(Quantizer, Protocol):
     """Of a format whose numbers are chosen better where it is known how much each input matters."""
 
-    def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> Quantized:
+    def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> QuantizedWeight:
         """As `quantize`, the error of column k counting `importance[k]` times; fp32 [K], positive."""
         ...
 
@@ -82,7 +82,7 @@ class CorrectingQuantizer(Quantizer, Protocol):
         scale_dtype: torch.dtype,
         shared: Mapping[str, Tensor],
         curvature: Curvature,
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         """As `quantize`, of all rows at once, with what is known of the inputs (`second_order.py`)."""
         ...
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ....layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from .quantizer import Quantized
+from .quantizer import QuantizedWeight
 
 BITS = 4
 
 
-def quantize_int4_fractional(weight: Tensor, spec: Int4, scale_dtype: torch.dtype) -> Quantized:
+def quantize_int4_fractional(weight: Tensor, spec: Int4, scale_dtype: torch.dtype) -> QuantizedWeight:
     """Quantize finite `weight` [N, K] by torchao's function, on the device it lies on."""
     from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
 
@@ -31,4 +31,4 @@ def quantize_int4_fractional(weight: Tensor, spec: Int4, scale_dtype: torch.dtyp
     quantized = Int4Weight(spec, pack_nibbles(codes), scale.to(scale_dtype), zero)
     original = weight.float()
     error = (quantized.dequantize(torch.float32) - original).square().sum(dtype=torch.float64)
-    return Quantized(quantized, float(error), float(original.square().sum(dtype=torch.float64)))
+    return QuantizedWeight(quantized, float(error), float(original.square().sum(dtype=torch.float64)))

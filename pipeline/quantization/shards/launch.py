@@ -107,11 +107,11 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Those that have heard of a failure end by themselves; the rest are ended."""
     deadline = time.monotonic() + GRACE_SECONDS
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        for one in processes:
-            if one.poll() is None:
-                end(one)
+        for process in processes:
+            if process.poll() is None:
+                end(process)
         deadline = time.monotonic() + GRACE_SECONDS
-    for one in processes:
-        one.wait()
+    for process in processes:
+        process.wait()

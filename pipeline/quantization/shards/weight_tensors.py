@@ -16,7 +16,7 @@ from ...checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ...checkpoints.safetensors_file import TensorInfo
 from ...model_loader.linear_weights import LinearWeight
 from ..quantizers.all_quantizers import QUANTIZERS
-from ..quantizers.quantizer import Quantized, SharingQuantizer, WeighingQuantizer
+from ..quantizers.quantizer import QuantizedWeight, SharingQuantizer, WeighingQuantizer
 from ..solvers.importance import importance_of_columns
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
@@ -34,7 +34,7 @@ class WeightQuantizer:
 
     def quantize(
         self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]
-    ) -> Quantized:
+    ) -> QuantizedWeight:
         """Quantize one linear weight. UserError where it holds a NaN or an infinity."""
         quantizer = QUANTIZERS[spec.name]
         here = {name: tensor.to(self.device) for name, tensor in shared.items()}
@@ -47,7 +47,7 @@ class WeightQuantizer:
                 part = quantizer.quantize_weighted(values, spec, importance.to(self.device))
             else:
                 part = quantizer.quantize(values, spec, self.scale_dtype, here)
-            parts.append(Quantized(part.weight.to("cpu"), part.squared_error, part.squared_norm))
+            parts.append(QuantizedWeight(part.weight.to("cpu"), part.squared_error, part.squared_norm))
         return _merged(parts)
 
     def measure(self, checkpoint: Checkpoint, linear: LinearWeight, quantizer: SharingQuantizer) -> float:
@@ -106,11 +106,11 @@ def refuse_non_finite(checkpoint: Checkpoint, name: str, values: Tensor) -> None
     )
 
 
-def _merged(parts: list[Quantized]) -> Quantized:
+def _merged(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """The whole of a weight that was quantized a block of rows at a time."""
     weight = parts[0].weight if len(parts) == 1 else merge_rows([part.weight for part in parts])
     if weight is None:
         raise ValueError(f"blocks of rows in {parts[0].weight.spec.label} cannot be put together")
-    return Quantized(
+    return QuantizedWeight(
         weight, sum(part.squared_error for part in parts), sum(part.squared_norm for part in parts)
     )

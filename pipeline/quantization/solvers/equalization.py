@@ -24,7 +24,7 @@ Round = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Equalized:
+class EqualizedNorm:
     """A norm's weight [K], divided by the scales that `modules` have in their columns."""
 
     weight: Tensor
@@ -42,7 +42,7 @@ class NormOutputs:
         self._hooks = [
             module.register_forward_hook(self._remember(name))
             for name, module in layer.named_modules()
-            if [(leaf, one.dim()) for leaf, one in module._parameters.items() if one is not None]
+            if [(leaf, weight.dim()) for leaf, weight in module._parameters.items() if weight is not None]
             == [("weight", 1)]
         ]
 

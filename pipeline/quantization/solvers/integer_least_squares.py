@@ -81,8 +81,8 @@ def search(
         stored = torch.where(better, scale, stored)
         scale = torch.where(square > 0, dot / square.clamp_(min=smallest), scale)
     empty = (low == 0) & (high == 0)
-    one, centre = torch.ones_like(stored), torch.full_like(zero, codes.middle)
-    return torch.where(empty, one, stored), torch.where(empty, centre, zero)
+    unit, centre = torch.ones_like(stored), torch.full_like(zero, codes.middle)
+    return torch.where(empty, unit, stored), torch.where(empty, centre, zero)
 
 
 def centred_codes(

@@ -24,7 +24,7 @@ from ....layouts.formats.weight_format import Weight
 from ...model_loader.hidden_states import HiddenStates
 from ...model_loader.layer_stream import LayerStream
 from ...model_loader.weight_places import Places, serve
-from .equalization import Equalized
+from .equalization import EqualizedNorm
 from .levels import Levels
 
 POSITION_RATE, FACTOR_RATE = 2e-3, 2e-4
@@ -54,7 +54,7 @@ def learn_rounding(
     name: str,
     places: Places,
     found: Mapping[str, Weight],
-    equalized: Mapping[str, Equalized],
+    equalized: Mapping[str, EqualizedNorm],
     levels_of: Callable[[str, Weight], tuple[Levels, Tensor]],
     aim: HiddenStates,
     steps: int,
@@ -75,7 +75,7 @@ def learn_rounding(
     for tensor, norm in equalized.items():
         stream.put(tensor, norm.weight)
     parts = [
-        _Part(module, parameter, *levels_of(module, found[module]))
+        _LearnedWeight(module, parameter, *levels_of(module, found[module]))
         for module, parameter in _parameters(stream, name, places, found)
     ]
     layer = _Layer(stream, name, parts, aim)
@@ -109,7 +109,7 @@ def learn_rounding(
     return LearnedLayer(weights, before, best)
 
 
-class _Part:
+class _LearnedWeight:
     """A weight that is learned: where it lies in the model, and its numbers' positions."""
 
     def __init__(self, module: str, place: "_Place", levels: Levels, values: Tensor):
@@ -170,7 +170,7 @@ class _Place:
 class _Layer:
     stream: LayerStream
     name: str
-    parts: Sequence[_Part]
+    parts: Sequence[_LearnedWeight]
     aim: HiddenStates
 
     def loss(self, starts: Sequence[int]) -> float:
@@ -204,7 +204,7 @@ def _parameters(
     Others, such as transposed ones, stay as they were found.
     """
     for (target, expert), linears in places.by_slot.items():
-        if not target.startswith(f"{name}.") or any(one.module not in found for one in linears):
+        if not target.startswith(f"{name}.") or any(linear.module not in found for linear in linears):
             continue
         parameter = stream.model.get_parameter(target)
         first = 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .column_sums import solve_rows
-from .replayed import Choose, replayed
+from .graph_replay import Choose, with_graph_replay
 
 DAMPING = 0.01
 """Of the mean of H's diagonal, added to all of it: as GPTQ has it."""
@@ -164,7 +164,7 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
 @lru_cache(maxsize=1)
 def _choices(grid: Grid) -> tuple[Choose, Choose]:
     """What is recorded for one weight serves those after it, under a grid that is equal."""
-    return replayed(partial(_first_choice, grid)), replayed(partial(_next_choice, grid))
+    return with_graph_replay(partial(_first_choice, grid)), with_graph_replay(partial(_next_choice, grid))
 
 
 def forget_recordings() -> None:

@@ -44,7 +44,7 @@ from scalegate.pipeline.quantization.calibration.calibration_text import SEQUENC
 from scalegate.pipeline.quantization.calibration.layer_inputs import Inputs, LayerInputs
 from scalegate.pipeline.quantization.calibration.layer_solver import LayerSolver
 from scalegate.pipeline.quantization.job import prepare
-from scalegate.pipeline.quantization.job_text import UNLEARNED_SEQUENCES
+from scalegate.pipeline.quantization.job_calibration import UNLEARNED_SEQUENCES
 from scalegate.pipeline.quantization.solvers import learned_rounding, second_order
 from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.tests.bench.engine.startup import random_checkpoint
@@ -76,7 +76,7 @@ PARTS = {
     "gradients": (learned_rounding._Layer, "differentiate"),
     "loss": (learned_rounding._Layer, "loss"),
     "steps of Adam": (torch.optim.Adam, "step"),
-    "values put": (learned_rounding._Part, "put"),
+    "values put": (learned_rounding._LearnedWeight, "put"),
 }
 """Of those stages, and between them: timed with --profile, which waits for the GPU after each."""
 
@@ -167,7 +167,7 @@ def drawn(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     spent: dict[str, float] = defaultdict(float)
     with timed(self_calibration, "_draw", spent, device):
         started = time.perf_counter()
-        self_calibration.drawn_sequences(checkpoint, shape, device, folder / "drawn.safetensors", True)
+        self_calibration.sample_sequences(checkpoint, shape, device, folder / "drawn.safetensors", True)
         seconds = time.perf_counter() - started
     return {
         "sequences": options.drawn,
@@ -188,7 +188,7 @@ def calibrated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vocabulary = json.loads((options.checkpoint / "config.json").read_text())["vocab_size"]
     generator = torch.Generator().manual_seed(7)
     sequences = torch.randint(vocabulary, (count, tokens), generator=generator)
-    learns = job.wanted.learning_steps > 0
+    learns = job.needs.learning_steps > 0
     spent: dict[str, float] = defaultdict(float)
     layers = _Layers(options.layers, spent, device)
     calibration.progress_bar = layers.of  # type: ignore[assignment]
@@ -197,7 +197,7 @@ def calibrated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for stage, (owner, name) in timed_ones.items():
             stages.enter_context(timed(owner, name, spent, device, stage))
         calibration.calibrate(
-            checkpoint, linears, job.wanted, sequences, job.quantizer, {}, folder / "work", True
+            checkpoint, linears, job.needs, sequences, job.quantizer, {}, folder / "work", True
         )
     shutil.rmtree(folder / "work", ignore_errors=True)
     return {

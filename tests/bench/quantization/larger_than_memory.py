@@ -119,7 +119,7 @@ def plan_and_begin(source: Path, out: Path, recipe: str, nbytes: int, shard_byte
     from scalegate.pipeline.quantization.shards.ranks import join_ranks
     from scalegate.pipeline.quantization.shards.tasks import source_bytes
     from scalegate.pipeline.quantization.shards.work_record import PARTS_FOLDER, WorkRecord
-    from scalegate.pipeline.quantization.write_shards import Known, divide_into_shards, write_shards
+    from scalegate.pipeline.quantization.write_shards import PassResults, divide_into_shards, write_shards
     from scalegate.pipeline.records.recipe_file import load_recipe
 
     imported = _peak_bytes()
@@ -139,7 +139,9 @@ def plan_and_begin(source: Path, out: Path, recipe: str, nbytes: int, shard_byte
         read += sum(source_bytes(checkpoint, task) for task in tasks)
     out.mkdir()
     started = time.perf_counter()
-    write_shards(job, WorkRecord(out, {}), chosen, Known({}, {}, {}, {}, {}), join_ranks(), progress=False)
+    write_shards(
+        job, WorkRecord(out, {}), chosen, PassResults({}, {}, {}, {}, {}), join_ranks(), progress=False
+    )
     written = time.perf_counter() - started
     parts = [path.stat().st_size for path in (out / PARTS_FOLDER).iterdir()]
     quantized = sum(task.is_quantized for tasks in chosen.values() for task in tasks)

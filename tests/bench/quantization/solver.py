@@ -20,7 +20,7 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import quantize_nvfp4, shared_global_scale
-from scalegate.pipeline.quantization.quantizers.quantizer import Quantized
+from scalegate.pipeline.quantization.quantizers.quantizer import QuantizedWeight
 
 SPEC = Int4(128)
 QWEN3_8B = {
@@ -32,17 +32,17 @@ QWEN3_8B = {
 LAYERS = 36
 
 
-def int4(weight: torch.Tensor) -> Quantized:
+def int4(weight: torch.Tensor) -> QuantizedWeight:
     return quantize_int4(weight, SPEC)
 
 
-def nvfp4(weight: torch.Tensor) -> Quantized:
+def nvfp4(weight: torch.Tensor) -> QuantizedWeight:
     """With the pass that finds the largest magnitude."""
     shared = shared_global_scale(float(weight.abs().amax()))
     return quantize_nvfp4(weight, NVFP4(), shared.to(weight.device))
 
 
-SOLVERS: dict[str, Callable[[torch.Tensor], Quantized]] = {"int4": int4, "nvfp4": nvfp4}
+SOLVERS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {"int4": int4, "nvfp4": nvfp4}
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -116,7 +116,7 @@ def on_gpu(name: str, device: torch.device) -> dict:
     }
 
 
-def same_bits(solve: Callable[[torch.Tensor], Quantized], weight: torch.Tensor) -> bool:
+def same_bits(solve: Callable[[torch.Tensor], QuantizedWeight], weight: torch.Tensor) -> bool:
     gpu, cpu = solve(weight).weight.to("cpu").tensors(), solve(weight.cpu()).weight.tensors()
     return all(torch.equal(gpu[name].float(), cpu[name].float()) for name in gpu)
 

@@ -12,15 +12,15 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.layer_stream import LayerStream
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card_phrases import calibration_phrase
-from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization import job_calibration
 from scalegate.pipeline.quantization.calibration import calibration_text, text_fit
+from scalegate.pipeline.quantization.calibration.calibration_needs import CalibrationNeeds
 from scalegate.pipeline.quantization.calibration.calibration_text import (
     CalibrationText,
     read_calibration_text,
 )
 from scalegate.pipeline.quantization.calibration.self_calibration import beside
-from scalegate.pipeline.quantization.calibration.wanted_of_text import Wanted
-from scalegate.pipeline.quantization.job_text import Reading
+from scalegate.pipeline.quantization.job_calibration import CalibrationContext
 from scalegate.pipeline.quantization.shards.tasks import WeightTask
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
 from scalegate.pipeline.records.recipe import Recipe
@@ -76,7 +76,7 @@ def test_random_bytes_are_named_and_do_no_harm(
     assert "the calibration text does not fit the model" in said
     assert "of a kind that the model does not know" in str(calibration_phrase(facts))
     # The same without what the model writes does harm, so the bound above can fail.
-    monkeypatch.setattr(job_text, "can_draw", lambda *_: False)
+    monkeypatch.setattr(job_calibration, "can_draw", lambda *_: False)
     alone, facts, said = distance("alone", RECIPE, random_text)
     assert alone > plain
     assert facts["own"] == 0 and facts["nats_per_token"]["own"] is None
@@ -88,15 +88,17 @@ def test_half_as_many_sequences_are_read_where_no_rounding_is_learned(
     example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     steps: int, alone: int, beside_text: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(job_text, "SEQUENCES", 10)
-    monkeypatch.setattr(job_text, "UNLEARNED_SEQUENCES", 6)
-    wanted = Wanted(solved={"linear": WeightTask("linear.weight")}, learning_steps=steps)
+    monkeypatch.setattr(job_calibration, "SEQUENCES", 10)
+    monkeypatch.setattr(job_calibration, "UNLEARNED_SEQUENCES", 6)
+    wanted = CalibrationNeeds(solved={"linear": WeightTask("linear.weight")}, learning_steps=steps)
     quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))
     checkpoint = open_checkpoint(example_checkpoint)
 
     def read(name: str, sequences: torch.Tensor | None) -> dict:
         text = CalibrationText(name, (8, 16), sequences, {})
-        made = job_text.read_text(text, wanted, Reading(checkpoint, quantizer, tmp_path / name, False))
+        made = job_calibration.read_text(
+            text, wanted, CalibrationContext(checkpoint, quantizer, tmp_path / name, False)
+        )
         assert made is not None and len(made.sequences) == made.facts["text"] + made.facts["own"]
         return made.facts
 

@@ -13,7 +13,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization import job_calibration
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.calibration.calibration_names import CALIBRATION, LEARNED
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
@@ -119,7 +119,7 @@ def test_a_short_text_is_learned_from_or_named(
     capsys: pytest.CaptureFixture[str], sequences: int, learns: bool,
 ) -> None:  # fmt: skip
     # What the model writes beside it would be as many sequences again.
-    monkeypatch.setattr(job_text, "can_draw", lambda *_: False)
+    monkeypatch.setattr(job_calibration, "can_draw", lambda *_: False)
     monkeypatch.setattr(calibration_text, "SEQUENCES", sequences)
     artifact = quantize(small, recipe(Int4(64), 2), tmp_path / "out", calibration=heldout_text, device="cpu")
     facts = artifact.quantization[CALIBRATION]

@@ -6,7 +6,7 @@ from scalegate.layouts.formats.int4 import unpack_nibbles
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import quantize_nvfp4, shared_global_scale
-from scalegate.pipeline.quantization.quantizers.quantizer import Quantized
+from scalegate.pipeline.quantization.quantizers.quantizer import QuantizedWeight
 from scalegate.pipeline.quantization.solvers import column_sums
 
 MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -23,7 +23,7 @@ def trained(example_checkpoint) -> torch.Tensor:
     return open_checkpoint(example_checkpoint).read("model.layers.0.self_attn.q_proj.weight")
 
 
-def solve(weight: torch.Tensor) -> Quantized:
+def solve(weight: torch.Tensor) -> QuantizedWeight:
     return quantize_nvfp4(weight, NVFP4(), shared_global_scale(float(weight.abs().max())))
 
 

@@ -11,7 +11,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization import job_calibration
 from scalegate.pipeline.quantization.calibration import calibration, calibration_text
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
 from scalegate.pipeline.quantization.solvers.equalization import column_scales, scaled_norm
@@ -38,7 +38,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, example_checkpoint: Path,
         patch.setattr(calibration_text, "SEQUENCES", 24)
         patch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
         # The text alone, so that outputs on it are what the scales were chosen by.
-        patch.setattr(job_text, "can_draw", lambda *_: False)
+        patch.setattr(job_calibration, "can_draw", lambda *_: False)
         recipe = Recipe("awq", spec=Int4(64), method=AWQ)
         quantize(example_checkpoint, recipe, folder, calibration=text, device="cpu", progress=False)
     return folder

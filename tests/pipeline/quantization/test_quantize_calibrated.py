@@ -258,7 +258,10 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     source = made(tmp_path / "moe", example_checkpoint, "qwen3_moe", intermediate_size=64, **sizes)
     artifact = quantize(source, RECIPE, tmp_path / "out", calibration=heldout_text, device="cpu")
     scarce = artifact.quantization[CALIBRATION][SCARCE]
-    assert f"{len(scarce)} experts get fewer tokens of the text than they" in capsys.readouterr().err
+    assert (
+        f"{len(scarce)} experts, such as {scarce[0]}, get fewer tokens of the text than they"
+        in capsys.readouterr().err
+    )
     said = str(calibration_phrase(artifact.quantization[CALIBRATION]))
     assert f"{len(scarce)} experts got fewer tokens of it than they have inputs" in said
     experts = {name for name in artifact.quantization["modules"] if ".experts." in name}

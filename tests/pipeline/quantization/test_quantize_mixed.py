@@ -97,7 +97,7 @@ def test_a_dry_run_takes_no_budget_of_zero(example_checkpoint: Path, tmp_path: P
 def test_without_weights_to_choose_for_nothing_is_drawn(
     example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed_recipe, "drawn_sequences", None)
+    monkeypatch.setattr(mixed_recipe, "sample_sequences", None)
     with pytest.raises(UserError, match="'kvarn-k4v2' leaves no layer to choose for"):
         quantize(example_checkpoint, "kvarn-k4v2", tmp_path / "o", target_bits=4.5, progress=False)
     assert not (tmp_path / "o").exists()

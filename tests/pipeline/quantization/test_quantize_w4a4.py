@@ -13,10 +13,10 @@ from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader import layer_stream
 from scalegate.pipeline.model_loader.linear_weights import LinearWeight, find_linear_weights
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization import job_text
+from scalegate.pipeline.quantization import job_calibration
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.calibration.calibration import calibrate
-from scalegate.pipeline.quantization.calibration.wanted_of_text import Wanted
+from scalegate.pipeline.quantization.calibration.calibration_needs import CalibrationNeeds
 from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantizer
 from scalegate.pipeline.records.recipe import Recipe, Rule
 from torch import nn
@@ -40,7 +40,7 @@ def linears_of(folder: Path) -> list[LinearWeight]:
 
 
 def largest_inputs(folder: Path, linears: list[LinearWeight], sequences: torch.Tensor) -> dict[str, float]:
-    wanted = Wanted(largest=frozenset(one.module for one in linears))
+    wanted = CalibrationNeeds(largest=frozenset(one.module for one in linears))
     quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))
     return calibrate(open_checkpoint(folder), linears, wanted, sequences, quantizer, {}, None, False).largest
 
@@ -119,7 +119,7 @@ def test_scales_are_written_read_and_served(
         expected, found = plain(tokens).logits.float(), loaded(tokens).logits.float()
     assert 0.05 < float((found - expected).norm() / expected.norm()) < 0.5
     # The text is read once.
-    monkeypatch.setattr(job_text, "calibrate", None)
+    monkeypatch.setattr(job_calibration, "calibrate", None)
     quantize(example_checkpoint, RECIPE, out, **options)
 
 

@@ -8,7 +8,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import shared_global_scale
-from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer, Quantized
+from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer, QuantizedWeight
 from scalegate.pipeline.quantization.solvers import second_order
 from scalegate.pipeline.quantization.solvers.second_order import prepare
 from torch import Tensor
@@ -30,7 +30,7 @@ def inputs() -> Tensor:
     return mixed + 0.5 * torch.randn(2048, K, generator=generator)
 
 
-def both(weight: Tensor, hessian: Tensor, spec: WeightFormat) -> tuple[Quantized, Quantized]:
+def both(weight: Tensor, hessian: Tensor, spec: WeightFormat) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Rounded without the inputs, and with them."""
     quantizer = QUANTIZERS[spec.name]
     assert isinstance(quantizer, CorrectingQuantizer)
@@ -42,7 +42,7 @@ def both(weight: Tensor, hessian: Tensor, spec: WeightFormat) -> tuple[Quantized
     )
 
 
-def output_error(quantized: Quantized, weight: Tensor, inputs: Tensor) -> float:
+def output_error(quantized: QuantizedWeight, weight: Tensor, inputs: Tensor) -> float:
     return float((inputs @ (quantized.weight.dequantize(torch.float32) - weight).T).square().sum())
 
 

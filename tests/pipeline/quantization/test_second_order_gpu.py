@@ -1,4 +1,4 @@
-"""GPTQ's small operations, recorded on a GPU and replayed: the bits of launching them one by one."""
+"""GPTQ's small operations, recorded on a GPU and with_graph_replay: the bits of launching them one by one."""
 
 import pytest
 import torch
@@ -29,11 +29,11 @@ def solved(spec: WeightFormat, seed: int) -> dict[str, Tensor]:
 def test_replayed_operations_give_the_bits_of_launched_ones(
     spec: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ):
-    replayed, other = solved(spec, 0), solved(spec, 1)
+    with_graph_replay, other = solved(spec, 0), solved(spec, 1)
     assert spec != Int4(128) or second_order._choices.cache_info().hits
-    monkeypatch.setattr(second_order, "replayed", lambda function: function)
+    monkeypatch.setattr(second_order, "with_graph_replay", lambda function: function)
     second_order.forget_recordings()
     launched = solved(spec, 0)
     second_order.forget_recordings()
-    assert all(torch.equal(launched[name], replayed[name]) for name in launched)
+    assert all(torch.equal(launched[name], with_graph_replay[name]) for name in launched)
     assert not torch.equal(launched["codes"], other["codes"])

@@ -9,11 +9,11 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.skeleton import model_config
 from scalegate.pipeline.quantization.calibration import self_calibration
-from scalegate.pipeline.quantization.calibration.recorded_drawing import RecordedDrawing
+from scalegate.pipeline.quantization.calibration.graph_sampler import GraphSampler
 from scalegate.pipeline.quantization.calibration.self_calibration import (
     AT_ONCE,
     _draw,
-    drawn_sequences,
+    sample_sequences,
     sequences_at_once,
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -31,7 +31,7 @@ def peaked_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def drawn(model: PreTrainedModel, seed: int, recorded: RecordedDrawing | None = None) -> torch.Tensor:
+def drawn(model: PreTrainedModel, seed: int, recorded: GraphSampler | None = None) -> torch.Tensor:
     with progress_bar(total=COUNT * LENGTH, desc="drawing", unit="tok", shown=False) as bar:
         return _draw(model, COUNT, LENGTH, torch.Generator().manual_seed(seed), bar, recorded)
 
@@ -50,8 +50,8 @@ def test_tokens_are_those_that_the_whole_model_gives_at_the_same_chances():
 
 def test_a_step_that_can_be_recorded_draws_the_same_tokens_again_and_again():
     model = peaked_model()
-    assert RecordedDrawing.can_record(model)
-    recorded = RecordedDrawing(model, COUNT, LENGTH)
+    assert GraphSampler.can_record(model)
+    recorded = GraphSampler(model, COUNT, LENGTH)
     with torch.inference_mode():
         recorded.step()
     assert recorded.attended == recorded.layers == 3
@@ -63,11 +63,11 @@ def test_a_step_that_can_be_recorded_draws_the_same_tokens_again_and_again():
 def test_a_step_that_waits_for_its_numbers_is_not_recorded():
     model = peaked_model()
     model.config.num_experts = 4
-    assert not RecordedDrawing.can_record(model)
+    assert not GraphSampler.can_record(model)
     model.config.num_experts = 0
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     model.config.sliding_window = 4
-    assert not RecordedDrawing.can_record(model)
+    assert not GraphSampler.can_record(model)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_model_too_large_in_16_bits_writes_with_its_linears_in_int4(
     monkeypatch.setattr(self_calibration, "load_model", loading)
     checkpoint, device = open_checkpoint(example_checkpoint), torch.device("cpu")
     kept = tmp_path / "kept" / "drawn.safetensors"
-    drawn = [drawn_sequences(checkpoint, (4, 24), device, kept, progress=False) for _ in range(2)]
+    drawn = [sample_sequences(checkpoint, (4, 24), device, kept, progress=False) for _ in range(2)]
     assert torch.equal(*drawn) and len(models) == 1
     plain = load_model(example_checkpoint, progress=False).model
     linears = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]

@@ -21,7 +21,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 STEP = "step"
 
 
-class RecordedDrawing:
+class GraphSampler:
     """`count` sequences of `length` tokens at most, side by side; again and again."""
 
     def __init__(self, model: PreTrainedModel, count: int, length: int):
@@ -34,7 +34,7 @@ class RecordedDrawing:
         self.mask = torch.zeros(1, 1, 1, length, dtype=model.dtype, device=model.device)
         self.attended = 0
         self.cache = DynamicCache(config=config)
-        self.cache.layers = [_Fixed(length, self.position) for _ in self.cache.layers]
+        self.cache.layers = [_FixedLayer(length, self.position) for _ in self.cache.layers]
         self.graphs: CudaGraphs[None] = CudaGraphs()
 
     @staticmethod
@@ -101,7 +101,7 @@ def chosen(logits: Tensor, chance: Tensor) -> Tensor:
     return torch.searchsorted(reached, aim, right=True).clamp(max=logits.shape[-1] - 1)
 
 
-class _Fixed(DynamicLayer):
+class _FixedLayer(DynamicLayer):
     """Keys and values of one layer, always as many: a token's are written at `position`, int64 [1]."""
 
     def __init__(self, length: int, position: Tensor):
@@ -138,7 +138,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, 1, D], key and value [B, H_kv, T, D] → [B, 1, H, D_v]: heads that share keys as one's
     tokens."""
-    drawing = cast(RecordedDrawing, cast(Any, module.config).drawing)
+    drawing = cast(GraphSampler, cast(Any, module.config).drawing)
     drawing.attended += 1
     count, heads, _, size = query.shape
     together = query.reshape(count, key.shape[1], -1, size)

@@ -1,5 +1,7 @@
-"""Functions of many small operations, recorded on a GPU and replayed: launching them one by one takes longer
-than they do. Elsewhere they are called as they are."""
+"""Functions of many small operations, recorded as a CUDA graph and replayed.
+
+Launching the operations one by one takes longer than running them. On a CPU the functions are called as is.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from torch import Tensor
 Choose = Callable[..., tuple[Tensor, ...]]
 
 
-def replayed(function: Choose) -> Choose:
+def with_graph_replay(function: Choose) -> Choose:
     """`function` of tensors on one device, recorded where that is a GPU, once for each of their shapes.
 
     It must launch the same operations whatever the numbers are, and wait for none of them.

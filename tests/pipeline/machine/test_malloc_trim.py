@@ -5,7 +5,7 @@ import platform
 import psutil
 import pytest
 import torch
-from scalegate.pipeline.machine.freed_memory import return_freed_memory
+from scalegate.pipeline.machine.malloc_trim import return_freed_memory
 
 BLOCK, COUNT = 1 << 14, 1 << 10
 """fp32 numbers to a block, 64 KiB: never mapped on its own; and how many blocks."""

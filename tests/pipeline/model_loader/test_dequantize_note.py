@@ -6,7 +6,7 @@ from scalegate.layouts.choosing.choose import default_layout
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing.layout import Problem
-from scalegate.pipeline.model_loader.dequantized import dequantized_note
+from scalegate.pipeline.model_loader.dequantize_note import dequantized_note
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
-"""Which files travel with the weights, from a source into an artifact and from an artifact into a release.
+"""Which files go along with the weights, from a source into an artifact and from there into a release.
 
-Known kinds only, by name, in the folder itself: what a tokenizer, a processor or an engine reads, and what a
-licence asks to pass on. Code (`*.py`) is not among them. A recipe's `files` adds patterns of its own.
+Only files of known kinds, by name, in the folder itself: what a tokenizer, a processor or an engine reads,
+and what a licence asks to pass on. Code (`*.py`) is not among them; a recipe's `files` adds patterns.
 """
 
 import fnmatch
@@ -14,7 +14,7 @@ from ...base.errors import UserError
 from ...base.untrusted_names import file_refusal, name_refusal
 from ..records.artifact import MANIFEST_NAME, OWN_RECORDS, VERDICT_NAME
 
-KNOWN = (
+KNOWN_PATTERNS = (
     # tokenizers
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
     "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "encoder.json", "*.model", "*.tiktoken",
@@ -31,29 +31,29 @@ WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 FOREIGN_WEIGHT_FOLDERS = {"onnx", "original", "metal"}
 INDEXES = (".safetensors.index.json", ".bin.index.json")
-STRANGE = "not a kind of file that is published; a recipe's `files` adds it"
+NOT_PUBLISHED = "not a kind of file that is published; a recipe's `files` adds it"
 MAX_FILES = 100_000
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """What lies beside the weights: what goes along, and what stays behind with the reason, by name."""
+class CompanionFiles:
+    """Files beside the weights, by name: those that go along, and those left out, each with the reason."""
 
     files: dict[str, Path]
     left_out: dict[str, str]
 
 
 def is_known(name: str, more: Iterable[str] = ()) -> bool:
-    """Whether a file of this name, relative to its folder, is of a kind that travels; `more` adds some."""
+    """Whether a file of this relative name goes along; `more`: further patterns of such files."""
     lower = name.lower()
     stem, suffix = os.path.splitext(lower)
     licence = "/" not in name and stem.startswith(LICENCES) and suffix in LICENCE_SUFFIXES
-    known = any(_matches(lower, pattern) for pattern in KNOWN)
+    known = any(_matches(lower, pattern) for pattern in KNOWN_PATTERNS)
     return licence or known or any(_matches(name, pattern) for pattern in more)
 
 
-def travelling_files(folder: Path, more: Iterable[str] = ()) -> Travelling:
-    """What of `folder` goes with its weights, config.json not included; `more` are a recipe's `files`.
+def companion_files(folder: Path, more: Iterable[str] = ()) -> CompanionFiles:
+    """The files of `folder` that go with its weights, without config.json; `more`: a recipe's `files`.
 
     Weights in any format, their indexes, hidden files, config.json and Scalegate's own records are neither
     taken along nor listed.
@@ -65,30 +65,31 @@ def travelling_files(folder: Path, more: Iterable[str] = ()) -> Travelling:
             continue
         reason = name_refusal(name) or file_refusal(folder, name)
         if reason is None and not is_known(name, more):
-            reason = STRANGE
+            reason = NOT_PUBLISHED
         if reason is None:
             files[name] = folder / name
         else:
             left_out[name if name.isprintable() else ascii(name)[1:-1]] = reason
-    return Travelling(files, left_out)
+    return CompanionFiles(files, left_out)
 
 
 def refuse_strangers(folder: Path, names: Iterable[str], recipe_files: object) -> None:
-    """UserError where an artifact's manifest names files that are no kind of file that is published."""
-    more = [one for one in recipe_files if isinstance(one, str)] if isinstance(recipe_files, list) else []
+    """UserError if an artifact's manifest names files of kinds that are not published."""
+    more = recipe_files if isinstance(recipe_files, list) else []
+    more = [pattern for pattern in more if isinstance(pattern, str)]
     strange = sorted(n for n in names if not is_known(n, more) and not any(_matches(n, w) for w in WEIGHTS))
     if strange:
         shown = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         raise UserError(
-            f"{folder / MANIFEST_NAME} names {shown}: {STRANGE.split(';')[0]}. Quantize again, which leaves "
-            "them out, or by a recipe whose `files` names them"
+            f"{folder / MANIFEST_NAME} names {shown}: {NOT_PUBLISHED.split(';')[0]}. Quantize again, "
+            "which leaves them out, or by a recipe whose `files` names them"
         )
 
 
 def _matches(name: str, pattern: str) -> bool:
     """A shell pattern over the whole relative path, `*` within one folder."""
-    parts, wanted = name.split("/"), pattern.split("/")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    parts, patterns = name.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _is_of_the_weights(name: str) -> bool:

@@ -1,0 +1,93 @@
+"""What a job's quantizers need of a calibration text, by module."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ....base.errors import UserError
+from ....layouts.formats.weight_format import WeightFormat
+from ...model_loader.linear_weights import EMBEDDING
+from ...records.recipe import Recipe
+from ...records.recipe_fields import AWQ, AWQ_GPTQ, DATA_FREE, GPTQ
+from ..quantizers.all_quantizers import QUANTIZERS
+from ..quantizers.quantizer import (
+    CalibratingQuantizer,
+    CorrectingQuantizer,
+    SharingQuantizer,
+    WeighingQuantizer,
+)
+from ..shards.tasks import WeightTask
+
+
+@dataclass(frozen=True)
+class CalibrationNeeds:
+    """What the pass over a text has to find, by module; false if nothing."""
+
+    largest: frozenset[str] = frozenset()
+    """Modules whose inputs' largest magnitude is needed."""
+    squares: frozenset[str] = frozenset()
+    """Modules for which the sum of squares of each input is needed."""
+    solved: Mapping[str, WeightTask] = field(default_factory=dict)
+    """Modules whose weights are rounded on the text (GPTQ, AWQ), with what they become."""
+    corrects: bool = True
+    """Whether later columns make up for a column's rounding error (GPTQ, `second_order.py`)."""
+    equalizes: bool = False
+    """Whether columns are scaled and norms take the scales over (AWQ, `equalization.py`)."""
+    learning_steps: int = 0
+    """Steps for which each layer's rounding is learned after that (`learned_rounding.py`)."""
+
+    def solves(self, modules: Iterable[str]) -> bool:
+        return any(module in self.solved for module in modules)
+
+    def __bool__(self) -> bool:
+        return bool(self.largest or self.squares or self.solved)
+
+
+def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> CalibrationNeeds:
+    """What the quantizers of `tasks` need. UserError if a format does not have the recipe's method."""
+    largest, squares, solved = set(), set(), {}
+    if recipe.learned_rounding and recipe.method == DATA_FREE:
+        raise UserError(
+            f"the recipe {recipe.name!r} has `learned_rounding`, which starts from weights that a method has "
+            "rounded on a text; give it `method: gptq`"
+        )
+    for task in tasks:
+        if task.linear is None or not task.is_quantized or task.linear.role == EMBEDDING:
+            continue
+        module = task.linear.module
+        if calibrator(task.spec) is not None:
+            largest.add(module)
+        if recipe.method != DATA_FREE:
+            _require_method(recipe.method, module, task.spec)
+            solved[module] = task
+        elif isinstance(QUANTIZERS[task.spec.name], WeighingQuantizer):
+            squares.add(module)
+    return CalibrationNeeds(
+        frozenset(largest),
+        frozenset(squares),
+        solved,
+        corrects=recipe.method in (GPTQ, AWQ_GPTQ),
+        equalizes=recipe.method in (AWQ, AWQ_GPTQ),
+        learning_steps=recipe.learned_rounding,
+    )
+
+
+def _require_method(method: str, module: str, spec: WeightFormat) -> None:
+    """UserError if weights of `spec` cannot be rounded by `method`."""
+    quantizer = QUANTIZERS[spec.name]
+    # Tensors that weights share are found before any of them is scaled.
+    shares = method != GPTQ and isinstance(quantizer, SharingQuantizer)
+    if shares or not isinstance(quantizer, CorrectingQuantizer):
+        advice = "use `method: gptq`" if shares else "leave `method` out of the recipe"
+        raise UserError(f"{module}: {spec.label} has no method {method!r}; {advice}")
+    try:
+        quantizer.columns_together(spec)
+    except ValueError as error:
+        raise UserError(f"{module}: {error}; leave `method` out of the recipe") from error
+
+
+def calibrator(spec: WeightFormat) -> CalibratingQuantizer | None:
+    """The quantizer of `spec` if that format rounds inputs as well."""
+    quantizer = QUANTIZERS[spec.name]
+    if isinstance(quantizer, CalibratingQuantizer) and quantizer.calibrates(spec):
+        return quantizer
+    return None
