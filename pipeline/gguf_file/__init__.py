@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's file format: a whole model written from a checkpoint, IQ2_XXS weights read back."""
+"""GGUF, llama.cpp's file format: a whole model written from a checkpoint."""
