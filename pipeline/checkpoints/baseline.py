@@ -11,7 +11,7 @@ from pathlib import Path
 from ...base.atomic_files import atomic_path
 from ...base.errors import UserError
 from ...base.untrusted_files import read_outside
-from ..records.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact, FileRecord
+from ..records.artifact import SOURCE_NAME, FileRecord
 from ..records.file_digests import digest_of, sha256_of_all
 from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 
@@ -46,7 +46,7 @@ def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
     """
     is_quantized = artifact.quantization_config is not None
     is_there = artifact.folder.resolve() == baseline.folder.resolve()
-    is_ours = (artifact.folder / MANIFEST_NAME).is_file()
+    is_ours = artifact.manifest is not None
     if (is_there and (is_ours or is_quantized)) or (is_quantized and _are_the_same_bytes(artifact, baseline)):
         raise UserError(
             f"the baseline is {artifact.source} itself, or a copy of it: nothing would be compared. Give the "
@@ -89,8 +89,8 @@ def remember_source(artifact: Path, source: Checkpoint) -> None:
 
 def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
     """Source and revision from `scalegate.json`, else the `_name_or_path` of the config."""
-    if (artifact.folder / MANIFEST_NAME).is_file():
-        manifest = Artifact.read(artifact.folder)
+    manifest = artifact.manifest
+    if manifest is not None:
         if manifest.source_revision is not None:
             return manifest.source, manifest.source_revision
         return _source_folder(artifact.folder, manifest.source), None

@@ -6,6 +6,7 @@ Not for what the tensors mean; that is `conventions/`.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...base.errors import UserError
 from ...base.log import logger
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file, require_inside
+from ..records.artifact import MANIFEST_NAME, Artifact
 from .companion_files import WEIGHT_SUFFIXES, CompanionFiles, companion_files
 from .config_sections import refuse_malformed, refuse_sizes
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
@@ -42,6 +44,11 @@ class Checkpoint:
     def public_name(self) -> str:
         """The Hub id, or the folder's own name: what records that are published call it."""
         return self.source if self.revision is not None else self.folder.resolve().name
+
+    @cached_property
+    def manifest(self) -> Artifact | None:
+        """The artifact's manifest, read once; None if this is no artifact. UserError if it cannot be read."""
+        return Artifact.read(self.folder) if (self.folder / MANIFEST_NAME).is_file() else None
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:

@@ -24,7 +24,6 @@ from ..machine.device import resolve_device, resolve_dtype
 from ..machine.tested_stack import warn_if_untested
 from ..model_loader.load_model import load_model
 from ..quantization.budget.allocation import PLAIN_BITS
-from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.comparison import ComparedModel, Comparison
 from ..records.sensitivity_table import plain_weights
 from ..validation.held_out import read_held_out
@@ -71,7 +70,7 @@ def compare(
             figures = compare_predictions(loaded, reference, windows.windows, bar.update)
             del loaded
             _release_memory()
-            manifest = _manifest(checkpoint)
+            manifest = checkpoint.manifest
             weights = compare_weights(
                 checkpoint,
                 other,
@@ -81,7 +80,7 @@ def compare(
                 progress=progress,
             )
             found.append(_compared(checkpoint, name, figures, weights))
-    first = _manifest(checkpoints[0])
+    first = checkpoints[0].manifest
     return Comparison(
         baseline=other.public_name,
         baseline_nats_per_token=figures.baseline_nats_per_token,
@@ -151,14 +150,10 @@ def bits_per_weight(checkpoint: Checkpoint) -> float:
     ]
     numbers = sum(math.prod(weight.shape) for weight in stored)
     bits = sum(weight.spec.bits_per_weight(*weight.shape) * math.prod(weight.shape) for weight in stored)
-    manifest = _manifest(checkpoint)
+    manifest = checkpoint.manifest
     plain = 0 if manifest is None else plain_weights(manifest.quantization)
     numbers, bits = numbers + plain, bits + PLAIN_BITS * plain
     return bits / numbers if numbers else PLAIN_BITS
-
-
-def _manifest(checkpoint: Checkpoint) -> Artifact | None:
-    return Artifact.read(checkpoint.folder) if (checkpoint.folder / MANIFEST_NAME).is_file() else None
 
 
 def _release_memory() -> None:

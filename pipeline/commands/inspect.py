@@ -83,11 +83,11 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
     signers: an allowed-signers file to hold the verdict's signature against
     """
     folder = Path(model).expanduser()
-    manifest = Artifact.read(folder) if (folder / MANIFEST_NAME).is_file() else None
     try:
         checkpoint = open_checkpoint(str(model), revision)
     except UserError as error:
-        changed = manifest.changed_files(folder) if manifest else []
+        is_artifact = (folder / MANIFEST_NAME).is_file()
+        changed = Artifact.read(folder).changed_files(folder) if is_artifact else []
         if not changed:
             raise
         lines = "\n  ".join(changed[:10])

@@ -76,8 +76,8 @@ def layout(
     ms = ms_to_measure(ms, on)
 
     # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into.
-    ours = Path(artifact).is_dir() and (checkpoint.folder / MANIFEST_NAME).is_file()
-    manifest = Artifact.read(checkpoint.folder) if ours else None
+    ours = Path(artifact).is_dir()
+    manifest = checkpoint.manifest if ours else None
     recorded = LayoutPlan.from_json(manifest.layout_plan) if manifest and manifest.layout_plan else None
     layers = attention_layers_of(checkpoint, resolve_dtype(dtype), on) if kv else {}
     contexts = _contexts(checkpoint, on, contexts) if kv else ()

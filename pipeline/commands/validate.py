@@ -20,10 +20,10 @@ from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
 from ..checkpoints.baseline import open_baseline
-from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.tested_stack import warn_if_untested
-from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, Artifact
+from ..records.artifact import REPORT_FOLDER, Artifact
 from ..records.signature import require_key
 from ..validation.cpu_dtype import baseline_dtype
 from ..validation.measure import measure_and_judge
@@ -98,7 +98,7 @@ def validate(
     if baseline_engine is None:
         baseline_engine = engine if engine_named(engine).starts else DEFAULT_ENGINE
     checkpoint = open_checkpoint(str(artifact), revision)
-    manifest = _unchanged_manifest(checkpoint.folder)
+    manifest = _unchanged_manifest(checkpoint)
     if input_len is None:
         asked_format = engine_options.get("kv_cache_dtype") or AUTO
         input_len = default_input_len(kv_cache_of(checkpoint, asked_format).kv_format)
@@ -158,15 +158,15 @@ def validate(
     return write_down(measure_and_judge(run), places, key)
 
 
-def _unchanged_manifest(folder: Path) -> Artifact | None:
+def _unchanged_manifest(checkpoint: Checkpoint) -> Artifact | None:
     """The artifact's manifest; None for a checkpoint that is not ours. UserError where its bytes changed."""
-    if not (folder / MANIFEST_NAME).is_file():
+    manifest = checkpoint.manifest
+    if manifest is None:
         return None
-    manifest = Artifact.read(folder)
-    changed = manifest.changed_files(folder)
+    changed = manifest.changed_files(checkpoint.folder)
     if changed:
         raise UserError(
-            f"{folder} is not what was quantized:\n  "
+            f"{checkpoint.folder} is not what was quantized:\n  "
             + "\n  ".join(changed[:10])
             + "\nRestore these files, or quantize again."
         )

@@ -19,7 +19,7 @@ from ...layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ...serving_check.engine.options import AUTO, UNQUANTIZED
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
-from ..records.artifact import MANIFEST_NAME, Artifact
+from ..records.artifact import MANIFEST_NAME
 from .modelopt import SIDECAR, stored_kv_cache
 
 SCALE = re.compile(
@@ -48,9 +48,9 @@ def declared_kv_format(checkpoint: Checkpoint) -> str:
     The manifest's where there is one: it knows every format, and was written with the config.
     """
     in_config = _in_config(checkpoint)
-    if not (checkpoint.folder / MANIFEST_NAME).is_file():
+    if checkpoint.manifest is None:
         return in_config
-    recorded = Artifact.read(checkpoint.folder).kv_cache
+    recorded = checkpoint.manifest.kv_cache
     if in_config not in (UNQUANTIZED, recorded):
         raise UserError(
             f"{checkpoint.source}: config.json declares a KV cache of {in_config}, {MANIFEST_NAME} one of "

@@ -22,7 +22,6 @@ from ..checkpoints.default_dtype import default_dtype
 from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import Convention, StoredWeight
-from ..records.artifact import MANIFEST_NAME, Artifact
 from .dequantize_note import dequantized_note
 from .merge_groups import merge_groups
 from .skeleton import build_skeleton
@@ -42,7 +41,7 @@ class LoadedModel:
 
 
 def load_model(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
@@ -54,7 +53,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     instead: Mapping[str, StoredWeight] | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint, a folder or a Hub id, for inference on `device`.
+    """Load a checkpoint, open already, in a folder or on the Hub, for inference on `device`.
 
     dtype:  of activations and unquantized weights; None takes the config's
     plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
@@ -64,7 +63,7 @@ def load_model(
     tokenizer: the checkpoint's, where it has been loaded already
     instead: weights that take the place of the checkpoint's own, by module
     """
-    checkpoint = open_checkpoint(str(model), revision)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(str(model), revision)
     device = torch.device(device)
     convention = convention_of(checkpoint)
     stored = convention.modules(checkpoint) | dict(instead or {})
@@ -131,9 +130,7 @@ def _refuse_unquantized(
 
 def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan | None:
     """The plan in the artifact, if it was measured on this kind of device."""
-    if not (checkpoint.folder / MANIFEST_NAME).is_file():
-        return None
-    recorded = Artifact.read(checkpoint.folder).layout_plan
+    recorded = checkpoint.manifest.layout_plan if checkpoint.manifest else None
     plan = LayoutPlan.from_json(recorded) if recorded else None
     return plan if plan is not None and plan.fits(device) else None
 

@@ -42,11 +42,12 @@ def build_engine(
     from ..machine.device import resolve_device, resolve_dtype
     from .load_model import load_model
 
-    kv_cache = kv_cache_of(open_checkpoint(folder), options.kv_cache_dtype)
+    checkpoint = open_checkpoint(folder)
+    kv_cache = kv_cache_of(checkpoint, options.kv_cache_dtype)
     if largest_of(KV_FORMATS[kv_cache.kv_format]) is not None and not kv_cache.scales:
         logger.warning("no KV scales in the checkpoint; keys and values are stored unscaled")
     loaded = load_model(
-        folder,
+        checkpoint,
         device=resolve_device(options.device),
         dtype=resolve_dtype(options.dtype),
         layout=options.layout,

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...base.errors import UserError
 from ...serving_check.evidence.verdict import Subject
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..records.artifact import MANIFEST_NAME, Artifact
+from ..records.artifact import Artifact
 from .subject import describe_subject
 
 ALIKE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -43,8 +43,7 @@ def open_rival(
 
 
 def describe_rival(rival: Checkpoint) -> Subject:
-    manifest = Artifact.read(rival.folder) if (rival.folder / MANIFEST_NAME).is_file() else None
-    return describe_subject(rival, manifest, {})
+    return describe_subject(rival, rival.manifest, {})
 
 
 def rival_folder(work: Path, source: str, recipe: str) -> Path:

@@ -68,7 +68,7 @@ def sample_sequences(
                 "on; give one with --calibration: a file, or hub:OWNER/NAME"
             )
         instead = None if _writes_as_it_is(checkpoint, device) else rounded_weights(checkpoint, device)
-        model = load_model(checkpoint.folder, device=device, progress=progress, instead=instead).model
+        model = load_model(checkpoint, device=device, progress=progress, instead=instead).model
         count, tokens = shape
         at_once = sequences_at_once(checkpoint, tokens, device)
         if device.type == "cuda":

@@ -10,7 +10,10 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints import download
+from scalegate.pipeline.checkpoints.baseline import recorded_source
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.conventions.kv_cache import kv_cache_of
+from scalegate.pipeline.records.artifact import Artifact
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CONFIG = {"model_type": "qwen3", "hidden_size": 8}
@@ -40,6 +43,21 @@ def test_every_tensor_reads_as_safetensors_reads_it(example_checkpoint: Path) ->
     expected = load_file(example_checkpoint / "model.safetensors")
     assert checkpoint.tensors.keys() == expected.keys()
     assert all(torch.equal(checkpoint.read(name), expected[name]) for name in expected)
+
+
+def test_the_manifest_is_read_once_and_carried(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Artifact("ORG/NAME", "main", {}, {}, {}, kv_cache="fp8").write(sharded)
+    checkpoint, reads = open_checkpoint(sharded), []
+    read = Artifact.read
+    monkeypatch.setattr(Artifact, "read", lambda folder: reads.append(folder) or read(folder))
+    assert kv_cache_of(checkpoint).kv_format == "fp8"
+    assert recorded_source(checkpoint) == ("ORG/NAME", "main")
+    assert checkpoint.manifest is not None and checkpoint.manifest.source == "ORG/NAME"
+    assert reads == [sharded]
+
+
+def test_a_checkpoint_without_a_manifest_has_none(sharded: Path) -> None:
+    assert open_checkpoint(sharded).manifest is None
 
 
 def test_rows_and_chunks_are_parts_of_the_tensor(
