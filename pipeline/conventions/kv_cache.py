@@ -1,4 +1,4 @@
-"""What a checkpoint says of its KV cache: the format it was made for, and the scales that this takes.
+"""A checkpoint's KV cache: the format that it was made for, and the scales of that format.
 
 Not for storing keys and values; that is `layouts/kv/format.py`. Read as vLLM reads it: `kv_cache_scheme` of
 compressed-tensors and ModelOpt, `kv_cache_quant_algo` of ModelOpt's sidecar, and `k_scale` and `v_scale`
@@ -38,7 +38,7 @@ class KVCache:
 
 def kv_cache_of(checkpoint: Checkpoint, asked: str = AUTO) -> KVCache:
     """The KV cache to serve `checkpoint` with: the format `asked` for, or for `auto` the one it declares."""
-    kv_format = _known(checkpoint, declared_kv_format(checkpoint)) if asked == AUTO else asked
+    kv_format = _require_format(checkpoint, declared_kv_format(checkpoint)) if asked == AUTO else asked
     return KVCache(kv_format, _scales(checkpoint) if largest_of(KV_FORMATS[kv_format]) is not None else {})
 
 
@@ -59,10 +59,10 @@ def declared_kv_format(checkpoint: Checkpoint) -> str:
     return recorded
 
 
-def _known(checkpoint: Checkpoint, kv_format: str) -> str:
+def _require_format(checkpoint: Checkpoint, kv_format: str) -> str:
     if kv_format not in KV_FORMATS:
         raise UserError(
-            f"{checkpoint.source} declares a KV cache of {kv_format}, which the embedded engine has not. "
+            f"{checkpoint.source} declares a KV cache of {kv_format}, which Scalegate's engine lacks. "
             f"Choose one with --kv-cache-dtype: {', '.join(KV_FORMATS)}"
         )
     return kv_format

@@ -24,7 +24,7 @@ from .targets import LINEAR, matches_wildcard
 METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"
 PRODUCER = {"name": METHOD, "version": "0.47.0"}
-"""Whose form this is: readers look for ModelOpt's name and compare its version."""
+"""Readers look for ModelOpt's name and compare its version."""
 INSTEAD = "export compressed-tensors"
 WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
@@ -121,7 +121,7 @@ class ModelOpt:
         return {"format": "pt"}
 
     def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The older form of the same, which TensorRT-LLM and ModelOpt's own tools read."""
+        """The older declaration, which TensorRT-LLM and ModelOpt's own tools read."""
         section = {
             "quant_algo": config["quant_algo"],
             "kv_cache_quant_algo": KV_ALGORITHMS.get(stored_kv_cache(config) or ""),

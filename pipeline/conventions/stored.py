@@ -1,4 +1,4 @@
-"""Checks every convention makes of the tensors it finds: present, of the right dtype, of the right shape.
+"""Checks that every convention makes of its tensors: presence, dtype and shape.
 
 The errors name the tensor, what the config promises and what the file holds. Not for reading weights.
 """
@@ -61,14 +61,14 @@ def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def refuse_shape(checkpoint: Checkpoint, name: str, spec: WeightFormat, n: int, k: int) -> None:
-    """UserError where `name` holds a weight [n, k] that its format does not fit."""
+    """UserError if the format cannot hold a weight [n, k], which `name` is."""
     reason = spec.refuses(n, k)
     if reason is not None:
         raise UserError(f"{checkpoint.source}: {name} cannot be {spec.label}: {reason}")
 
 
 def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
-    """INT4 as the checkpoint declares it; UserError where there is no such INT4."""
+    """INT4 as the checkpoint declares it; UserError if there is no such INT4."""
     try:
         return Int4(**parameters)
     except ValueError as error:

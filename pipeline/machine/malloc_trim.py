@@ -1,4 +1,4 @@
-"""Memory that was freed, handed back to the system: what a job over one layer after another has no use for.
+"""Returns freed memory to the system, for jobs that go through a model one layer at a time.
 
 glibc keeps freed blocks of up to 32 MiB, and what stays alive between them keeps it from ever shrinking its
 heap by itself: of a checkpoint that is read and rounded weight by weight, that is as much as all of it.

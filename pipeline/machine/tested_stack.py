@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 from ...base.installed import installed_version
 from ...base.log import logger
 
-SAID = "SCALEGATE_UNTESTED_SAID"
-"""The environment variable that keeps the processes of a command from saying it again."""
+WARNED = "SCALEGATE_UNTESTED_SAID"
+"""Environment variable that keeps a command's other processes from repeating the warning."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def as_sentence(untested: list[UntestedPackage]) -> str:
 
 
 def warn_if_untested() -> None:
-    """Say it in a line on stderr, once for a command and all processes that it starts."""
-    untested = [] if SAID in os.environ else untested_packages()
+    """Warn in one line on stderr, once for a command and all processes that it starts."""
+    untested = [] if WARNED in os.environ else untested_packages()
     if untested:
-        os.environ[SAID] = "1"
+        os.environ[WARNED] = "1"
         logger.warning(f"Scalegate was {as_sentence(untested)}")
 
 

@@ -57,11 +57,11 @@ def load_model(
 
     dtype:  of activations and unquantized weights; None takes the config's
     plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
-    layout: one layout for every quantized dense layer, or for all experts where it is one of theirs,
+    layout: one layout for every quantized dense layer, or, if it is a layout of experts, for all experts,
             whatever the plan says
-    batch_invariance: what a row's bits may depend on; only layouts that keep it are taken
-    tokenizer: the checkpoint's, where it has been loaded already
-    instead: weights that take the place of the checkpoint's own, by module
+    batch_invariance: what a row's bits may depend on; only layouts that keep to it are used
+    tokenizer: the checkpoint's, if it is loaded already
+    instead: weights that replace the checkpoint's own, by module
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(str(model), revision)
     device = torch.device(device)
@@ -76,7 +76,7 @@ def load_model(
     loader.load(progress)
     for name, count in Counter(loader.layouts.values()).items():
         logger.debug(f"{checkpoint.source}: {count} products in layout {name}")
-    # A layout that was asked for by name needs no word.
+    # Whoever names a layout needs no notice about it.
     note = dequantized_note(loader.problems, loader.layouts) if progress and layout is None else None
     if note is not None:
         logger.warning(note)

@@ -100,8 +100,8 @@ def find_products(
 ) -> list[Product]:
     """Every product of the model whose weights are quantized, in the order of the checkpoint.
 
-    None for weights that go where only a plain tensor can (an embedding, a merge that is not row-wise): those
-    are dequantized into place.
+    Weights that can only be plain tensors there (an embedding, a merge that is not row-wise) are not among
+    them: those are dequantized into place.
     """
     products: list[Product] = []
     linears: dict[str, str] = {}
@@ -172,7 +172,7 @@ def _experts_products(
 
 
 def _top_k(checkpoint: Checkpoint, model: PreTrainedModel, experts: str) -> int:
-    """How many experts a token takes: the config's, else what the experts' neighbours are built with."""
+    """How many experts a token takes: by the config, or by the modules around the experts."""
     config = model.config.get_text_config(decoder=True)
     parent = model.get_submodule(experts.rpartition(".")[0])
     for owner in (config, parent, *parent.children()):

@@ -1,4 +1,4 @@
-"""What the engine's process of a server makes of a checkpoint: its description first, then the engine.
+"""A checkpoint in a server's engine process: first its description, then the engine around it.
 
 torch and the models of transformers are imported inside functions: the process that answers clients names
 these functions, but never calls them, and needs neither library.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def engine_of(
     build: Callable[..., "Engine"], folder: Path, options: EngineOptions, description: ModelDescription
 ) -> "Engine":
-    """`build`'s engine for what `describe` told of."""
+    """`build`'s engine, with the tokenizer of a description."""
     return build(folder, options, description.tokenizer)
 
 
@@ -60,7 +60,7 @@ def build_engine(
 
 
 def describe(folder: Path, chat_template: Path | None = None) -> ModelDescription:
-    """What the API process has to know of the model: its tokenizer and its maker's sampling defaults.
+    """What the API process needs to know of the model: its tokenizer and its maker's sampling defaults.
 
     chat_template: a file with one, in place of the tokenizer's own
     """

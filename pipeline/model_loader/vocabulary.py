@@ -1,4 +1,4 @@
-"""Whether a model knows the tokens of a text: others have no row in its embedding."""
+"""Refuses tokens beyond a model's vocabulary: they have no row in its embedding."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ NAMES_IN_AN_ERROR = 5
 
 @dataclass
 class LayoutPicker:
-    """Which layout a problem gets: the one that was asked for, the plan's, or the default."""
+    """Picks a problem's layout: the one that the user named, the plan's, or the default."""
 
     plan: LayoutPlan | None
     forced: str | None
@@ -66,7 +66,7 @@ class WeightLoader:
     """Linear layers of the model that get the same input."""
     batch_invariance: BatchInvariance = "tuned"
     rounded_elsewhere: bool = False
-    """Whether who runs the model rounds the inputs of its plain layers, as `inputs_of` says."""
+    """Whether the caller rounds the inputs of plain layers, as `inputs_of` says."""
     layouts: dict[str, str] = field(default_factory=dict)
     """Of every packed product, by its name."""
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -235,7 +235,8 @@ class WeightLoader:
     def place_plain(self, assignment: Assignment, reader: DeviceReader | None = None) -> None:
         """Put an unquantized weight in its place.
 
-        reader: for what goes to the device as it is; what is put together first is so on the CPU."""
+        reader: for tensors that go to the device unchanged; others are put together on the CPU first
+        """
         if assignment.converter is None:
             names = assignment.names
             if assignment.expert_parts() is None:

@@ -1,4 +1,4 @@
-"""Where in a model each linear weight is multiplied by, and other weights put into those places."""
+"""Where in a model each linear weight is used, and how to put other weights into those places."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from .weight_map import Assignment
 
 
 class Places:
-    """Where in the model each linear weight is multiplied by."""
+    """The place of each linear weight in the model."""
 
     def __init__(self, assignments: Sequence[Assignment], linears: Sequence[LinearWeight]):
         self.linears = {linear.module: linear for linear in linears}
@@ -53,7 +53,7 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
         linear = places.linears[module]
         by_tensor[linear.tensor].append((linear, weight))
     before = dict(stream.loader.stored)
-    # What is put together from several tensors is so on the CPU.
+    # Parameters made of several tensors are put together on the CPU.
     whole = {
         assignment.names[0]: stream.device
         for assignment in stream.assignments

@@ -1,4 +1,4 @@
-"""What a quantize job would do, and about how long and in how much memory: `quantize --dry-run`.
+"""What a quantize job would do, and an estimate of its time and memory: `quantize --dry-run`.
 
 A block of each format is quantized to time it; nothing is written.
 """

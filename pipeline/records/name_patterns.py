@@ -1,4 +1,4 @@
-"""Regular expressions from recipes and configs over module names, only those that match in bounded time.
+"""Regular expressions over module names; those that could take forever to match are refused.
 
 Python's `re` tries every way in which repeats can share a name, so that a short pattern can run for ever.
 Here a pattern's ways are counted before it is used: repeats in repeats are refused, and many side by side.

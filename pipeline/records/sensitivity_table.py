@@ -1,4 +1,4 @@
-"""What was measured of each group of layers, and chosen, as the manifest keeps it: read for people and sums.
+"""The table of measured and chosen formats in a manifest, for cards, pages and sums.
 
 `quantization/mixed_recipe.py` makes it.
 """
@@ -19,13 +19,13 @@ COLUMNS = ("layers", "format", "groups", "bits", "measured KL")
 
 
 def plain_weights(quantization: Mapping[str, Any]) -> int:
-    """Numbers that a budget has kept at 16 bits; 0 where the formats were not chosen under one."""
+    """The number of weights that a budget has kept at 16 bits; 0 without a budget."""
     groups = quantization.get(SENSITIVITY, {}).get(GROUPS, [])
     return sum(_weights(group) for group in groups if isinstance(_chosen(group), Unquantized))
 
 
 def shown(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a card and a page show of it; None where the formats were not chosen under a budget."""
+    """What a card and a page show of the table; None if the formats were not chosen under a budget."""
     table = quantization.get(SENSITIVITY)
     if table is None:
         return None

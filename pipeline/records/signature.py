@@ -1,4 +1,4 @@
-"""A detached signature over a verdict, by an SSH key through `ssh-keygen -Y`, and what can be said of one.
+"""A detached signature over a verdict, made and checked with an SSH key by `ssh-keygen -Y`.
 
 The verdict names the digest of everything else in a release, so signing it signs all.
 """
@@ -24,7 +24,7 @@ State = Literal["unsigned", "good", "trusted", "unknown signer", "bad"]
 
 @dataclass(frozen=True)
 class Signature:
-    """What is known of the signature beside a file."""
+    """The state of the signature beside a file."""
 
     state: State
     """`good` fits the file, by whoever holds `key`; `trusted` is also by one of the allowed signers."""
@@ -36,7 +36,7 @@ class Signature:
 
 
 def require_key(key: Path) -> None:
-    """UserError where nothing can be signed with `key`: asked before the work whose result it is for."""
+    """UserError if `key` cannot sign; called before the work whose result is to be signed."""
     if not key.expanduser().is_file():
         raise UserError(f"there is no key {key}; make one with `ssh-keygen -t ed25519 -f {key}`")
     _ssh_keygen()

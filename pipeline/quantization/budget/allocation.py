@@ -20,9 +20,9 @@ PLAIN_BITS = PLAIN.bits_per_weight(1, 1)
 
 @dataclass(frozen=True)
 class Budget:
-    """One of the two.
+    """A limit on one of the two.
 
-    bits:       at most so many for each weight, on average over all that the recipe quantizes
+    bits:       the most per weight, on average over all weights that the recipe quantizes
     divergence: at most so many nats of mean KL, as measured group by group
     """
 
@@ -30,7 +30,7 @@ class Budget:
     divergence: float | None = None
 
     def __post_init__(self) -> None:
-        """UserError where both are given, or what cannot be."""
+        """UserError if both are given, or a value is impossible."""
         if self.bits is not None and self.divergence is not None:
             raise UserError("--target-bits and --max-kl exclude each other; give one")
         if not all(value is None or value > 0 for value in (self.bits, self.divergence)):

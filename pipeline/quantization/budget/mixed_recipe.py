@@ -1,6 +1,6 @@
-"""A recipe whose formats differ from layer to layer, chosen under a budget by what was measured.
+"""A recipe whose formats differ from layer to layer, chosen by measurement under a budget.
 
-What was measured is kept in the work folder, and later in the manifest, so that no call measures twice.
+Measurements are kept in the work folder, and later in the manifest, so that no call measures twice.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ def _key(source: Mapping[str, Any], recipe: Recipe, text: CalibrationText, expor
 
 
 def _kept(folder: Path, key: str) -> list[Group] | None:
-    """What an earlier call measured for the same `key`; None where none did."""
+    """The groups that an earlier call measured under the same `key`; None if there was none."""
     for path in (folder / CALIBRATION_FOLDER / KEPT_NAME, folder / MANIFEST_NAME):
         if not path.is_file():
             continue

@@ -48,7 +48,7 @@ class Int4Quantizer:
 
 def _integer_zero(spec: WeightFormat) -> Int4:
     if not isinstance(spec, Int4) or not spec.has_integer_zero:
-        raise ValueError(f"{spec.label} is not rounded with its inputs in view; integer zero points are")
+        raise ValueError(f"GPTQ and AWQ need integer zero points; got {spec.label}")
     return spec
 
 

@@ -1,4 +1,4 @@
-"""The INT8 quantizer: least squares, or second order where the inputs are known."""
+"""The INT8 quantizer: least squares, or second order if a text is read."""
 
 from collections.abc import Mapping
 
@@ -46,7 +46,7 @@ class Int8Quantizer:
 
 def _grouped(spec: WeightFormat) -> Int8:
     if not isinstance(spec, Int8) or not spec.has_groups:
-        raise ValueError(f"{spec.label} is not rounded with its inputs in view; groups are")
+        raise ValueError(f"GPTQ and AWQ need groups; got {spec.label}")
     return spec
 
 

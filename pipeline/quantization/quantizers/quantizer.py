@@ -38,10 +38,10 @@ class QuantizedWeight:
 
 
 class Quantizer(Protocol):
-    """The way one format's weights are made."""
+    """Makes the weights of one format."""
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        """None where it makes weights of `spec`, otherwise the reason in a few words."""
+        """None if it makes weights of `spec`, otherwise the reason in a few words."""
         ...
 
     def quantize(
@@ -50,7 +50,7 @@ class Quantizer(Protocol):
         """Quantize a block of rows of a weight, on the device it lies on.
 
         values:      any float dtype [rows, K], all finite; K is one that `spec` takes
-        scale_dtype: bf16 or fp16, what scales are stored in where the format leaves that open
+        scale_dtype: bf16 or fp16, the dtype of scales if the format leaves it open
         shared:      the tensors that `spec.shared` names, on the same device; none for most formats
 
         A row's numbers may depend on that row alone: a weight is quantized a block of rows at a time.
@@ -60,7 +60,7 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class WeighingQuantizer(Quantizer, Protocol):
-    """Of a format whose numbers are chosen better where it is known how much each input matters."""
+    """A quantizer that takes into account how much each input matters."""
 
     def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> QuantizedWeight:
         """As `quantize`, the error of column k counting `importance[k]` times; fp32 [K], positive."""
@@ -69,7 +69,7 @@ class WeighingQuantizer(Quantizer, Protocol):
 
 @runtime_checkable
 class CorrectingQuantizer(Quantizer, Protocol):
-    """Of a format whose weights can be rounded so that a layer's outputs suffer least, not its weights."""
+    """A quantizer that can minimize the error of a layer's outputs instead of its weights'."""
 
     def columns_together(self, spec: WeightFormat) -> int:
         """Consecutive columns that are solved together: those of one group."""
@@ -83,37 +83,37 @@ class CorrectingQuantizer(Quantizer, Protocol):
         shared: Mapping[str, Tensor],
         curvature: Curvature,
     ) -> QuantizedWeight:
-        """As `quantize`, of all rows at once, with what is known of the inputs (`second_order.py`)."""
+        """As `quantize`, for all rows at once, given the curvature of the inputs (`second_order.py`)."""
         ...
 
     def levels(self, weight: Weight) -> Levels:
-        """What its numbers may be instead (`learned_rounding.py`), on the device where `weight` lies."""
+        """The levels that its numbers may move to (`learned_rounding.py`), on the device of `weight`."""
         ...
 
 
 @runtime_checkable
 class SharingQuantizer(Quantizer, Protocol):
-    """Of a format with tensors that merged weights share; they are found before anything is quantized."""
+    """A quantizer of a format with tensors that merged weights share: found before anything is quantized."""
 
     def measure(self, values: Tensor) -> float:
-        """The number that decides them, of a block of rows [rows, K]; of many blocks, the largest counts."""
+        """A number of rows [rows, K]; the largest of all blocks decides the shared tensors."""
         ...
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
-        """The tensors that `spec.shared` names, from the largest number measured on what shares them."""
+        """The tensors that `spec.shared` names; largest: what was measured on all weights that share them."""
         ...
 
 
 @runtime_checkable
 class CalibratingQuantizer(Quantizer, Protocol):
-    """Of a format that may round a layer's input as well, under scales that are found on a text."""
+    """A quantizer of a format that may round a layer's input as well, with scales from a calibration text."""
 
     def calibrates(self, spec: WeightFormat) -> bool:
-        """Whether inputs are rounded where weights are of `spec`."""
+        """Whether `spec` rounds inputs as well."""
         ...
 
     def input_format(self, spec: WeightFormat, largest: float) -> InputFormat:
-        """How an input is rounded whose largest magnitude on the text is `largest`."""
+        """How an input is rounded if its largest magnitude on the text is `largest`."""
         ...
 
 

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from ....base.progress import progress_bar
 from .ranks import Ranks
 
-SAID_AT_ONCE = 16 << 20
-"""Bytes: the others are told of so many together."""
+REPORT_BYTES = 16 << 20
+"""Bytes after which the other processes are told of progress."""
 
 
 @contextmanager
 def byte_bar(
     total: int, what: str, ranks: Ranks, progress: bool, done: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """A call that adds bytes read; at the end all processes have come so far. The first shows the bar.
+    """A function to report bytes read; on leaving, waits for all processes. The first one shows the bar.
 
-    done: bytes that are finished from before
+    done: bytes that an earlier run has finished
     """
     shown = progress and ranks.is_first
     unsaid = 0
@@ -31,7 +31,7 @@ def byte_bar(
         def read(nbytes: int) -> None:
             nonlocal unsaid
             unsaid += nbytes
-            if unsaid >= SAID_AT_ONCE or ranks.size == 1:
+            if unsaid >= REPORT_BYTES or ranks.size == 1:
                 say()
 
         yield read

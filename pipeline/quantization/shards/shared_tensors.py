@@ -1,7 +1,7 @@
-"""The tensors that merged weights share: which weights those are, and the pass that finds what they share.
+"""Tensors that merged weights share: which weights share them, and the pass that finds their values.
 
-A format names such tensors in `shared`, its quantizer says what decides them. They have to be known before
-the first weight is quantized, so weights are read twice; what was measured is kept in the work record.
+A format names such tensors in `shared`; its quantizer says what decides them. They must be known before the
+first weight is quantized, so weights are read twice; measurements are kept in the work record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def find_shared_tensors(
     ranks: Ranks,
     progress: bool,
 ) -> Shared:
-    """The shared tensors of every weight whose format has any; empty, with nothing read, where none has.
+    """The shared tensors of every weight whose format has any; if none has, empty, and nothing is read.
 
     shards: what is measured is kept in the record after each
     """

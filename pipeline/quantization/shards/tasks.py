@@ -1,4 +1,4 @@
-"""What a recipe makes of a checkpoint: for every tensor, in file order, whether it is quantized, and how.
+"""A recipe applied to a checkpoint: for every tensor, in file order, whether and how it is quantized.
 
 Decided before any weight is read, so that a recipe that does not fit is refused at once.
 """
@@ -56,7 +56,7 @@ class WeightTask:
 
 @dataclass(frozen=True)
 class QuantizationTasks:
-    """Every task in the order of the files, and what the result's config has to say."""
+    """Every task in the order of the files, and what the artifact's config must say."""
 
     in_order: list[WeightTask]
     kept: dict[str, list[str]]
@@ -85,13 +85,13 @@ class QuantizationTasks:
 
 
 def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
-    """What is read for a task once."""
+    """Bytes read to carry out a task."""
     info = checkpoint.tensors[task.tensor]
     return info.nbytes if task.linear is None else task.linear.n * task.linear.k * info.dtype.itemsize
 
 
 def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
-    """Apply `recipe` to `checkpoint`. UserError for an idle pattern or a shape that does not fit."""
+    """`recipe` applied. UserError for a pattern that matches nothing, or a shape that does not fit."""
     weights = find_linear_weights(checkpoint)
     linears = {weight.module: weight for group in weights.linears.values() for weight in group}
     head = weights.tied_lm_head

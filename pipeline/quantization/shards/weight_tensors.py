@@ -1,6 +1,6 @@
 """Carrying out one task: reading a weight a block of rows at a time, and quantizing or copying it.
 
-Not for writing; `quantize.py` hands what comes out of here to the shard's writer.
+Not for writing; `write_shards.py` hands the tensors to the shard's writer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from ..quantizers.quantizer import QuantizedWeight, SharingQuantizer, WeighingQu
 from ..solvers.importance import importance_of_columns
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
-"""Weights read and quantized together: besides its result, a task holds but fp32 copies of a block."""
+"""Weights read and quantized together: beside its result, a task holds only fp32 copies of a block."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WeightQuantizer:
     scale_dtype: torch.dtype
     device: torch.device
     importance: Mapping[str, Tensor] = field(default_factory=dict)
-    """How much each input of a module matters, fp32 [K], where a text told; elsewhere its weights do."""
+    """How much each input of a module matters, fp32 [K], from a text; else it follows from the weights."""
 
     def quantize(
         self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]

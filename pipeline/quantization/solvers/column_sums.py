@@ -1,6 +1,6 @@
 """Sums whose bits depend on nothing but the numbers, and blocks of rows solved side by side on all cores.
 
-What the solvers have in common: groups lie along the last dimension and their elements along the first.
+In all solvers, groups lie along the last dimension and their elements along the first.
 """
 
 from collections.abc import Callable, Sequence

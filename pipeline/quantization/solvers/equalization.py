@@ -1,4 +1,4 @@
-"""Equalization (AWQ: Lin et al. 2023, arXiv 2306.00978): inputs that are large get finer weights.
+"""Equalization (AWQ: Lin et al. 2023, arXiv 2306.00978): large inputs get finer weights.
 
 The columns of a group share a scale, so rounding errs alike on all of them, and most where inputs are large.
 Column k of the weights that read a norm's output is multiplied by s[k], and the norm's own weight divided by
@@ -17,7 +17,7 @@ EXPONENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 LEAST_INPUT = 1e-3
 """Of the largest root mean square: no input counts as smaller, and none is scaled up without end."""
 TOLERANCE = 0.02
-"""Distance of what a layer adds once scales are folded in, relative: what bf16 leaves of an identity."""
+"""Largest relative change of a layer's update once scales are folded in: the rounding error of bf16."""
 
 Round = Callable[[Tensor], Tensor]
 """fp32 [N, K] to the nearest that a format offers."""
@@ -32,7 +32,7 @@ class EqualizedNorm:
 
 
 class NormOutputs:
-    """While open, remembers what a layer's norms gave last: which of them made a given tensor.
+    """While open, remembers the last outputs of a layer's norms, to tell which norm made a tensor.
 
     A norm is a module whose one parameter is a `weight` of one dimension.
     """
@@ -74,7 +74,7 @@ class NormOutputs:
 def scaled_norm(
     norm: Tensor, hessian: Tensor, weights: Sequence[Tensor], rounds: Sequence[Round]
 ) -> Tensor | None:
-    """The norm's weight [K] divided by the best scales, in its own dtype; None where rounding gains nothing.
+    """The norm's weight [K] divided by the best scales, in its own dtype; None if no scales lower the error.
 
     hessian: fp32 [K, K], the sum of x xᵀ over the norm's outputs
     weights: fp32 [N, K] each, those that read them; rounds: how each is rounded

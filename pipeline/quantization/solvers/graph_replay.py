@@ -13,7 +13,7 @@ Choose = Callable[..., tuple[Tensor, ...]]
 
 
 def with_graph_replay(function: Choose) -> Choose:
-    """`function` of tensors on one device, recorded where that is a GPU, once for each of their shapes.
+    """`function` of tensors on one device; on a GPU it is recorded once for each set of shapes.
 
     It must launch the same operations whatever the numbers are, and wait for none of them.
     """

@@ -1,4 +1,4 @@
-"""How much each input of a linear layer matters, where a quantizer heeds it: by a text, or by the weights.
+"""How much each input of a linear layer matters, from a text or from the weights alone.
 
 On a text it is the input's mean square, as `calibration.py` finds it. With no text it is one over the root
 mean square of the input's column: columns are small where inputs are large, as weight decay leaves them.

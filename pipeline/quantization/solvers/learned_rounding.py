@@ -1,5 +1,4 @@
-"""Rounding that is learned: which way the numbers of a decoder layer's weights go, so that its output suffers
-least.
+"""Learned rounding: which way each number of a layer is rounded, by the error of the layer's output.
 
 GPTQ judges each weight by its own outputs. Here all weights of a layer are judged together, by what the layer
 makes of a text, behind attention and activation functions (AdaRound: Nagel et al. 2020, arXiv 2004.10568;
@@ -33,9 +32,9 @@ BETAS, SMALLEST = (0.9, 0.99), 1e-20
 NEAREST = 0.49
 """Of a level: how far from its own level a position begins at most."""
 HELD_ASIDE = 16
-"""One of so many parts of the text is not learned from."""
+"""One in so many parts of the text is held aside: nothing is learned from it."""
 LOOKS = 8
-"""How often the loss on those is taken."""
+"""How often the loss on the part held aside is taken."""
 SEED = 26
 
 
@@ -59,11 +58,11 @@ def learn_rounding(
     aim: HiddenStates,
     steps: int,
 ) -> LearnedLayer | None:
-    """Better weights for layer `name` than those `found` by module; None where the text is too short.
+    """Better weights for layer `name` than those `found`, by module; None if the text is too short.
 
-    equalized: norms that go with them
+    equalized: norms that belong to those weights
     levels_of: a weight's levels, on the stream's device, and the values fp32 [N, K] that it was rounded from
-    aim:       the states after the layer that its output is to be near: the unquantized model's
+    aim:       the unquantized model's states after the layer, which the output should match
     """
     starts = list(stream.starts())
     held = starts[::-HELD_ASIDE]
@@ -110,7 +109,7 @@ def learn_rounding(
 
 
 class _LearnedWeight:
-    """A weight that is learned: where it lies in the model, and its numbers' positions."""
+    """A weight whose rounding is learned: its place in the model, its numbers' positions between levels."""
 
     def __init__(self, module: str, place: "_Place", levels: Levels, values: Tensor):
         self.module, self.place, self.levels = module, place, levels

@@ -11,14 +11,14 @@ from click.testing import CliRunner
 from scalegate import LLM, UserError, layout, quantize, release, serve, validate
 from scalegate.pipeline.cli.doctor import command as doctor
 from scalegate.pipeline.commands.compare import compare
-from scalegate.pipeline.machine.tested_stack import SAID, as_sentence, untested_packages, warn_if_untested
+from scalegate.pipeline.machine.tested_stack import WARNED, as_sentence, untested_packages, warn_if_untested
 
 
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch):
     """Puts distributions of Scalegate and others in the place of those that are installed."""
-    monkeypatch.setenv(SAID, "undone at the end, whatever a test sets")
-    monkeypatch.delenv(SAID)
+    monkeypatch.setenv(WARNED, "undone at the end, whatever a test sets")
+    monkeypatch.delenv(WARNED)
     folder = tmp_path / "stack"
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -82,7 +82,7 @@ def test_it_is_said_once_by_a_process_and_those_that_it_starts(untested, capfd):
     subprocess.run([sys.executable, "-P", "-c", child], check=True)
     said = capfd.readouterr().err
     assert said.count("Warning: ") == 1 and as_sentence(untested_packages()) in said
-    del os.environ[SAID]
+    del os.environ[WARNED]
     subprocess.run([sys.executable, "-P", "-c", child], check=True)
     assert "Warning: " in capfd.readouterr().err, "a command of its own says it"
 

@@ -150,7 +150,7 @@ def test_levels_are_those_of_the_weight(spec: WeightFormat) -> None:
 
 
 def test_it_goes_on_from_a_method_s_solution(example_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="goes on from what a method found"):
+    with pytest.raises(UserError, match="starts from weights that a method has rounded"):
         make(example_checkpoint, Recipe("no", learned_rounding=5), tmp_path / "out", tmp_path)
     (tmp_path / "wrong.yaml").write_text("method: gptq\nlearned_rounding: often\n")
     with pytest.raises(UserError, match=r"line 2: `learned_rounding` is a number of steps up to 100000"):

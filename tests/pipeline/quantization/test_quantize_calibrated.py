@@ -357,10 +357,10 @@ def test_the_output_projection_is_solved_too(small: Path, heldout_text: Path, tm
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (Int8(WHOLE_ROW), "INT8 per row is not rounded with its inputs in view; groups are"),
+        (Int8(WHOLE_ROW), "GPTQ and AWQ need groups; got INT8 per row"),
         (
             Int4(64, zero_point="fractional"),
-            "not rounded with its inputs in view; integer zero points are",
+            "GPTQ and AWQ need integer zero points; got INT4",
         ),
     ],
     ids=str,
