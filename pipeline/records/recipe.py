@@ -19,10 +19,10 @@ from .recipe_fields import (
     DATA_FREE,
     KEEP,
     REGEX_PREFIX,
+    BatchInvarianceField,
     FilePatterns,
     KVFormat,
     Method,
-    Numerics,
     Parts,
     Pattern,
     Patterns,
@@ -82,7 +82,7 @@ class Recipe:
     kv_cache: KVFormat = UNQUANTIZED
     """How keys and values are stored in serving, a name in `KV_FORMATS`. With `format: unquantized` the
     weights stay as they are."""
-    batch_invariance: Numerics = TUNED
+    batch_invariance: BatchInvarianceField = TUNED
     """What a request's bits may depend on in serving (`base/batch_invariance.py`); the gate proves it."""
     rival: Text = ""
     """Another recipe, by name or file, whose artifact this one's must beat in throughput."""
