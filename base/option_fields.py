@@ -1,48 +1,93 @@
 """Options said once, as fields of a dataclass: type, default, help, legal values. All else is made from them.
 
-Not the options themselves (`engine/options.py` has the engine's), nor the command line (`pipeline/cli/`).
+Not the options themselves (the engine's are in `serving_check/engine/options.py`, the workload's in
+`serving_check/settings.py`), nor the command line (`pipeline/cli/`).
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from .errors import UserError
 
 OptionValue = bool | int | str | tuple[int, ...] | None
+"""What an engine's option holds, as a verdict records it."""
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 ALL = "all"
 KINDS = {
     int: "a whole number",
+    float: "a number",
     str: "a name",
+    Path: "a path",
     bool: "true or false",
     tuple: "distinct whole numbers, ascending",
 }
 
 
 def option(
-    default: OptionValue,
+    default: OptionValue | float | Path,
     help: str,
     *,
+    name: str | None = None,
+    formerly: str | None = None,
+    metavar: str | None = None,
     choices: Callable[[], Iterable[str]] | None = None,
+    suggestions: Callable[[], Iterable[str]] | None = None,
     minimum: int | None = None,
+    above: float | None = None,
+    any_order: bool = False,
+    unless_given: str | None = None,
     count: Callable[[], int] | None = None,
 ) -> Any:
     """A field that is an option.
 
-    choices: asked only where they are shown, or a value other than the default is checked; a registry's names
-             then hold what plugins have registered
-    minimum: of a whole number, or of each of several
-    count:   how many there are here, where a command line may say `all` of them, numbered from 0
+    name:         its name on command lines and in signatures; left out, the field's
+    formerly:     a name that it had: whoever uses that one is told the new one
+    metavar:      what the help shows for the value; left out, the choices, or what suits the type
+    choices:      asked only when they are shown, or when a value other than the default is checked; a
+                  registry's names then include what plugins have registered
+    suggestions:  the same for values that are shown but are not the only ones
+    minimum:      of a number, or of each of several
+    above:        a number that it must be larger than
+    any_order:    several numbers are sorted, whatever order they are given in
+    unless_given: says what an option that is not given is worked out from; signatures then say None
+    count:        how many there are here, where a command line may say `all` of them, numbered from 0
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "count": count}
-    return field(default=default, metadata=metadata)
+    metadata = {
+        "help": help,
+        # Where pydantic writes a schema of the dataclass.
+        "description": help,
+        "name": name,
+        "formerly": formerly,
+        "metavar": metavar,
+        "choices": choices,
+        "suggestions": suggestions,
+        "minimum": minimum,
+        "above": above,
+        "any_order": any_order,
+        "unless_given": unless_given,
+        "count": count,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(cls: type) -> list[Field[Any]]:
+    """The fields that are options; others are worked out, or cannot be given."""
+    return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
+
+
+def name_of(field: Field[Any]) -> str:
+    """An option's name on command lines and in signatures, with underscores."""
+    return field.metadata["name"] or field.name
 
 
 def flag(name: str) -> str:
@@ -51,7 +96,7 @@ def flag(name: str) -> str:
 
 
 def kind_of(cls: type, name: str) -> type:
-    """int, str, bool or tuple: what the option holds where it is not None."""
+    """int, float, str, Path, bool or tuple: what the option holds where it is not None."""
     hint = typing.get_type_hints(cls)[name]
     if isinstance(hint, types.UnionType):
         [hint] = [part for part in typing.get_args(hint) if part is not types.NoneType]
@@ -59,93 +104,170 @@ def kind_of(cls: type, name: str) -> type:
     return str if origin is typing.Literal else origin
 
 
-def check(cls: type, one: Field[Any], value: Any) -> OptionValue:
+def check(cls: type, field: Field[Any], value: Any) -> Any:
     """`value` as the option holds it. UserError saying what it must be, in place of anything else."""
-    if type(value) is type(one.default) and value == one.default:
-        return cast(OptionValue, value)
-    kind = kind_of(cls, one.name)
-    if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
-        value = tuple(value)
-        right = all(type(each) is int for each in value) and list(value) == sorted(set(value)) and value
-    else:
-        right = type(value) is kind
-    minimum, choices = one.metadata.get("minimum"), one.metadata.get("choices")
-    must = KINDS[kind] + ("" if minimum is None else f", at least {minimum}")
-    low = minimum is not None and right and min(value if kind is tuple else (value,)) < minimum
-    if not right or low:
-        raise UserError(f"{one.name} is {value!r}; it must be {must}")
+    if type(value) is type(field.default) and value == field.default:
+        return value
+    metadata, kind = field.metadata, kind_of(cls, field.name)
+    value = _as_kind(kind, value, metadata["any_order"])
+    is_right = type(value) is kind or (kind is Path and isinstance(value, Path))
+    if kind is tuple and is_right:
+        numbers_alone = all(type(number) is int for number in value)
+        is_right = bool(value) and numbers_alone and list(value) == sorted(set(value))
+    minimum, above = metadata["minimum"], metadata["above"]
+    numbers = value if kind is tuple else (value,)
+    if is_right and minimum is not None:
+        is_right = min(numbers) >= minimum
+    if is_right and above is not None:
+        is_right = min(numbers) > above
+    if not is_right:
+        least = "" if minimum is None else f", at least {minimum}"
+        least += "" if above is None else f", above {above:g}"
+        raise UserError(f"{name_of(field)} is {value!r}; it must be {KINDS[kind]}{least}")
+    choices = metadata["choices"]
     if choices is not None and value not in (valid := list(choices())):
-        raise UserError(f"unknown {one.name} {value!r}; choose one of: {', '.join(valid)}")
+        raise UserError(f"unknown {name_of(field)} {value!r}; choose one of: {', '.join(valid)}")
     return value
 
 
-def parse(cls: type, one: Field[Any], text: str) -> OptionValue:
+def check_options(options: object) -> None:
+    """Checks every option of a frozen dataclass, in its `__post_init__`."""
+    cls = type(options)
+    for field in options_of(cls):
+        object.__setattr__(options, field.name, check(cls, field, getattr(options, field.name)))
+
+
+def _as_kind(kind: type, value: Any, any_order: bool) -> Any:
+    """`value` in the type that stands for it: a list of numbers as a tuple, a path as text."""
+    if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        numbers = tuple(value)
+        return tuple(sorted(numbers)) if any_order and all(type(n) is int for n in numbers) else numbers
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    return value
+
+
+def parse(cls: type, field: Field[Any], text: str) -> Any:
     """What a command line says, checked."""
-    kind, count = kind_of(cls, one.name), one.metadata.get("count")
+    kind, count = kind_of(cls, field.name), field.metadata["count"]
     if text == ALL and count is not None:
         if not (found := count()):
-            raise UserError(f"{flag(one.name)} {ALL}: there are none here; leave it out")
+            raise UserError(f"{flag(name_of(field))} {ALL}: there are none here; leave it out")
         return tuple(range(found))
     try:
         value: Any = tuple(map(int, text.split(","))) if kind is tuple else kind(text)
     except ValueError:
         value = text
-    return check(cls, one, value)
+    return check(cls, field, value)
+
+
+def given_of(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the dataclass among `given`, by field. None stands for not given."""
+    return {
+        field.name: value for field in options_of(cls) if (value := given.get(name_of(field))) is not None
+    }
 
 
 def from_given(cls: type[T], given: Mapping[str, Any]) -> T:
-    """The dataclass with the options that are given. None stands for not given, whatever the default is."""
-    return cls(**{name: value for name, value in given.items() if value is not None})
+    """The dataclass with those of its options that are given. None stands for not given."""
+    return cls(**given_of(cls, given))
 
 
-def words_of(values: Mapping[str, OptionValue]) -> list[str]:
+def values_of(options: object, unlike: object = None) -> dict[str, Any]:
+    """Every option of a dataclass by its name on a command line.
+
+    unlike: another of the class: only what it has otherwise
+    """
+    return {
+        name_of(field): value
+        for field in options_of(type(options))
+        if (value := getattr(options, field.name)) != getattr(unlike, field.name, MISSING)
+    }
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
     """Options as words of a command line: all that have a value, defaults too."""
     words = []
     for name, value in values.items():
         if isinstance(value, bool):
             words.append(flag(name) if value else flag("no_" + name))
         elif value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [flag(name), text]
+            words += [flag(name), text_of(value)]
     return words
 
 
-def takes(*classes: type, sized: Iterable[str] = ()) -> Callable[[F], F]:
-    """For a function that ends in `**options`: it takes the classes' fields, by name, and no others.
+def text_of(value: Any) -> str:
+    """A value as a command line has it: `1,2,4` for a tuple, `4` for 4.0."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
-    Its signature, as help() shows it, names them. UserError for an unknown one, with a name that is like it.
+
+def help_of(field: Field[Any], is_sized: bool = False) -> str:
+    """What an option is, and its default.
+
+    is_sized: the default is worked out from the workload
+    """
+    text, default, unless_given = field.metadata["help"], field.default, field.metadata["unless_given"]
+    if is_sized:
+        text, unless_given = f"{text.partition('; default')[0].rstrip('.')}.", "what the workload needs"
+    if unless_given is None and default is not None:
+        unless_given = {True: "on", False: "off"}[default] if isinstance(default, bool) else text_of(default)
+    return text if unless_given is None else f"{text}  [default: {unless_given}]"
+
+
+def takes(*classes: type, sized: Collection[str] = ()) -> Callable[[F], F]:
+    """For a function that ends in `**options`: it takes the classes' options, by name, and no others.
+
+    Its signature and docstring name them all. UserError for an unknown one, with a name that is like it.
 
     sized: those that the function works out where they are not given
     """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        options = {name: one for cls in classes for name, one in _parameters(cls, sized).items()}
-        named = [*own, *(one for name, one in options.items() if name not in signature.parameters)]
-        by_name = [one.name for one in named if one.kind is not one.POSITIONAL_ONLY and one.name != "self"]
+        parameters = list(signature.parameters.values())
+        own = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        options = [parameter for cls in classes for parameter in _parameters(cls, sized)]
+        named = [*own, *(option for option in options if option.name not in signature.parameters)]
+        by_keyword = [each for each in named if each.kind is not each.POSITIONAL_ONLY]
+        by_name = [each.name for each in by_keyword if each.name != "self"]
+        renamed = {field.metadata["formerly"]: name_of(field) for cls in classes for field in options_of(cls)}
 
         @functools.wraps(function)
         def checked(*args: Any, **given: Any) -> Any:
             for name in given.keys() - set(by_name):
+                if name in renamed:
+                    raise UserError(f"{name} is called {renamed[name]} now")
                 close = difflib.get_close_matches(name, by_name, 1)
                 hint = f"did you mean {close[0]}? " if close else ""
                 raise UserError(f"there is no option {name!r}; {hint}The options are: {', '.join(by_name)}")
             return function(*args, **given)
 
         checked.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+        helps = [
+            f"    {name_of(field)}: {help_of(field, field.name in sized)}"
+            for cls in classes
+            for field in options_of(cls)
+        ]
+        checked.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *helps])
         return cast(F, checked)
 
     return decorate
 
 
-def _parameters(cls: type, sized: Iterable[str]) -> dict[str, inspect.Parameter]:
-    parameters = {}
-    for one in fields(cls):
-        hint, default = typing.get_type_hints(cls)[one.name], one.default
-        if one.name in sized:
+def _parameters(cls: type, sized: Collection[str]) -> list[inspect.Parameter]:
+    parameters = []
+    for field in options_of(cls):
+        hint, default = typing.get_type_hints(cls)[field.name], field.default
+        if kind_of(cls, field.name) is Path:
+            hint = hint | str
+        if field.name in sized or field.metadata["unless_given"]:
             hint, default = hint | None, None
-        parameters[one.name] = inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
-        )
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name_of(field), keyword, default=default, annotation=hint))
     return parameters

@@ -1,6 +1,8 @@
 """What a gate run is asked for: the requests to send to the servers and the bounds to hold the artifact to.
 
-Plain data with its defaults; a recipe may tighten (or, openly, loosen) the bounds.
+An option of the workload is a field here and nowhere else: the command lines, the Python signatures, the
+verdict's record and the card's command are made from it. A recipe may tighten (or, openly, loosen) any bound;
+the bounds that are options can also be given on the command line.
 """
 
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from ..base.errors import UserError
+from ..base.option_fields import check_options, option, text_of
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
@@ -21,7 +24,7 @@ LARGEST_BOUND = 1e6
 
 MS, MS_OF_LONG_PROMPTS = (1, 2, 4, 8, 16, 32), (1, 8, 32)
 LONG_PROMPT = 1024
-"""Tokens of a prompt beyond which fewer Ms are measured: reading prompts is then most of a verdict's time."""
+"""Prompt tokens beyond which fewer Ms are measured: prefill then takes most of a verdict's time."""
 
 
 def default_ms(input_len: int) -> tuple[int, ...]:
@@ -30,7 +33,7 @@ def default_ms(input_len: int) -> tuple[int, ...]:
 
 
 def decoding_is_apart(input_len: int) -> bool:
-    """Whether reading prompts would hide how fast answers to them are decoded."""
+    """Whether prefill would hide how fast answers are decoded."""
     return input_len > LONG_PROMPT
 
 
@@ -40,31 +43,43 @@ class WorkloadSettings:
 
     __pydantic_config__ = DOCUMENTED
 
-    ms: tuple[int, ...] = MS
-    """Numbers of requests that decode together."""
-    input_len: int = 64
-    """Prompt tokens a request."""
-    output_len: int = 64
-    """Output tokens a request."""
-    waves: int = 1
-    """Requests each client sends in one repeat: short repeats, often alternated, resist noise best."""
-    max_blocks: int = 96
-    """Blocks of two repeats, one of either side, at one M before giving up undecided."""
-    warmups: int = 1
-    """Shorter repeats of each side at each M before its first block."""
-    seed: int = 0
-    """Fresh in every run unless given. Every repeat draws its own prompts from it, alike on both sides."""
+    ms: tuple[int, ...] = option(
+        MS,
+        "Numbers of requests that decode together.",
+        name="m",
+        minimum=1,
+        any_order=True,
+        unless_given=f"{text_of(MS)}; {text_of(MS_OF_LONG_PROMPTS)} if prompts exceed {LONG_PROMPT} tokens",
+    )
+    input_len: int = option(
+        64,
+        "Prompt tokens a request.",
+        minimum=1,
+        unless_given="64; with a KVarN cache, enough to exercise quantized pages",
+    )
+    output_len: int = option(64, "Output tokens a request.", minimum=1)
+    waves: int = option(
+        1,
+        "Requests each client sends in one repeat: short repeats, often alternated, resist noise best.",
+        minimum=1,
+    )
+    max_blocks: int = option(
+        96,
+        "Blocks of two repeats, one of either side, at one M before giving up undecided.",
+        formerly="max_repeats",
+        minimum=1,
+    )
+    warmups: int = option(1, "Shorter repeats of each side at each M before its first block.", minimum=0)
+    seed: int = option(
+        0,
+        "Fresh in every run unless given. Every repeat draws its own prompts from it, alike on both sides.",
+        unless_given="a fresh number, which the verdict records",
+    )
     decoding_apart: bool = False
     """Besides whole requests, decide on what is decoded while no prompt is read, where prompts are long."""
 
     def __post_init__(self) -> None:
-        for name in ("input_len", "output_len", "waves", "max_blocks"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.warmups < 0:
-            raise UserError(f"warmups must not be negative, not {self.warmups}")
-        if not self.ms or min(self.ms) < 1 or len(set(self.ms)) < len(self.ms):
-            raise UserError(f"M must be distinct whole numbers of at least 1, not {list(self.ms)}")
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -76,8 +91,13 @@ class Bounds:
 
     __pydantic_config__ = DOCUMENTED
 
-    throughput_floor: float = 0.93
-    """Least output throughput, artifact over baseline, at every M."""
+    throughput_floor: float = option(
+        0.93,
+        "Least output throughput, artifact over baseline, at every M.",
+        name="floor",
+        above=0,
+        unless_given="the recipe's, or 0.93",
+    )
     max_mean_kl: float = 0.1
     """Most nats by which the next-token distribution may differ from the baseline's, on average."""
     max_p999_kl: float = 2.5
@@ -108,8 +128,13 @@ class Bounds:
     """Largest share of answers under load that are one token again and again, beyond the baseline's."""
     min_variety: float = 0.5
     """Least share of an answer's tokens that are distinct, artifact over baseline."""
-    max_first_rival_m: float = 4.0
-    """The M from which on the artifact must be faster than the rival, where there is one."""
+    max_first_rival_m: float = option(
+        4.0,
+        "The M from which on the artifact must be faster than the rival, where there is one.",
+        name="rival_from_m",
+        minimum=1,
+        unless_given="the recipe's, or 4",
+    )
     min_reached: float = 0.75
     """Least number of requests decoding together, as the average output token saw it, as a share of M."""
 

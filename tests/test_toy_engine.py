@@ -77,7 +77,7 @@ def verdict(example_checkpoint: Path) -> dict:
         1024,
         "--floor",
         0.05,
-        "--max-repeats",
+        "--max-blocks",
         60,
     ]
     result = pipeline("validate", *words, "--device", "cpu")

@@ -188,7 +188,7 @@ def test_it_is_served(artifact: Path, work: Path) -> None:
 
 
 def test_it_passes_the_gate_and_is_pushed_to_a_folder(artifact: Path, work: Path) -> None:
-    small = ["--input-len", "16", "--output-len", "16", "--quality-tokens", "1024", "--max-repeats", "60"]
+    small = ["--input-len", "16", "--output-len", "16", "--quality-tokens", "1024", "--max-blocks", "60"]
     succeed(work, "validate", artifact, "--m", "1,4", *small)
     target = work / "release"
     succeed(work, "push", artifact, "--to", f"folder:{target}")

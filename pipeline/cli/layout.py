@@ -6,7 +6,20 @@ import click
 
 from ...base.errors import UserError
 from ...serving_check.engine.options import DTYPES
-from .validate import WholeNumbers
+
+
+class WholeNumbers(click.ParamType):
+    """`1,2,4` as a tuple of whole numbers."""
+
+    name = "M,M,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            return tuple(int(word) for word in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 1,2,4,8", param, ctx)
 
 
 @click.command("layout")
@@ -29,7 +42,7 @@ from .validate import WholeNumbers
     help="Tokens of a request to time them at; default 128,1024,4096, on CUDA 16384 too.",
 )
 @click.option("--fresh", is_flag=True, help="Measure again, whatever was measured before.")
-@click.option("--revision", help="Branch, tag or commit, where ARTIFACT is a Hub id.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of ARTIFACT, if it is a Hub id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
     artifact: str,

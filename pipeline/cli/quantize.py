@@ -1,4 +1,4 @@
-"""`pipeline quantize`: options in, `pipeline.quantize.quantize` called, a summary out."""
+"""`pipeline quantize`: parses options, calls `quantize` and prints a summary."""
 
 import json
 import os
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...base.errors import UserError
+from ...base.option_fields import text_of
 from ...base.stage_clock import in_words
-from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.engine.options import AUTO, UNQUANTIZED, EngineOptions
+from ..quantization.options import BudgetOptions, QuantizeOptions
 from ..records.artifact import Artifact
-from .engine_options import RecipeWord, Registered, exports
+from .options import options_from, recipe_option
 
 if TYPE_CHECKING:
     from ..quantization.estimate import Estimate
@@ -20,33 +22,17 @@ if TYPE_CHECKING:
 
 @click.command("quantize")
 @click.argument("model")
-@click.option(
-    "--recipe",
-    type=RecipeWord(),
-    default="int4-hqq",
-    show_default=True,
-    help="A shipped recipe or a YAML file.",
-)
+@recipe_option
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of the artifact."
 )
+@options_from(QuantizeOptions)
+@options_from(EngineOptions, only=["device"])
 @click.option(
-    "--export",
-    type=Registered(exports),
-    help="The convention to write; compressed-tensors where it stores the format.",
+    "--devices", metavar="N,N,...|all", help="GPUs by number, or all: one process each, which share the work."
 )
-@click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--devices", help="all, or GPUs by number such as 0,1: a process each, which share the work.")
-@click.option(
-    "--calibration",
-    metavar="TEXT",
-    help="For recipes that read a text: a file, hub:OWNER/NAME, or self for what the model writes.",
-)
-@click.option("--target-bits", type=float, help="INT4 group sizes and INT8 chosen for so many bits a weight.")
-@click.option("--max-kl", type=float, help="The same, for the fewest bits within this divergence, in nats.")
+@options_from(BudgetOptions)
 @click.option("--dry-run", is_flag=True, help="Say sizes, memory and time, and write nothing.")
-@click.option("--overwrite", is_flag=True, help="Start over where the folder holds another or older job.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
 def command(
@@ -54,20 +40,16 @@ def command(
     model: str,
     recipe: str,
     out: Path,
-    export: str | None,
-    revision: str | None,
-    device: str,
+    device: str | None,
     devices: str | None,
-    calibration: str | None,
-    target_bits: float | None,
-    max_kl: float | None,
     dry_run: bool,
-    overwrite: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Quantize MODEL, a folder or a Hub id, into an artifact: a checkpoint folder and scalegate.json.
 
-    It reads and writes shard by shard. Interrupted, the same command takes it up where it stopped.
+    It reads and writes shard by shard. If it is interrupted, run the same command again: it continues where
+    it stopped.
 
     \b
     Recipes: int4-hqq (groups of 128), int4-hqq-g64, int4-hqq-g32, int4-gptq, int4-awq,
@@ -75,8 +57,8 @@ def command(
     For keys and values alone: fp8-kv, int4-kv, nvfp4-kv, kvarn-k4v2, kvarn-k4v4.
 
     \b
-    --calibration takes a data set, of the split `train` and the column `text` unless it says others, as
-    hub:OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]].
+    --calibration hub:OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]] reads a data set; the
+    split is `train` and the column `text` unless you name others.
 
     \b
     Examples:
@@ -92,78 +74,58 @@ def command(
         torchrun --nproc-per-node 8 -m scalegate.pipeline quantize ./my-70b --out out
     """
     if devices is not None:
-        from ..quantization.shards.launch import devices_of, run_on
-
-        if device != "auto":
-            raise UserError("--devices and --device both say where it runs; leave one of them out")
-        chosen = devices_of(devices)
-        if len(chosen) > 1 and not dry_run:
-            context.exit(run_on(chosen, _words(context)))
-        device = chosen[0]
-    if dry_run and (target_bits is not None or max_kl is not None):
-        raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
+        device = _first_device(context, device, devices, dry_run)
     if dry_run:
-        _dry_run(model, recipe, out, revision, export, device, calibration, as_json)
+        _dry_run(model, recipe, out, device, as_json, options)
         return
     from ..commands.quantize import quantize
 
-    artifact = quantize(
-        model,
-        recipe,
-        out,
-        revision=revision,
-        export=export,
-        device=device,
-        calibration=calibration,
-        target_bits=target_bits,
-        max_kl=max_kl,
-        overwrite=overwrite,
-    )
+    artifact = quantize(model, recipe, out, device=device, **options)
     if int(os.environ.get("RANK", "0")):
         return
     summary = _summary(artifact, out)
-    if as_json:
-        click.echo(json.dumps(summary))
-        return
-    click.echo(_as_text(summary))
+    click.echo(json.dumps(summary) if as_json else _as_text(summary))
+
+
+def _first_device(context: click.Context, device: str | None, devices: str, dry_run: bool) -> str:
+    """The only one of `devices`. If they are several, the command runs on each, and this one ends."""
+    from ..quantization.shards.launch import devices_of, run_on
+
+    if device not in (None, AUTO):
+        raise UserError("--devices and --device both say where it runs; leave one of them out")
+    chosen = devices_of(devices)
+    if len(chosen) > 1 and not dry_run:
+        context.exit(run_on(chosen, _words(context)))
+    return chosen[0]
 
 
 def _dry_run(
-    model: str,
-    recipe: str,
-    out: Path,
-    revision: str | None,
-    export: str | None,
-    device: str,
-    calibration: str | None,
-    as_json: bool,
+    model: str, recipe: str, out: Path, device: str | None, as_json: bool, options: dict[str, Any]
 ) -> None:
     from ..commands.quantize import preview
 
-    found = preview(
-        model, recipe, out, revision=revision, export=export, device=device, calibration=calibration
-    )
+    estimate = preview(model, recipe, out, device=device, **options)
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        click.echo(json.dumps(asdict(estimate)))
         return
-    click.echo(f"{out}: {formats_in(found)} would be quantized; nothing is written")
-    click.echo("\n".join(estimate_lines(found)))
+    click.echo(f"{out}: {formats_in(estimate)} would be quantized; nothing is written")
+    click.echo("\n".join(estimate_lines(estimate)))
 
 
-def formats_in(found: "Estimate") -> str:
-    return " and ".join(f"{count} × {label}" for label, count in found.formats.items()) or "no weights"
+def formats_in(estimate: "Estimate") -> str:
+    return " and ".join(f"{count} × {label}" for label, count in estimate.formats.items()) or "no weights"
 
 
-def estimate_lines(found: "Estimate") -> list[str]:
+def estimate_lines(estimate: "Estimate") -> list[str]:
     return [
-        *_kv_lines(found.kv_cache, found.text),
-        f"  reads   {found.bytes_read / 1e6:,.1f} MB",
-        f"  writes  {found.bytes_written / 1e6:,.1f} MB in {found.shards} "
-        f"{'shard' if found.shards == 1 else 'shards'}, {found.kept} tensors as they are; "
-        f"{found.free / 1e6:,.0f} MB are free there",
-        f"  memory  about {found.memory / 1e6:,.0f} MB",
-        f"  time    about {in_words(found.seconds)} of quantizing, on one process"
-        + ("" if found.text is None else "; reading the text comes on top"),
+        *_kv_lines(estimate.kv_cache, estimate.text),
+        f"  reads   {estimate.bytes_read / 1e6:,.1f} MB",
+        f"  writes  {estimate.bytes_written / 1e6:,.1f} MB in {estimate.shards} "
+        f"{'shard' if estimate.shards == 1 else 'shards'}, {estimate.kept} tensors as they are; "
+        f"{estimate.free / 1e6:,.0f} MB are free there",
+        f"  memory  about {estimate.memory / 1e6:,.0f} MB",
+        f"  time    about {in_words(estimate.seconds)} of quantizing, on one process"
+        + ("" if estimate.text is None else "; reading the text comes on top"),
     ]
 
 
@@ -185,7 +147,7 @@ def _words(context: click.Context) -> list[str]:
         if isinstance(parameter, click.Option):
             words.append(parameter.opts[0])
         if value is not True:
-            words.append(str(value))
+            words.append(text_of(value))
     return words
 
 

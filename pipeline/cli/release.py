@@ -8,88 +8,27 @@ from typing import Any
 import click
 
 from ...base.stage_clock import in_words
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
 from ...serving_check.adapters.placement import Placement
-from ...serving_check.engine.options import SIZED
-from .engine_options import EngineWord, RecipeWord, Registered, engine_options, exports
+from ...serving_check.engine.options import SIZED, EngineOptions
+from ...serving_check.settings import Bounds, WorkloadSettings
+from ..publishing.options import PublishOptions
+from ..quantization.options import QuantizeOptions
+from ..validation.options import ValidateOptions
 from .exit_status import INTERRUPTED
+from .options import options_from, recipe_option
 from .push import print_result
 from .quantize import estimate_lines, formats_in
-from .validate import WholeNumbers
 
 
 @click.command("release")
 @click.argument("model")
-@click.option(
-    "--recipe",
-    type=RecipeWord(),
-    default="int4-hqq",
-    show_default=True,
-    help="A shipped recipe, or a YAML file.",
-)
+@recipe_option
 @click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
 @click.option("--work", default="scalegate-work", show_default=True, metavar="DIR", help="Where to work.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, where it is a Hub id.")
-@click.option(
-    "--export",
-    type=Registered(exports),
-    help="The convention to write; compressed-tensors where it stores the format.",
-)
-@click.option("--calibration", metavar="TEXT", help="For recipes that read a text: as for `quantize`.")
-@click.option("--overwrite", is_flag=True, help="Quantize anew where DIR holds another or older job.")
-@click.option("--baseline", metavar="MODEL", help="What to compare with; default MODEL itself.")
-@click.option("--baseline-revision", help="Of the baseline, where it is a Hub id.")
-@click.option(
-    "--m",
-    type=WholeNumbers(),
-    help="Requests at once; default 1,2,4,8,16,32, and 1,8,32 for prompts of more than 1,024 tokens.",
-)
-@click.option(
-    "--input-len",
-    type=int,
-    help="Prompt tokens a request. [default: 64; of KVarN so many that codes are read and a page is written]",
-)
-@click.option("--output-len", default=64, show_default=True, help="Output tokens a request.")
-@click.option("--waves", default=1, show_default=True, help="Requests each client sends in one repeat.")
-@click.option("--max-repeats", default=96, show_default=True, help="Blocks of repeats at one M at most.")
-@click.option(
-    "--warmups", default=1, show_default=True, help="Shorter repeats at each M first, on each side."
-)
-@click.option("--seed", type=int, help="Of the prompts; default a fresh one, which the verdict records.")
-@click.option("--floor", type=click.FloatRange(min=0, min_open=True), help="Least throughput ratio.")
-@click.option(
-    "--engine",
-    type=EngineWord(),
-    default="embedded",
-    show_default=True,
-    help="URL: that of a running server.",
-)
-@click.option("--baseline-engine", type=EngineWord(), help="The same for the baseline; default as --engine.")
-@click.option("--text", metavar="FILE", help="Held-out text for quality and prompts; default some code.")
-@click.option(
-    "--quality-tokens",
-    type=click.IntRange(min=1024),
-    default=8192,
-    show_default=True,
-    help="Held-out tokens to measure quality on.",
-)
-@engine_options(sized=SIZED)
-@engine_options(Placement)
-@click.option(
-    "--rival", metavar="RECIPE|MODEL", help="What the artifact must be faster than: made by RECIPE, or MODEL."
-)
-@click.option(
-    "--rival-from-m", type=click.FloatRange(min=1), help="The M from which on; default 4, or the recipe's."
-)
-@click.option(
-    "--eval",
-    "tasks",
-    metavar="TASKS",
-    help="lm-eval's tasks or task files, comma-separated; scores of both servers go into the verdict.",
-)
-@click.option("--sign", metavar="KEY", help="Sign the verdict with this SSH key.")
-@click.option("--private", is_flag=True, help="Leave a repository that this release creates private.")
-@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
-@click.option("--to-revision", metavar="BRANCH", help="Push to this branch of the repository.")
+@options_from(QuantizeOptions, ValidateOptions, WorkloadSettings, Bounds)
+@options_from(EngineOptions, Placement, sized=SIZED)
+@options_from(PublishOptions)
 @click.option("--dry-run", is_flag=True, help="Say what would be made, measured and published; do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print stages, verdict and push as JSON.")
 @click.pass_context
@@ -105,8 +44,8 @@ def command(
 ) -> None:
     """Quantize MODEL, lay it out, prove that it scales, and publish it.
 
-    Interrupted, run it again: what is done is found in the work folder and not done twice. Nothing is
-    published unless the gate passes. The GPUs of --devices quantize together, a process each.
+    If it is interrupted, run the same command again: it continues from what is in the work folder. Nothing
+    is published unless the gate passes. With --devices, each GPU named quantizes a share of the weights.
 
     Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 70 a fault of
     Scalegate or the machine, 130 interrupted.
@@ -126,7 +65,7 @@ def command(
     from ..machine.forked_servers import servers_forked
 
     try:
-        with servers_forked(options["engine"], options["device"]):
+        with servers_forked(options["engine"] or DEFAULT_ENGINE, options["device"]):
             from ..commands.release import release
             from ..report.table import verdict_table
 
@@ -148,19 +87,19 @@ def command(
 def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options: dict[str, Any]) -> None:
     from ..commands.release_preview import preview_release
 
-    found = preview_release(model, recipe, to, work=work, **options)
+    preview = preview_release(model, recipe, to, work=work, **options)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(preview.to_json(), indent=2, ensure_ascii=False))
         return
-    load = found.validate
+    load = preview.validate
     beside = "" if load.rival is None else f", and faster than {load.rival}"
     scores = "" if load.tasks is None else f", scores of {load.tasks}"
     last = "" if load.last_seconds is None else f"; the last one took {in_words(load.last_seconds)}"
     lines = [
         "This would be done; nothing was:",
-        f"quantize  {model} by {recipe} into {found.artifact}: {formats_in(found.quantize)}"
-        + ("; it is there already, and is only checked" if found.done_before else ""),
-        *estimate_lines(found.quantize),
+        f"quantize  {model} by {recipe} into {preview.artifact}: {formats_in(preview.quantize)}"
+        + ("; it is there already, and is only checked" if preview.done_before else ""),
+        *estimate_lines(preview.quantize),
         "layout    every layout of each shape at every M",
         f"validate  beside {load.baseline} on {load.engine}, at M = {', '.join(map(str, load.ms))}, "
         f"{load.input_len} tokens in and {load.output_len} out",
@@ -170,8 +109,8 @@ def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options
         f"  memory  {load.memory / 1e6:,.0f} MB of weights in the servers",
         f"  time    {in_words(load.seconds)} to {in_words(load.most_seconds)} for the linear layers, by how "
         f"soon it is decided; the rest and starting the servers come on top{last}",
-        f"push      to {found.target}, if the gate says pass: the weights and",
-        *textwrap.wrap(", ".join(found.files), 100, initial_indent="  ", subsequent_indent="  "),
-        *(f"Note: {note}." for note in found.notes),
+        f"push      to {preview.target}, if the gate says pass: the weights and",
+        *textwrap.wrap(", ".join(preview.files), 100, initial_indent="  ", subsequent_indent="  "),
+        *(f"Note: {note}." for note in preview.notes),
     ]
     click.echo("\n".join(lines))

@@ -7,8 +7,9 @@ import click
 from click.core import ParameterSource
 
 from ...base.errors import UserError
+from ...serving_check.engine.options import EngineOptions
 from ...serving_check.server.limits import ServerLimits
-from .engine_options import engine_options
+from .options import options_from
 
 MOST_KEY_CHARACTERS = 4096
 
@@ -35,8 +36,8 @@ MOST_KEY_CHARACTERS = 4096
     help="File with a Jinja template for conversations, in place of the checkpoint's own.",
 )
 @click.option("--revision", help="Branch, tag or commit, where ARTIFACT is a Hub id.")
-@engine_options()
-@engine_options(ServerLimits)
+@options_from(EngineOptions)
+@options_from(ServerLimits)
 @click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0),

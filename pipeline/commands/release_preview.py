@@ -12,9 +12,7 @@ import torch
 
 from ...base.errors import UserError
 from ...base.option_fields import takes
-from ...serving_check.adapters.placement import Placement
-from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
-from ...serving_check.gate.policy import declared_by
+from ...serving_check.engine.options import AUTO, SIZED
 from ...serving_check.gate.record import parse_verdict
 from ...serving_check.statistics.decide import LOOKS
 from ..checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
@@ -29,15 +27,8 @@ from ..report.names import REPORT_NAMES
 from ..validation.time_estimate import least_serving_seconds
 from .push import check_target
 from .quantize import preview
-from .release import (
-    DEFAULT_WORK,
-    ReleaseOptions,
-    artifact_folder,
-    asked_bounds,
-    claiming,
-    refuse_exploratory,
-    sorted_out,
-)
+from .release import artifact_folder
+from .release_request import DEFAULT_WORK, GROUPS, read_request, refuse_exploratory
 
 
 @dataclass(frozen=True)
@@ -81,48 +72,48 @@ class ReleasePreview:
         return asdict(self)
 
 
-@takes(ReleaseOptions, EngineOptions, Placement, sized=SIZED)
+@takes(*GROUPS, sized=SIZED)
 def preview_release(
     model: str | Path, recipe: str | Path, to: str, *, work: str | Path = DEFAULT_WORK, **options: Any
 ) -> ReleasePreview:
     """What `release` would do with the same arguments. UserError where it would refuse them."""
     model, chosen = str(model), load_recipe(recipe)
-    asked = claiming(sorted_out(options), chosen)
-    own, workload = asked.options, asked.workload
+    request = read_request(options, chosen)
+    validation, publication, workload = request.validation, request.publication, request.workload
     folder = artifact_folder(work, model, chosen)
-    refuse_exploratory(chosen, asked)
+    refuse_exploratory(chosen, request)
     notes = []
     try:
-        check_target(folder, to, own.private, own.create_pr, own.to_revision)
+        check_target(folder, to, publication.private, publication.create_pr, publication.to_revision)
     except HubNotAskedError as reason:
         notes.append(f"what {to} holds was not looked at: {reason.message}")
     quantized = preview(
         model,
         chosen,
         folder,
-        revision=own.revision,
-        export=own.export,
-        device=asked.device,
-        calibration=own.calibration,
+        revision=request.making.revision,
+        export=request.making.export,
+        device=request.device,
+        calibration=request.making.calibration,
     )
-    source = open_checkpoint(model, own.revision)
-    finished = not own.overwrite and (folder / MANIFEST_NAME).is_file()
+    source = open_checkpoint(model, request.making.revision)
+    finished = not request.making.overwrite and (folder / MANIFEST_NAME).is_file()
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
-    rival = own.rival or chosen.rival or None
+    rival = validation.rival or chosen.rival or None
     sides = 2 if rival is None else 3
-    device = torch.device(resolve_device(asked.device or AUTO))
-    dtype = resolve_dtype(asked.engine.dtype) or default_dtype(source)
+    device = torch.device(resolve_device(request.device or AUTO))
+    dtype = resolve_dtype(request.engine.dtype) or default_dtype(source)
     seconds = least_serving_seconds(numbers, workload, sides, device, dtype)
     validated = ServingEstimate(
         ms=workload.ms,
         input_len=workload.input_len,
         output_len=workload.output_len,
-        engine=own.engine,
-        baseline=own.baseline or model,
+        engine=validation.engine,
+        baseline=validation.baseline or model,
         rival=rival,
-        floor=asked_bounds(declared_by(chosen.to_json()), own).throughput_floor,
-        quality_tokens=own.quality_tokens,
-        tasks=own.tasks,
+        floor=request.bounds(chosen.to_json()).throughput_floor,
+        quality_tokens=validation.quality_tokens,
+        tasks=validation.tasks,
         requests=sum(workload.ms) * workload.waves * LOOKS[0],
         seconds=seconds,
         most_seconds=seconds * max(1.0, workload.max_blocks / LOOKS[0]),

@@ -4,21 +4,21 @@ Checks what was asked for; the measuring is `validation/`, what is measured and 
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ...base.batch_invariance import TUNED
+from ...base.batch_invariance import TUNED, BatchInvariance
 from ...base.errors import UserError
-from ...base.option_fields import from_given, takes
+from ...base.option_fields import from_given, given_of, takes
 from ...base.stage_clock import StageClock
-from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, engine_named
-from ...serving_check.adapters.placement import PLACEMENT, Placement
+from ...serving_check.adapters.all_engines import engine_named
+from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import AUTO, SIZED, EngineOptions
 from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, decoding_is_apart, default_ms
+from ...serving_check.settings import Bounds, WorkloadSettings
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.kv_cache import kv_cache_of
@@ -27,6 +27,7 @@ from ..records.artifact import REPORT_FOLDER, Artifact
 from ..records.signature import require_key
 from ..validation.cpu_dtype import baseline_dtype
 from ..validation.measure import measure_and_judge
+from ..validation.options import ValidateOptions, asked_bounds, asked_workload
 from ..validation.rival import open_rival
 from ..validation.run import Run, require_context, say_exploratory
 from ..validation.servers import baseline_options, placed, refuse_unreached, sized_options
@@ -36,126 +37,106 @@ from ..validation.write_down import Place, write_down
 FRESH_SEEDS = 2**31
 
 
-@takes(EngineOptions, Placement, sized=SIZED)
+@takes(ValidateOptions, WorkloadSettings, Bounds, EngineOptions, Placement, sized=SIZED)
 def validate(
     artifact: str | Path,
     baseline: str | Path | None = None,
     *,
-    m: Sequence[int] | None = None,
-    report: str | Path | None = None,
-    engine: str = DEFAULT_ENGINE,
-    baseline_engine: str | None = None,
-    input_len: int | None = None,
-    output_len: int = WorkloadSettings.output_len,
-    waves: int = WorkloadSettings.waves,
-    max_repeats: int = WorkloadSettings.max_blocks,
-    warmups: int = WorkloadSettings.warmups,
-    seed: int | None = None,
-    floor: float | None = None,
-    text: str | Path | None = None,
-    quality_tokens: int = QUALITY_TOKENS,
     revision: str | None = None,
-    baseline_revision: str | None = None,
-    rival: str | Path | None = None,
-    rival_revision: str | None = None,
-    rival_from_m: float | None = None,
-    tasks: str | None = None,
-    sign: str | Path | None = None,
+    report: str | Path | None = None,
     progress: bool = True,
-    **engine_options: Any,
+    **options: Any,
 ) -> Verdict:
-    """Serve `artifact` and `baseline` side by side at every M, run every check, and decide.
+    """Serve `artifact` and its baseline side by side at every M, run every check, and decide.
 
-    artifact:        folder or Hub id, of any convention we read
-    baseline:        what to compare with; None takes the checkpoint that the artifact was made from
-    m:               numbers of requests at once; None takes `default_ms`
-    report:          folder for the verdict, the page and the plots, besides those in the artifact itself
-    engine:          a name in `ENGINES`, or the URL of a server that is already running
-    baseline_engine: the same for the baseline; None takes `engine`, or our own where that is a URL
-    input_len:       prompt tokens a request; None takes `default_input_len` of the KV format
-    max_repeats:     blocks of two interleaved repeats at one M before it is called undecided
-    seed:            of the prompts; None takes a fresh one, so that no server can have met them
-    floor:           least throughput ratio; None takes the recipe's, or the default
-    text:            held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
-    rival:           a checkpoint of the same model that `artifact` must be faster than, on the same engine;
-                     None takes the one that the recipe names, if it does
-    rival_from_m:    the M from which on it must be; None takes the recipe's, or the default
-    tasks:           lm-eval's tasks or task files, separated by commas; the verdict gets both servers' scores
-    sign:            an SSH key to sign the verdict with, beside which the signature then lies
-    engine_options:  the fields of EngineOptions and of Placement, for all servers; sizes are the workload's
-                     unless given. `layout`, `kv_cache_dtype` and `batch_invariance` are for the artifact
-                     alone, to try them: it then keeps its old verdict. None for the last takes the recipe's
+    artifact: a folder or a Hub id, in any convention that we read
+    revision: branch, tag or commit of `artifact`, if it is a Hub id
+    report:   folder for the verdict, the page and the plots, besides the artifact's own
+    options:  listed below. Servers are as large as the workload needs unless their sizes are given. `layout`,
+              `kv_cache_dtype` and `batch_invariance` are tried on the artifact alone, which then keeps its
+              old verdict
     """
     warn_if_untested()
-    clock = StageClock(progress)
-    seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
-    if tasks is not None:
-        require_lm_eval()
-    given_options = dict(engine_options)
-    placement = from_given(
-        Placement, {name: engine_options.pop(name) for name in PLACEMENT & set(engine_options)}
-    )
-    if baseline_engine is None:
-        baseline_engine = engine if engine_named(engine).starts else DEFAULT_ENGINE
-    checkpoint = open_checkpoint(str(artifact), revision)
-    manifest = _unchanged_manifest(checkpoint)
-    if input_len is None:
-        asked_format = engine_options.get("kv_cache_dtype") or AUTO
-        input_len = default_input_len(kv_cache_of(checkpoint, asked_format).kv_format)
-    ms = tuple(sorted(m or default_ms(input_len)))
-    workload = WorkloadSettings(
-        ms, input_len, output_len, waves, max_repeats, warmups, seed, decoding_is_apart(input_len)
-    )
-    claim = TUNED if manifest is None else manifest.batch_invariance()
-    if claim != TUNED and engine_options.get("batch_invariance") is None:
-        engine_options["batch_invariance"] = given_options["batch_invariance"] = claim
-    refuse_unreached(given_options, engine, baseline_engine)
-    bounds = Bounds.from_recipe(manifest.recipe if manifest else {})
-    other = open_baseline(checkpoint, None if baseline is None else str(baseline), baseline_revision)
-    third = open_rival(checkpoint, manifest, None if rival is None else str(rival), rival_revision)
-    if third is not None and not engine_named(engine).starts:
-        raise UserError(f"a rival is served by the artifact's engine, and {engine} is running already")
-    models = [one for one in (checkpoint, other, third) if one is not None]
-    for one in models:
-        require_context(one, workload)
-    context = min((one.context for one in models if one.context is not None), default=None)
-    longest_task = 0 if tasks is None else task_context(other)
-    options = sized_options(engine_options, workload, longest_task, context)
-    options = replace(options, device=placed(options.device, placement))
-    given = {"throughput_floor": floor, "max_first_rival_m": rival_from_m}
-    bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
-    run = Run(
-        artifact=checkpoint,
-        baseline=other,
-        rival=third,
-        manifest=manifest,
-        workload=workload,
-        bounds=bounds,
-        engine=engine,
-        baseline_engine=baseline_engine,
-        options=options,
-        placement=placement,
-        baseline_dtype=baseline_dtype(other, options, (1, max(ms), input_len)),
-        text=None if text is None else Path(text),
-        quality_tokens=quality_tokens,
-        progress=progress,
-        clock=clock,
-        tasks=tasks,
-    )
-    key = None if sign is None else Path(sign)
-    # A Hub id opens a snapshot in the Hub's own cache, which is not ours to write into; and the artifact will
-    # not be served in a layout or a KV format that is forced here.
-    as_served = options == replace(baseline_options(options), batch_invariance=claim)
-    into_artifact = manifest is not None and as_served and Path(artifact).expanduser().is_dir()
-    places = [Place("the artifact", checkpoint.folder, checkpoint.folder / REPORT_FOLDER, manifest)]
-    places = places if into_artifact else []
-    places += [] if report is None else [Place("the report", Path(report), Path(report))]
-    if key is not None:
-        require_key(key)
+    run = prepare(artifact, {**options, "baseline": baseline}, revision, progress)
+    places = _places(run, Path(artifact), None if report is None else Path(report))
+    if run.asked.sign is not None:
+        require_key(run.asked.sign)
         if not places:
             raise UserError("nothing is written here that could be signed; name a folder with --report")
     say_exploratory(run)
-    return write_down(measure_and_judge(run), places, key)
+    return write_down(measure_and_judge(run), places, run.asked.sign)
+
+
+def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None, progress: bool) -> Run:
+    """What is asked for, checked, with the defaults filled in; nothing has been started yet.
+
+    given: options of `validate`, by name
+    """
+    clock = StageClock(progress)
+    asked, placement = from_given(ValidateOptions, given), from_given(Placement, given)
+    engines = asked.engine, asked.engine_of_baseline
+    if asked.tasks is not None:
+        require_lm_eval()
+    checkpoint = open_checkpoint(str(artifact), revision)
+    manifest = _unchanged_manifest(checkpoint)
+    engine_options = _with_claim(given_of(EngineOptions, given), manifest)
+    kv_format = kv_cache_of(checkpoint, engine_options.get("kv_cache_dtype", AUTO)).kv_format
+    workload = asked_workload(given, default_input_len(kv_format), secrets.randbelow(FRESH_SEEDS))
+    refuse_unreached(engine_options | given_of(Placement, given), *engines)
+    baseline = open_baseline(checkpoint, asked.baseline, asked.baseline_revision)
+    rival = open_rival(checkpoint, manifest, asked.rival, asked.rival_revision)
+    if rival is not None and not engine_named(asked.engine).starts:
+        raise UserError(f"a rival is served by the artifact's engine, and {asked.engine} is running already")
+    context = _shortest_context([checkpoint, baseline, *([] if rival is None else [rival])], workload)
+    longest_task = 0 if asked.tasks is None else task_context(baseline)
+    options = sized_options(engine_options, workload, longest_task, context)
+    options = replace(options, device=placed(options.device, placement))
+    return Run(
+        artifact=checkpoint,
+        baseline=baseline,
+        rival=rival,
+        manifest=manifest,
+        workload=workload,
+        bounds=asked_bounds(manifest.recipe if manifest else {}, given),
+        asked=asked,
+        options=options,
+        placement=placement,
+        baseline_dtype=baseline_dtype(baseline, options, (1, max(workload.ms), workload.input_len)),
+        progress=progress,
+        clock=clock,
+    )
+
+
+def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:
+    """With the batch invariance that the artifact claims, unless another one is given."""
+    claim = _claim(manifest)
+    return engine_options if claim == TUNED else {"batch_invariance": claim} | engine_options
+
+
+def _claim(manifest: Artifact | None) -> BatchInvariance:
+    return TUNED if manifest is None else cast(BatchInvariance, manifest.batch_invariance())
+
+
+def _shortest_context(checkpoints: Sequence[Checkpoint], workload: WorkloadSettings) -> int | None:
+    """In tokens; None if no checkpoint says its own. UserError if the workload does not fit one of them."""
+    for checkpoint in checkpoints:
+        require_context(checkpoint, workload)
+    return min((each.context for each in checkpoints if each.context is not None), default=None)
+
+
+def _places(run: Run, asked: Path, report: Path | None) -> list[Place]:
+    """Where the verdict is written.
+
+    Not into a Hub id's snapshot, which is in the Hub's own cache; nor into an artifact that was served in a
+    layout, a KV format or a batch invariance that only this run forced.
+    """
+    as_made = replace(baseline_options(run.options), batch_invariance=_claim(run.manifest))
+    folder, places = run.artifact.folder, []
+    if run.manifest is not None and run.options == as_made and asked.expanduser().is_dir():
+        places.append(Place("the artifact", folder, folder / REPORT_FOLDER, run.manifest))
+    if report is not None:
+        places.append(Place("the report", report, report))
+    return places
 
 
 def _unchanged_manifest(checkpoint: Checkpoint) -> Artifact | None:

@@ -7,16 +7,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ...base.option_fields import flag, words_of
+from ...base.option_fields import values_of, words_of
 from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, find_engine
 from ...serving_check.engine.options import ARTIFACT_ONLY
 from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings
+from ...serving_check.settings import Bounds, WorkloadSettings
 from ..conventions.plain import NAME as PLAIN
 from ..quantization.calibration.calibration_names import CALIBRATION, SELF
 from ..records.artifact import Artifact
 from ..records.recipe_file import load_recipe, shipped_recipes
+from ..validation.options import ValidateOptions
 from ..validation.servers import IN_PROCESS, effective_options, sized_options
 
 DEFAULT_EXPORT = "compressed-tensors"
@@ -64,39 +65,33 @@ def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str)
 
 def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
     """What the verdict was asked with otherwise than by default."""
-    recipe, words = artifact.recipe, list[str]()
-    workload, usual = verdict.workload, WorkloadSettings()
-    words += [] if workload.ms == usual.ms else ["--m", ",".join(map(str, workload.ms))]
-    for option, value, default in (
-        ("input_len", workload.input_len, default_input_len(artifact.kv_cache)),
-        ("output_len", workload.output_len, usual.output_len),
-        ("waves", workload.waves, usual.waves),
-        ("max_repeats", workload.max_blocks, usual.max_blocks),
-        ("warmups", workload.warmups, usual.warmups),
-        ("seed", workload.seed, usual.seed),
-        ("text", verdict.quality_text, None),
-        ("quality_tokens", verdict.quality_tokens_asked, QUALITY_TOKENS),
-        ("eval", verdict.tasks, None),
-    ):
-        words += [] if value == default else [flag(option), str(value)]
-    floor = verdict.bounds.throughput_floor
-    words += (
-        [] if floor == recipe.get("throughput_floor", Bounds.throughput_floor) else ["--floor", f"{floor:g}"]
-    )
-    if verdict.rival is not None:
-        words += [] if recipe.get("rival") else ["--rival", verdict.rival.name]
-        from_m, usual_m = verdict.bounds.max_first_rival_m, Bounds.from_recipe(recipe).max_first_rival_m
-        words += [] if from_m == usual_m else ["--rival-from-m", f"{from_m:g}"]
+    usual = WorkloadSettings(input_len=default_input_len(artifact.kv_cache))
+    given = values_of(verdict.workload, unlike=usual)
+    given |= values_of(verdict.bounds, unlike=Bounds.from_recipe(artifact.recipe))
+    given |= _given_to_validate(artifact, verdict)
+    return words_of(given) + _given_options(verdict)
+
+
+def _given_to_validate(artifact: Artifact, verdict: Verdict) -> dict[str, str | int | None]:
+    rival = None if artifact.recipe.get("rival") else verdict.rival
     engine, baseline_engine = verdict.environment.engine, verdict.environment.baseline_engine
-    words += [] if engine == DEFAULT_ENGINE else _engine_words("--engine", engine)
-    words += [] if engine == baseline_engine else _engine_words("--baseline-engine", baseline_engine)
-    return words + _given_options(verdict)
+    values = {
+        "engine": _startable(engine) or DEFAULT_ENGINE,
+        "baseline_engine": None if baseline_engine == engine else _startable(baseline_engine),
+        "text": verdict.quality_text,
+        "quality_tokens": verdict.quality_tokens_asked,
+        "rival": None if rival is None else rival.name,
+        "rival_revision": None if rival is None else rival.revision,
+        "tasks": verdict.tasks,
+    }
+    usual = values_of(ValidateOptions())
+    return {name: value for name, value in values.items() if value != usual[name]}
 
 
-def _engine_words(option: str, engine: str) -> list[str]:
+def _startable(engine: str) -> str | None:
     """None for the address of a server that was running then."""
     known = find_engine(engine)
-    return [] if known is not None and not known.starts else [option, engine]
+    return None if known is not None and not known.starts else engine
 
 
 def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:

@@ -34,7 +34,7 @@ class Output(NamedTuple):
     logits: Tensor
 
 
-class ReadByLayers(nn.Module):
+class ModelByLayers(nn.Module):
     """A checkpoint that has read some texts, and gives its logits on those alone."""
 
     def __init__(self, checkpoint: Checkpoint, texts: Sequence[Tensor], device: str, progress: bool):
@@ -74,7 +74,8 @@ class ReadByLayers(nn.Module):
 def needs_layers(run: Run) -> bool:
     """Whether both models are too large to be loaded together here; where our own server runs them, they are
     not: each has to fit into the memory of one GPU for that."""
-    if any(engine_named(one).packs_with_layouts for one in (run.engine, run.baseline_engine)):
+    engines = run.asked.engine, run.asked.engine_of_baseline
+    if any(engine_named(engine).packs_with_layouts for engine in engines):
         return False
     sides = (run.artifact, run.baseline)
     files = sum(path.stat().st_size for side in sides for path in side.shards)
@@ -90,9 +91,9 @@ def free_bytes(device: str) -> int:
 def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
     """What `take_figures` finds, in the memory of a layer."""
     device, progress = run.options.device, run.progress
-    ours = ReadByLayers(run.artifact, text.windows, device, progress)
+    ours = ModelByLayers(run.artifact, text.windows, device, progress)
     loaded = ours.describe()
-    theirs = ReadByLayers(run.baseline, text.windows, device, progress)
+    theirs = ModelByLayers(run.baseline, text.windows, device, progress)
     baseline_loaded = theirs.describe()
     refuse_other_vocabulary(run.artifact, loaded, run.baseline, baseline_loaded)
     comparison = compare(ours, theirs, text.windows)
@@ -101,11 +102,12 @@ def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
 
 def scorer_by_layers(run: Run, served: RunFigures) -> TextScorer:
     """For the texts that were served, and no others."""
-    read = {(*one.prompt, *one.tokens) for one in (*served.canary, *served.baseline_canary)}
-    read |= {(*one.prompt, *one.tokens) for one in served.texts}
+    canaries = (*served.canary, *served.baseline_canary)
+    read = {(*canary.prompt, *canary.tokens) for canary in canaries}
+    read |= {(*answer.prompt, *answer.tokens) for answer in served.texts}
     texts = [torch.tensor(ids) for ids in sorted(read)]
     device, progress = run.options.device, run.progress
     return TextScorer(
-        ReadByLayers(run.artifact, texts, device, progress),
-        ReadByLayers(run.baseline, texts, device, progress),
+        ModelByLayers(run.artifact, texts, device, progress),
+        ModelByLayers(run.baseline, texts, device, progress),
     )

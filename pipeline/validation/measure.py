@@ -1,6 +1,7 @@
 """All that a verdict stands on, measured: quality and files in this process, the rest on running servers."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -9,15 +10,14 @@ import torch
 
 from ...layouts.choosing.plan import device_model
 from ...serving_check.adapters.all_engines import engine_named
-from ...serving_check.adapters.engine import Engine
 from ...serving_check.checks.loads import weights_in
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.curve import curve_of
 from ...serving_check.evidence.environment import describe_environment
 from ...serving_check.evidence.evidence import Evidence, ModelFigures
-from ...serving_check.evidence.verdict import Verdict
+from ...serving_check.evidence.verdict import Environment, Subject, Verdict
 from ...serving_check.gate.gate import RunFigures
-from ...serving_check.gate.judge import judge
+from ...serving_check.gate.judge import Judgement, judge
 from ...serving_check.gate.policy import weaker
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
@@ -28,41 +28,52 @@ from .serving import serve_sides
 from .subject import describe_subject
 
 if TYPE_CHECKING:
-    from .looking import Looked, Scores
+    from .findings import Findings, Scores
+    from .serving import Results
 
 
 def measure_and_judge(run: Run) -> Verdict:
     """Serve all sides, look at what they answer and at their files, and judge it."""
     run.clock.say(outlook(run))
-    looked, served, scores, written = serve_sides(
-        run, functools.partial(_look, run), functools.partial(_score, run)
-    )
+    results = serve_sides(run, functools.partial(_look, run), functools.partial(_score, run))
+    here = device_model(torch.device(run.options.device))
+    engines = engine_named(run.asked.engine), engine_named(run.asked.engine_of_baseline)
+    served_as_here = [
+        engine.packs_with_layouts or device == here
+        for engine, device in zip(engines, results.served.packed_on, strict=True)
+    ]
+    evidence = _evidence(run, results, *served_as_here)
+    judgement = judge(evidence, run.workload, run.bounds)
+    verdict = _verdict(run, results, evidence, judgement, *served_as_here)
+    return replace(verdict, exploratory=tuple(weaker(verdict)))
+
+
+def _evidence(
+    run: Run, results: "Results[Findings, Scores]", artifact_as_here: bool, baseline_as_here: bool
+) -> Evidence:
+    """All figures that checks are made from.
+
+    artifact_as_here, baseline_as_here: whether that side's server packs its layers as this process does
+    """
     from .explain import explainer
 
-    figures = looked.figures
-    ours, theirs = engine_named(run.engine), engine_named(run.baseline_engine)
-    here = device_model(torch.device(run.options.device))
-    ours_here, theirs_here = (
-        engine.packs_with_layouts or device == here
-        for engine, device in zip((ours, theirs), served.packed_on, strict=True)
-    )
-    used = figures.loaded.layouts if ours_here else {}
-    explain = explainer(run, used)
+    figures, served, scores = results.findings.figures, results.served, results.scores
+    explain = explainer(run, figures.loaded.layouts if artifact_as_here else {})
     curve = curve_of(served.measured, run.workload, run.bounds)
-    evidence = Evidence(
-        loaded=_as_served(figures.loaded, ours_here, run.artifact),
-        baseline_loaded=_as_served(figures.baseline_loaded, theirs_here, run.baseline),
+    return Evidence(
+        loaded=_as_served(figures.loaded, artifact_as_here, run.artifact),
+        baseline_loaded=_as_served(figures.baseline_loaded, baseline_as_here, run.baseline),
         quality=figures.comparison,
         by_layers=figures.by_layers,
-        canary=written.canary,
-        baseline_canary=written.baseline_canary,
-        answers=written.answers,
+        canary=scores.canary,
+        baseline_canary=scores.baseline_canary,
+        answers=scores.answers,
         repeated=served.repeated,
         together=served.together,
         company=served.company,
         measured=tuple(served.measured),
-        weights=looked.weights,
-        texts=looked.texts,
+        weights=results.findings.weights,
+        texts=results.findings.texts,
         capacity=served.capacity,
         limit=served.limit,
         compiled=served.compiled,
@@ -70,39 +81,32 @@ def measure_and_judge(run: Run) -> Verdict:
         has_rival=run.rival is not None,
         diagnoses={point.m: explain(point.m) for point in curve if point.is_slow},
     )
-    judgement = judge(evidence, run.workload, run.bounds)
-    baseline_layouts = figures.baseline_loaded.layouts if theirs_here else {}
-    asked = run.baseline_options
-    verdict = Verdict(
+
+
+def _verdict(
+    run: Run,
+    results: "Results[Findings, Scores]",
+    evidence: Evidence,
+    judgement: Judgement,
+    artifact_as_here: bool,
+    baseline_as_here: bool,
+) -> Verdict:
+    figures = results.findings.figures
+    return Verdict(
         status=judgement.status,
-        artifact=replace(
-            describe_subject(run.artifact, run.manifest, used),
-            kv_cache_dtype=_kv_format(ours, run.artifact, run.options),
-        ),
-        baseline=replace(
-            describe_subject(run.baseline, None, baseline_layouts),
-            kv_cache_dtype=_kv_format(theirs, run.baseline, asked),
-        ),
-        rival=None
-        if run.rival is None
-        else replace(describe_rival(run.rival), kv_cache_dtype=_kv_format(ours, run.rival, asked)),
+        artifact=_artifact_subject(run, figures.loaded.layouts if artifact_as_here else {}),
+        baseline=_baseline_subject(run, figures.baseline_loaded.layouts if baseline_as_here else {}),
+        rival=_rival_subject(run),
         checks=judgement.checks,
         curve=judgement.curve,
         evidence=evidence,
-        environment=describe_environment(
-            run.options.device,
-            figures.dtype,
-            run.engine,
-            run.baseline_engine,
-            recorded_options(run.engine, run.artifact, run.served_options, figures.dtype, run.placement),
-            recorded_options(run.baseline_engine, run.baseline, asked, figures.baseline_dtype, run.placement),
-        ),
+        environment=_environment(run, figures.dtype, figures.baseline_dtype),
         workload=run.workload,
         bounds=run.bounds,
         quality_tokens=figures.comparison.tokens,
-        quality_text_sha256=looked.text.sha256,
-        quality_text=run.text.name if run.text else None,
-        quality_tokens_asked=run.quality_tokens,
+        quality_text_sha256=results.findings.text.sha256,
+        quality_text=run.text_name,
+        quality_tokens_asked=run.asked.quality_tokens,
         declared=run.declared,
         exploratory=(),
         report={},
@@ -111,22 +115,50 @@ def measure_and_judge(run: Run) -> Verdict:
         duration_seconds=round(run.clock.elapsed, 1),
         seconds_by_part=dict(run.clock.seconds),
         tasks=run.public_tasks,
-        scores=scores,
+        scores=results.task_scores,
     )
-    return replace(verdict, exploratory=tuple(weaker(verdict)))
 
 
-def _look(run: Run, keep_models: bool) -> "Looked":
+def _artifact_subject(run: Run, layouts: Mapping[str, str]) -> Subject:
+    kv_cache_dtype = _kv_format(run.asked.engine, run.artifact, run.options)
+    return replace(describe_subject(run.artifact, run.manifest, layouts), kv_cache_dtype=kv_cache_dtype)
+
+
+def _baseline_subject(run: Run, layouts: Mapping[str, str]) -> Subject:
+    kv_cache_dtype = _kv_format(run.asked.engine_of_baseline, run.baseline, run.baseline_options)
+    return replace(describe_subject(run.baseline, None, layouts), kv_cache_dtype=kv_cache_dtype)
+
+
+def _rival_subject(run: Run) -> Subject | None:
+    if run.rival is None:
+        return None
+    kv_cache_dtype = _kv_format(run.asked.engine, run.rival, run.baseline_options)
+    return replace(describe_rival(run.rival), kv_cache_dtype=kv_cache_dtype)
+
+
+def _environment(run: Run, dtype: str, baseline_dtype: str) -> Environment:
+    engine, baseline_engine = run.asked.engine, run.asked.engine_of_baseline
+    return describe_environment(
+        run.options.device,
+        dtype,
+        engine,
+        baseline_engine,
+        recorded_options(engine, run.artifact, run.served_options, dtype, run.placement),
+        recorded_options(baseline_engine, run.baseline, run.baseline_options, baseline_dtype, run.placement),
+    )
+
+
+def _look(run: Run, keep_models: bool) -> "Findings":
     # The libraries of models are imported here while the servers import theirs.
-    from .looking import look
+    from .findings import look
 
     return look(run, keep_models)
 
 
-def _score(run: Run, looked: "Looked", served: RunFigures) -> "Scores":
-    from .looking import score
+def _score(run: Run, findings: "Findings", served: RunFigures) -> "Scores":
+    from .findings import score
 
-    return score(run, looked, served)
+    return score(run, findings, served)
 
 
 def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> ModelFigures:
@@ -141,5 +173,8 @@ def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> M
     return replace(loaded, packed=None, packed_weights=packed, weight_bytes=stored)
 
 
-def _kv_format(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
-    return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format if engine.packs_with_layouts else None
+def _kv_format(engine: str, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
+    """None for an engine that does not serve our KV formats."""
+    if not engine_named(engine).packs_with_layouts:
+        return None
+    return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ...base.log import logger
-from ...base.option_fields import flag, words_of
+from ...base.option_fields import values_of, words_of
 from ...base.stage_clock import StageClock, in_words
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.placement import Placement
@@ -19,6 +19,7 @@ from ...serving_check.statistics.decide import LOOKS
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..records.artifact import VERDICT_NAME, Artifact
+from .options import ValidateOptions
 from .servers import IN_PROCESS, artifact_options, baseline_options, longest_request
 from .task_scores import public_tasks
 
@@ -44,18 +45,13 @@ class Run:
     """None for a checkpoint that Scalegate did not make."""
     workload: WorkloadSettings
     bounds: Bounds
-    engine: str
-    baseline_engine: str
+    asked: ValidateOptions
     options: EngineOptions
     """The artifact's side."""
     placement: Placement
     baseline_dtype: str
-    text: Path | None
-    quality_tokens: int
     progress: bool
     clock: StageClock
-    tasks: str | None = None
-    """lm-eval's tasks, separated by commas, that both servers are asked."""
 
     @property
     def served_options(self) -> EngineOptions:
@@ -68,7 +64,8 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        return [one for one in (self.artifact, self.baseline, self.rival) if one is not None]
+        sides = self.artifact, self.baseline, self.rival
+        return [checkpoint for checkpoint in sides if checkpoint is not None]
 
     @property
     def declared(self) -> dict[str, float]:
@@ -76,7 +73,12 @@ class Run:
 
     @property
     def public_tasks(self) -> str | None:
-        return public_tasks(self.tasks)
+        return public_tasks(self.asked.tasks)
+
+    @property
+    def text_name(self) -> str | None:
+        """Of the held-out text, if one was given."""
+        return None if self.asked.text is None else self.asked.text.name
 
     @property
     def in_process(self) -> LoadOptions:
@@ -88,33 +90,29 @@ class Run:
 
         It is published with the verdict, so folders and files stand in it by their names alone.
         """
-        words = ["pipeline", "validate", self.artifact.public_name, "--baseline", self.baseline.public_name]
-        options = {
-            "revision": self.artifact.revision,
-            "baseline-revision": self.baseline.revision,
-            "m": ",".join(map(str, self.workload.ms)),
-            "input-len": self.workload.input_len,
-            "output-len": self.workload.output_len,
-            "waves": self.workload.waves,
-            "max-repeats": self.workload.max_blocks,
-            "warmups": self.workload.warmups,
-            "seed": self.workload.seed,
-            "floor": self.bounds.throughput_floor,
-            "text": self.text.name if self.text else None,
-            "quality-tokens": self.quality_tokens,
-            "engine": self.engine,
-            "baseline-engine": self.baseline_engine,
-            "eval": self.public_tasks,
-        }
-        if self.rival is not None:
-            options["rival"], options["rival-revision"] = self.rival.public_name, self.rival.revision
-            options["rival-from-m"] = f"{self.bounds.max_first_rival_m:g}"
-        for name, value in options.items():
-            words += [] if value is None else [flag(name), str(value)]
-        reach = engine_named(self.engine).options | engine_named(self.baseline_engine).options | IN_PROCESS
+        public = replace(
+            self.asked,
+            baseline=self.baseline.public_name,
+            baseline_revision=self.baseline.revision,
+            baseline_engine=self.asked.engine_of_baseline,
+            text=None if self.text_name is None else Path(self.text_name),
+            rival=None if self.rival is None else self.rival.public_name,
+            rival_revision=None if self.rival is None else self.rival.revision,
+            tasks=self.public_tasks,
+            sign=None,
+        )
+        engines = engine_named(public.engine), engine_named(self.asked.engine_of_baseline)
+        reach = engines[0].options | engines[1].options | IN_PROCESS
         every = self.options.to_json() | self.placement.asked_for()
-        spelled = {name: value for name, value in every.items() if name in reach}
-        return shlex.join([*words, *words_of(spelled)])
+        spelled_out = [
+            {"revision": self.artifact.revision},
+            values_of(public),
+            values_of(self.workload),
+            values_of(self.bounds),
+            {name: value for name, value in every.items() if name in reach},
+        ]
+        words = [word for values in spelled_out for word in words_of(values)]
+        return shlex.join(["pipeline", "validate", self.artifact.public_name, *words])
 
 
 def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
@@ -130,7 +128,7 @@ def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
 def say_exploratory(run: Run) -> None:
     """Before hours of work, that its result will not be published; whoever has no manifest never asked to."""
     kv_cache_dtype = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
-    weak = weaker_settings(run.workload, run.bounds, run.quality_tokens, run.declared, kv_cache_dtype)
+    weak = weaker_settings(run.workload, run.bounds, run.asked.quality_tokens, run.declared, kv_cache_dtype)
     for line in first_lines(weak, {}) if run.manifest and run.progress else []:
         logger.warning(line)
 

@@ -6,24 +6,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
 from ...base.errors import UserError
 from ...serving_check.adapters import Endpoint
+from ...serving_check.adapters.engine import Server
 from ...serving_check.adapters.starting import restart, starting
 from ...serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
 from ...serving_check.adapters.taking_turns import TakingTurns
 from ...serving_check.checks.batch_invariance import NAME as BATCH_INVARIANCE
+from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.company import CompanyFigures, compare_in_company
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.gate.gate import GateRun, RunFigures, serve_and_measure, serve_in_turns
 from ...serving_check.gate.interleaving import Rival
 from ...serving_check.gate.turns import require_groups
-from .gpu_memory import Side, plan_memory
+from ..checkpoints.checkpoint import Checkpoint
+from .gpu_memory import MemoryPlan, Side, plan_memory
 from .run import Run
 from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of
 from .task_scores import CONTEXT, evaluate, paired_scores
@@ -33,41 +36,90 @@ if TYPE_CHECKING:
 
 
 class HasText(Protocol):
-    """What was looked at holds the text that prompts are cut from."""
+    """Findings hold the text that prompts are cut from."""
 
     @property
     def text(self) -> "HeldOutText": ...
 
 
-Looked = TypeVar("Looked", bound=HasText)
-Scored = TypeVar("Scored")
+FindingsT = TypeVar("FindingsT", bound=HasText)
+ScoresT = TypeVar("ScoresT")
+Look = Callable[[bool], FindingsT]
+"""Measures what needs no server; it is told whether the models may stay in memory beside the servers."""
+Score = Callable[[FindingsT, RunFigures], ScoresT]
+"""Holds the servers' answers to the models."""
+
+
+@dataclass(frozen=True)
+class Results(Generic[FindingsT, ScoresT]):
+    findings: FindingsT
+    served: RunFigures
+    task_scores: tuple[TaskScore, ...]
+    scores: ScoresT
+
+
+@dataclass(frozen=True)
+class _ServerGroup:
+    sides: Sequence[Side]
+    plan: MemoryPlan
+    servers: Sequence[Server]
+    """In the order of the sides."""
+
+    @property
+    def started(self) -> list[SubprocessEndpoint]:
+        """Those that are started here."""
+        return [server for server in self.servers if isinstance(server, SubprocessEndpoint)]
+
+    @property
+    def can_restart(self) -> bool:
+        started = self.started
+        return len(started) == len(self.servers) and all(server.keeps_address for server in started)
 
 
 def serve_sides(
-    run: Run, look: Callable[[bool], Looked], score: Callable[[Looked, RunFigures], Scored]
-) -> tuple[Looked, RunFigures, tuple[TaskScore, ...], Scored]:
+    run: Run, look: Look[FindingsT], score: Score[FindingsT, ScoresT]
+) -> Results[FindingsT, ScoresT]:
     """All servers measured beside one another, or one after another where they do not fit together.
 
-    look:  what is done besides, while they start where there is room for it, and before that where not; it
-           is told which
-    score: what is done with their answers, while they stop or after that
+    `look` runs while the servers start if memory allows that, else before. `score` runs while they stop, or
+    after that.
 
     UserError where a server was ended from elsewhere.
     """
-    wanted = [
-        ("artifact", run.engine, run.artifact, run.served_options),
-        ("baseline", run.baseline_engine, run.baseline, run.baseline_options),
-    ]
-    if run.rival is not None:
-        wanted.append(("rival", run.engine, run.rival, baseline_options(run.options)))
-    sides = sides_of(wanted, run.placement)
-    roomy = has_room(sides)
-    looked = None if roomy else look(False)
-    scored = None
+    sides = sides_of(_sides_without_places(run), run.placement)
+    is_roomy = has_room(sides)
+    findings = None if is_roomy else look(False)
     # Only now: what was loaded here is gone from the GPU.
     plan = plan_memory(sides, run.placement)
     logs = Path(tempfile.mkdtemp(prefix="scalegate-logs-"))
-    servers = [
+    servers = _ServerGroup(sides, plan, _servers(run, sides, plan, logs))
+    scores = None
+    if plan.together:
+        findings, served, task_scores, scores = _together(run, servers, is_roomy, findings, look, score)
+    else:
+        if not servers.can_restart:
+            raise UserError("the servers do not fit on the GPU together, and cannot be started in turns here")
+        require_groups(run.workload)
+        findings = look(False) if findings is None else findings
+        served, task_scores = _in_turns(run, findings.text, servers)
+    # Left behind where a server failed: the error names the log.
+    shutil.rmtree(logs)
+    return Results(findings, served, task_scores, score(findings, served) if scores is None else scores)
+
+
+def _sides_without_places(run: Run) -> list[tuple[str, str, Checkpoint, EngineOptions]]:
+    """Name, engine, checkpoint and options of each server."""
+    sides = [
+        ("artifact", run.asked.engine, run.artifact, run.served_options),
+        ("baseline", run.asked.engine_of_baseline, run.baseline, run.baseline_options),
+    ]
+    if run.rival is not None:
+        sides.append(("rival", run.asked.engine, run.rival, baseline_options(run.options)))
+    return sides
+
+
+def _servers(run: Run, sides: Sequence[Side], plan: MemoryPlan, logs: Path) -> list[Server]:
+    return [
         server_of(
             side.engine,
             side.name,
@@ -81,60 +133,61 @@ def serve_sides(
         )
         for side in sides
     ]
-    started = [server for server in servers if isinstance(server, SubprocessEndpoint)]
-    can_restart = len(started) == len(servers) and all(server.keeps_address for server in started)
-    if not plan.together and not can_restart:
-        raise UserError("the servers do not fit on the GPU together, and cannot be started in turns here")
-    if not plan.together:
-        require_groups(run.workload)
-    if plan.together:
-        at_once = roomy or may_start_at_once(sides, plan)
-        with starting(servers, together=at_once) as endpoints:
-            if looked is None:
-                with leaving_cores(len(started)):
-                    looked = look(True)
-            with run.clock.stage("waiting for the servers"):
-                artifact, baseline, *rivals = endpoints()
-            served = serve_and_measure(
-                artifact,
-                baseline,
-                _gate_run(run, looked.text),
-                restart=functools.partial(restart, started, at_once) if can_restart else None,
-                rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
-            )
-            served = replace(served, company=_in_company(run, artifact, looked.text))
-            scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
-            _require_alive(started)
-            up = run.clock.elapsed
-            scored = _score_meanwhile(functools.partial(score, looked, served), started) if roomy else None
-        run.clock.add("stopping the servers", run.clock.elapsed - up)
-    else:
-        looked = look(False) if looked is None else looked
-        by_side = dict(zip([side.name for side in sides], started, strict=True))
-        served, scores = _in_turns(run, looked.text, sides, by_side)
-    # Left behind where a server failed: the error names the log.
-    shutil.rmtree(logs)
-    return looked, served, scores, score(looked, served) if scored is None else scored
+
+
+def _together(
+    run: Run,
+    servers: _ServerGroup,
+    is_roomy: bool,
+    findings: FindingsT | None,
+    look: Look[FindingsT],
+    score: Score[FindingsT, ScoresT],
+) -> tuple[FindingsT, RunFigures, tuple[TaskScore, ...], ScoresT | None]:
+    """All servers up at the same time. Scores are None where there was no room to make them here."""
+    at_once = is_roomy or may_start_at_once(servers.sides, servers.plan)
+    started = servers.started
+    scores = None
+    with starting(servers.servers, together=at_once) as endpoints:
+        if findings is None:
+            with leaving_cores(len(started)):
+                findings = look(True)
+        with run.clock.stage("waiting for the servers"):
+            artifact, baseline, *rivals = endpoints()
+        served = serve_and_measure(
+            artifact,
+            baseline,
+            _gate_run(run, findings.text),
+            restart=functools.partial(restart, started, at_once) if servers.can_restart else None,
+            rival=Rival(rivals[0], run.bounds.max_first_rival_m) if rivals else None,
+        )
+        served = replace(served, company=_in_company(run, artifact, findings.text))
+        task_scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
+        _require_alive(started)
+        up = run.clock.elapsed
+        if is_roomy:
+            scores = _score_meanwhile(functools.partial(score, findings, served), started)
+    run.clock.add("stopping the servers", run.clock.elapsed - up)
+    return findings, served, task_scores, scores
 
 
 def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
     return GateRun(run.workload, run.bounds, text.token_ids, text.token_text, run.clock)
 
 
-def _score_meanwhile(score: Callable[[], Scored], servers: Sequence[SubprocessEndpoint]) -> Scored:
+def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessEndpoint]) -> ScoresT:
     """While the servers stop."""
     with ThreadPoolExecutor() as threads:
         stops = [threads.submit(server.stop) for server in servers]
-        scored = score()
+        scores = score()
         for stop in stops:
             stop.result()
-    return scored
+    return scores
 
 
 @contextmanager
 def leaving_cores(servers: int) -> Iterator[None]:
-    """Inside, torch leaves a core to each of so many servers that start: threads that wait for one another's
-    turn on a core take longer together than one does alone."""
+    """Inside, torch leaves a core to each of so many servers that start. Threads that wait for one another's
+    turn on a core take longer together than one thread alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - servers))
     try:
@@ -144,25 +197,27 @@ def leaving_cores(servers: int) -> Iterator[None]:
 
 
 def _in_turns(
-    run: Run, text: "HeldOutText", sides: Sequence[Side], servers: dict[str, SubprocessEndpoint]
+    run: Run, text: "HeldOutText", servers: _ServerGroup
 ) -> tuple[RunFigures, tuple[TaskScore, ...]]:
     run.clock.say("the servers do not fit on the GPU together: they take turns")
-    turns = TakingTurns(servers)
+    names = [side.name for side in servers.sides]
+    by_side = dict(zip(names, servers.started, strict=True))
+    turns = TakingTurns(by_side)
     try:
-        served = serve_in_turns(turns, [side.name for side in sides], _gate_run(run, text))
+        served = serve_in_turns(turns, names, _gate_run(run, text))
         # Before another side takes its place.
-        _require_alive([servers[turns.up]] if turns.up else [])
+        _require_alive([by_side[turns.up]] if turns.up else [])
         if run.options.batch_invariance != "tuned":
             served = replace(served, company=_in_company(run, turns.take("artifact"), text))
         scores = _task_scores(run, turns.take)
-        _require_alive([servers[turns.up]] if turns.up else [])
+        _require_alive([by_side[turns.up]] if turns.up else [])
         return served, scores
     finally:
         turns.stop()
 
 
 def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
-    """A server that the machine has ended decides nothing; one that what it serves has ended is a failure."""
+    """UserError if the machine has ended a server, which decides nothing; a crash of its own is a failure."""
     for server in servers:
         if reason := server.why_gone():
             raise UserError(f"{reason}. Nothing was decided; run it again (its log: {server.log})")
@@ -184,9 +239,10 @@ def _task_scores(run: Run, server: Callable[[str], Endpoint]) -> tuple[TaskScore
 
     server: the endpoint of a side, up
     """
-    if run.tasks is None:
+    tasks = run.asked.tasks
+    if tasks is None:
         return ()
-    tasks, context, concurrent = run.tasks, run.options.max_model_len or CONTEXT, run.options.max_num_seqs
+    context, concurrent = run.options.max_model_len or CONTEXT, run.options.max_num_seqs
     with run.clock.stage("lm-eval"):
         return paired_scores(
             evaluate(server("artifact"), run.artifact.folder, tasks, context, concurrent),

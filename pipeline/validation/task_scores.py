@@ -29,7 +29,7 @@ Results = Mapping[str, Any]
 def require_lm_eval() -> None:
     """UserError where it is not installed: better before hours of work than after."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--eval runs lm-eval, which is not installed; pip install 'lm-eval[api]'")
+        raise UserError("--tasks runs lm-eval, which is not installed; pip install 'lm-eval[api]'")
 
 
 def public_tasks(tasks: str | None) -> str | None:
@@ -67,7 +67,7 @@ def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, conc
         if ended.returncode or not found:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             said = "\n  ".join(lines[-LINES_OF_LOG:])
-            raise UserError(f"lm-eval could not run --eval {tasks}; it said:\n  {said}")
+            raise UserError(f"lm-eval could not run --tasks {tasks}; it said:\n  {said}")
         results: Results = json.loads(found[-1].read_text(encoding="utf-8"))
         return results
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...base.errors import UserError
-from ...base.option_fields import OptionValue, check, option
+from ...base.option_fields import OptionValue, check_options, option
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_OPTIONS = {
@@ -54,8 +54,7 @@ class Placement:
     startup_timeout: int = option(1800, "Seconds that a server may take to start.", minimum=1)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, check(type(self), field, getattr(self, field.name)))
+        check_options(self)
         for side in ("artifact", BASELINE):
             for word in self.words(side):
                 if word in OWN_OPTIONS:

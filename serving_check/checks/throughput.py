@@ -10,7 +10,7 @@ from ..statistics.decide import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
 
 NAME = "throughput"
 HOPELESS_SENTENCE = "It is so far below the floor that two blocks of repeats were enough. "
-MORE_REPEATS = "or with more repeats (--max-repeats) or longer ones (--output-len)"
+MORE_REPEATS = "or with more repeats (--max-blocks) or longer ones (--output-len)"
 
 
 def check_throughput(
@@ -108,7 +108,7 @@ def _reason(
 
 def _in_turns(blocks: int) -> tuple[str, str]:
     """What was measured on servers that took turns, and how to measure more."""
-    more = " or more repeats (--max-repeats)" if blocks < TURN_LOOKS[-1] * GROUP else ""
+    more = " or more repeats (--max-blocks)" if blocks < TURN_LOOKS[-1] * GROUP else ""
     return (
         f"{blocks // GROUP} groups of {GROUP} blocks, each on restarted servers",
         f"with longer repeats (--output-len){more}, or on GPUs that hold all servers at once (--devices)",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import get_args
 
 from ...base.batch_invariance import INVARIANCE_MODES, TUNED, BatchInvariance
-from ...base.option_fields import OptionValue, check, option
+from ...base.option_fields import OptionValue, check_options, option
 from .jit_monitor import Mode
 
 AUTO, UNQUANTIZED = "auto", "unquantized"
@@ -89,8 +89,7 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, check(type(self), field, getattr(self, field.name)))
+        check_options(self)
 
     @property
     def kv_format(self) -> str:

@@ -32,7 +32,7 @@ def require_groups(workload: WorkloadSettings) -> None:
     """UserError if the workload allows too few blocks to decide anything in turns."""
     if workload.max_blocks < LEAST_BLOCKS:
         raise UserError(
-            f"the servers do not fit in memory together and take turns, which needs --max-repeats "
+            f"the servers do not fit in memory together and take turns, which needs --max-blocks "
             f"{LEAST_BLOCKS} or more; it is {workload.max_blocks}"
         )
 

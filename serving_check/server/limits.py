@@ -1,8 +1,8 @@
 """What one client may cost the server, as options: `pipeline serve` takes them from here."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ...base.option_fields import check, option
+from ...base.option_fields import check_options, option
 
 MIB = 1 << 20
 
@@ -33,8 +33,7 @@ class ServerLimits:
     )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, check(type(self), field, getattr(self, field.name)))
+        check_options(self)
 
     @property
     def max_body_bytes(self) -> int:

@@ -37,7 +37,7 @@ def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
     words = ["validate", checkpoint, "--baseline", checkpoint, "--kv-cache-dtype", kv_format, "--m", M]
     words += ["--input-len", INPUT_LEN, "--output-len", OUTPUT_LEN, "--quality-tokens", 1024]
     words += ["--floor", FLOORS.get(kv_format, 0.4), "--device", "cpu", "--json"]
-    words += ["--max-repeats", MOST_BLOCKS.get(kv_format, 6)]
+    words += ["--max-blocks", MOST_BLOCKS.get(kv_format, 6)]
     result = run_pipeline(*words, environment={**os.environ, "SCALEGATE_PLUGINS": str(PLUGIN)})
     assert result.stdout, result.stderr
     verdict = json.loads(result.stdout)

@@ -17,8 +17,9 @@ from torch.distributed import TCPStore
 
 from ....base.errors import UserError
 from ....base.log import logger
-from ....base.option_fields import words_of
+from ....base.option_fields import values_of, words_of
 from ...machine.cores import available_cores
+from ..options import QuantizeOptions
 from .ranks import FAULT, GO_ON, OtherRankFailed
 
 HOST = "127.0.0.1"
@@ -46,15 +47,13 @@ def devices_of(words: str) -> list[str]:
     return names
 
 
-def quantize_on(
-    devices: Sequence[str], model: str, recipe: str, out: Path, overwrite: bool, **options: str | None
-) -> None:
+def quantize_on(devices: Sequence[str], model: str, recipe: str, out: Path, options: QuantizeOptions) -> None:
     """`pipeline quantize` of a process a device, for who goes on with what they make; they say why they fail.
 
-    options: of the command, by name; None where one is not given. OtherRankFailed has the exit status.
+    OtherRankFailed has the exit status.
     """
-    words = ["quantize", model, "--recipe", recipe, "--out", str(out), *words_of(options)]
-    status = run_on(devices, words + ["--overwrite"] * overwrite, silent=True)
+    words = ["quantize", model, "--recipe", recipe, "--out", str(out), *words_of(values_of(options))]
+    status = run_on(devices, words, silent=True)
     if status:
         raise OtherRankFailed(f"quantizing on {', '.join(devices)} has failed", status)
 

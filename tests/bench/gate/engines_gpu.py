@@ -56,7 +56,7 @@ ENDING_SECONDS = 30
 """For a row past its limit to end what it has started."""
 SERVER = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main"]
 LOAD = "--m 1,8,32"
-SMALL_LOAD = "--m 1 --quality-tokens 1024 --max-repeats 12"
+SMALL_LOAD = "--m 1 --quality-tokens 1024 --max-blocks 12"
 TAKES_THE_PORT = """#!{python}
 import os, socket, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])

@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--m", type=int, nargs="*", default=[1, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--swapped-m", type=int, nargs="*", default=SWAPPED_MS)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--max-repeats", type=int, default=11)
+    parser.add_argument("--max-blocks", type=int, default=11)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--folder", type=Path, help="where checkpoints are made, best in memory: 27 GB")
     parser.add_argument("--checkpoints", type=Path, help="where they stay, and are taken from")
@@ -76,7 +76,7 @@ def measured(
         m=ms,
         input_len=32,
         output_len=options.output_len,
-        max_repeats=options.max_repeats,
+        max_blocks=options.max_blocks,
         quality_tokens=1024,
         device=options.device,
     )

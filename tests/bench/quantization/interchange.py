@@ -37,7 +37,7 @@ TOOLS = Path(__file__).parent / "interchange_tools"
 RESULT = Path(__file__).parents[1] / "results" / "quantization" / "interchange.json"
 BOUND = 0.002
 WINDOWS, WINDOW_TOKENS, CALIBRATION_WINDOWS = 64, 256, 8
-VALIDATE = "--m 1,2 --waves 1 --max-repeats 2 --input-len 16 --output-len 16 --quality-tokens 1024"
+VALIDATE = "--m 1,2 --waves 1 --max-blocks 2 --input-len 16 --output-len 16 --quality-tokens 1024"
 MINMAX: dict[str, tuple[bool, dict[str, int]]] = {
     "symmetric g128": (True, {}),
     "asymmetric g128": (False, {}),

@@ -9,13 +9,14 @@ import pytest
 from scalegate.base.errors import UserError
 from scalegate.base.option_fields import parse
 from scalegate.pipeline.commands import release as stages
-from scalegate.pipeline.commands import release_preview
+from scalegate.pipeline.commands import release_preview, release_request
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.commands.standing_verdict import changed_options
 from scalegate.pipeline.quantization.shards import launch
 from scalegate.pipeline.quantization.shards.ranks import OtherRankFailed
+from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.servers import effective_options, sized_options
 from scalegate.serving_check.adapters.placement import Placement, gpus_here
-from scalegate.serving_check.engine.options import EngineOptions
 
 from ...serving_check.gate_samples import sample_verdict
 
@@ -28,7 +29,7 @@ from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.quantization import write_shards
 from scalegate.pipeline.commands.quantize import quantize
 
-quantize.__kwdefaults__["max_shard_bytes"] = {SHARD}
+quantize.__wrapped__.__kwdefaults__["max_shard_bytes"] = {SHARD}
 carry_out, wrote = write_shards._carry_out, set()
 
 def until_killed(job, task, known, writer):
@@ -45,11 +46,11 @@ main(prog_name="pipeline")
 @pytest.fixture
 def on_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """A release on two CPU processes that goes no further than its weights; the words of every launch."""
-    monkeypatch.setattr(stages.Asked, "devices", property(lambda self: ["cpu", "cpu"]))
+    monkeypatch.setattr(release_request.ReleaseRequest, "devices", property(lambda self: ["cpu", "cpu"]))
     monkeypatch.setattr(stages, "_lay_out", lambda *given: None)
     monkeypatch.setattr(stages, "_validate", lambda *given: SimpleNamespace(status="fail"))
     monkeypatch.setattr(launch, "PIPELINE", (sys.executable, "-P", "-c", RANK))
-    monkeypatch.setitem(quantize.__kwdefaults__, "max_shard_bytes", SHARD)
+    monkeypatch.setitem(quantize.__wrapped__.__kwdefaults__, "max_shard_bytes", SHARD)
     launched: list[list[str]] = []
     run_on = launch.run_on
 
@@ -128,12 +129,13 @@ def test_all_is_every_gpu_and_servers_take_as_many_as_they_can_use(monkeypatch: 
 def test_a_pass_stands_for_the_gpus_that_its_servers_ran_on(
     recorded: dict[str, list[int]], asked: tuple[int, ...] | None, stands: bool
 ):
-    given = stages.Asked(stages.ReleaseOptions(), EngineOptions(), Placement(asked), {})
+    given = release_request.read_request({}, load_recipe("nvfp4"))
+    given = replace(given, placement=Placement(asked))
     served = effective_options(sized_options({}, given.workload))
     verdict = sample_verdict({1: 1.0})
     environment = replace(verdict.environment, engine_options=served | recorded)
     verdict = replace(verdict, environment=environment)
-    assert stages._changed_options(verdict, given) == ([] if stands else ["devices"])
+    assert changed_options(verdict, given) == ([] if stands else ["devices"])
 
 
 def test_a_dry_run_looks_at_the_first_gpu_that_is_named(
@@ -146,8 +148,8 @@ def test_a_dry_run_looks_at_the_first_gpu_that_is_named(
         raise UserError("far enough")
 
     monkeypatch.setattr(release_preview, "preview", stop)
-    monkeypatch.setattr(stages, "gpu_name", lambda index: "a GPU")
-    monkeypatch.setattr(stages, "placed", lambda device, placement: None)
+    monkeypatch.setattr(release_request, "gpu_name", lambda index: "a GPU")
+    monkeypatch.setattr(release_request, "placed", lambda device, placement: None)
     for devices in ((2, 3), None):
         with pytest.raises(UserError, match="far enough"):
             release_preview.preview_release(

@@ -200,7 +200,7 @@ def test_every_setting_that_is_not_the_default_is_in_the_command(artifact):
     )
     words = (
         f"--baseline other/base --baseline-revision {'a' * 40} --m 1,8 --input-len 32 --output-len 48 "
-        f"--waves 2 --max-repeats 12 --warmups 3 --seed 7 --text mine.txt --quality-tokens 4096 --to {NAME}\n"
+        f"--waves 2 --max-blocks 12 --warmups 3 --seed 7 --text mine.txt --quality-tokens 4096 --to {NAME}\n"
     )
     assert words in text
     (line,) = [line for line in text.splitlines() if line.startswith("pipeline release")]
@@ -331,7 +331,7 @@ def test_scores_of_tasks_stand_in_the_card_and_in_its_metadata(artifact):
     score = TaskScore("arc_easy", "acc", 0.7123, 0.0093, 0.72, None, True, 2376, 5, "1.0")
     text = card_of(artifact, verdict={"tasks": "arc_easy", "scores": (score,)})
     assert "| arc_easy | acc | 2376 | 0.7123 ± 0.0093 | 0.72 |" in text
-    assert "--eval arc_easy" in text
+    assert "--tasks arc_easy" in text
     [model] = front_matter(text)["model-index"]
     [result] = model["results"]
     assert model["name"] == "base-INT4" and result["dataset"]["name"] == "arc_easy"

@@ -40,7 +40,7 @@ least_quality_tokens: 1000
 """
 
 OPTIONS = {"m": (1, 4, 32), "device": "cpu"}
-NO_NEW_SERVERS = ["--max-repeats", 60]
+NO_NEW_SERVERS = ["--max-blocks", 60]
 """Too few blocks for servers to be started anew for groups of them, which takes minutes on a busy machine."""
 
 
@@ -270,7 +270,7 @@ def test_a_dry_run_says_what_is_made_measured_and_published_and_does_nothing(tin
     assert found["validate"]["most_seconds"] == pytest.approx(16 * found["validate"]["seconds"])
     report = {"serving_check.json", "serving_check/report.html", "serving_check/ratio.png"}
     assert {"README.md", "scalegate.json", *report} < set(found["files"])
-    said = CliRunner().invoke(command, [*map(str, words), "--eval", "arc_easy"]).stdout
+    said = CliRunner().invoke(command, [*map(str, words), "--tasks", "arc_easy"]).stdout
     assert "at least 378 requests" in said and "scores of arc_easy" in said and str(target) in said
     assert not (tmp_path / "work").exists() and not target.exists()
     weak = CliRunner().invoke(command, [*map(str, words), "--m", "1,2"])

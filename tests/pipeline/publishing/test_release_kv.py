@@ -20,7 +20,7 @@ least_largest_m: 4
 least_output_len: 32
 least_quality_tokens: 1000
 """
-LOAD = {"m": (1, 4), "input_len": 176, "output_len": 32, "quality_tokens": 2048, "max_repeats": 6}
+LOAD = {"m": (1, 4), "input_len": 176, "output_len": 32, "quality_tokens": 2048, "max_blocks": 6}
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.weight_loader import WeightLoader
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.validation import by_layers
-from scalegate.pipeline.validation.by_layers import ReadByLayers
+from scalegate.pipeline.validation.by_layers import ModelByLayers
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.quality import compare, continuation_nats, greedy_gaps
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,8 +46,8 @@ def windows(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(0, 8192, (length,), generator=drawn) for length in lengths]
 
 
-def read(folder: Path, texts: list[torch.Tensor]) -> ReadByLayers:
-    return ReadByLayers(open_checkpoint(folder), texts, "cpu", progress=False)
+def read(folder: Path, texts: list[torch.Tensor]) -> ModelByLayers:
+    return ModelByLayers(open_checkpoint(folder), texts, "cpu", progress=False)
 
 
 def test_the_figures_are_those_of_the_whole_models(artifact: Path, example_checkpoint: Path):

@@ -89,7 +89,7 @@ def test_a_failed_run_says_what_lm_eval_said(tmp_path: Path, monkeypatch):
     (tmp_path / "lm_eval").mkdir()
     (tmp_path / "lm_eval" / "__main__.py").write_text("raise SystemExit('Tasks not found: nosuch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match="could not run --eval nosuch; it said:\n  Tasks not found: nosuch"):
+    with pytest.raises(UserError, match="could not run --tasks nosuch; it said:\n  Tasks not found: nosuch"):
         evaluate(ENDPOINT, Path("checkpoint"), "nosuch", 512, 1)
 
 

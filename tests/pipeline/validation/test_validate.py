@@ -70,7 +70,7 @@ def test_the_manifest_knows_its_source_by_digest(example_checkpoint: Path, artif
 def passed(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
     key = tmp_path_factory.mktemp("keys") / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    return validate(artifact, m=(1, 4), floor=FAR_FLOOR, max_repeats=NO_NEW_SERVERS, sign=key, **SMALL)
+    return validate(artifact, m=(1, 4), floor=FAR_FLOOR, max_blocks=NO_NEW_SERVERS, sign=key, **SMALL)
 
 
 def test_the_verdict_is_signed_where_a_key_is_given(passed: Verdict, artifact: Path):
@@ -174,7 +174,7 @@ def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp
 
     monkeypatch.setattr(module, "server_of", packs_otherwise)
     copy = shutil.copytree(artifact, tmp_path / "artifact")
-    verdict = validate(copy, m=(1,), floor=0.001, max_repeats=6, **SMALL)
+    verdict = validate(copy, m=(1,), floor=0.001, max_blocks=6, **SMALL)
     loads = next(check for check in verdict.checks if check.name == "loads")
     assert (verdict.status, loads.status) == ("fail", "fail")
     assert "in dequantize 256x256" in loads.reason and "in cpu_int4" in loads.reason
@@ -196,7 +196,7 @@ def test_an_artifact_whose_bytes_changed_is_refused(artifact: Path, passed: Verd
     [
         ({"engine": "nosuch"}, "unknown engine"),
         ({"dtype": "int3"}, "unknown dtype"),
-        ({"m": (0,)}, "M must be"),
+        ({"m": (0,)}, "m is .* at least 1"),
         ({"input_len": 9000, "m": (1,)}, "context"),
         ({"text": "nowhere.txt"}, "held-out text"),
         ({"engine": "http://127.0.0.1:9"}, "no server answers"),
@@ -219,7 +219,7 @@ def test_a_server_that_is_already_running_is_judged_by_its_url(example_checkpoin
     with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
         arguments = [str(example_checkpoint), "--baseline", str(example_checkpoint), "--m", "2", "--json"]
         arguments += ["--engine", running.base_url, "--baseline-engine", "embedded"]
-        arguments += ["--floor", str(FAR_FLOOR), "--max-repeats", str(NO_NEW_SERVERS)]
+        arguments += ["--floor", str(FAR_FLOOR), "--max-blocks", str(NO_NEW_SERVERS)]
         result = CliRunner().invoke(command, [*arguments, *SMALL_LOAD])
     verdict = Verdict.from_json(json.loads(result.stdout))
     assert result.exit_code == verdict.exit_status
@@ -237,7 +237,7 @@ def test_a_server_behind_a_url_on_the_same_device_fails_in_other_layouts_than_th
     serve += ["--layout", SLOW_LAYOUT, "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
     with SubprocessEndpoint(serve, "running", log=tmp_path / "log", progress=False) as running:
         asked = {"m": (1,), "engine": running.base_url, "baseline_engine": "embedded"}
-        verdict = validate(copy, floor=FAR_FLOOR, max_repeats=6, **asked, **SMALL)
+        verdict = validate(copy, floor=FAR_FLOOR, max_blocks=6, **asked, **SMALL)
     loads = next(check for check in verdict.checks if check.name == "loads")
     assert loads.status == "fail"
     assert "server packed its layers as" in loads.reason and f"in {SLOW_LAYOUT}" in loads.reason

@@ -28,7 +28,7 @@ LOAD = [
     "1024",
     "--floor",
     "0.01",
-    "--max-repeats",
+    "--max-blocks",
     "60",
 ]
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 STAND_IN = Path(__file__).with_name("vllm_stand_in.py")
 LOAD = ["--m", "1", "--input-len", "16", "--output-len", "8", "--quality-tokens", "1024", "--floor", "0.01"]
 # The fewest blocks that decide anything: speed is not what is tested, so that a busy machine costs no more.
-LOAD += ["--max-repeats", str(LOOKS[0])]
+LOAD += ["--max-blocks", str(LOOKS[0])]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_servers_that_do_not_fit_together_take_turns_to_a_verdict(
     artifact: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     take_turns(monkeypatch)
-    result = run(artifact, "--max-repeats", str(LEAST_BLOCKS), "--report", str(tmp_path / "r"))
+    result = run(artifact, "--max-blocks", str(LEAST_BLOCKS), "--report", str(tmp_path / "r"))
     assert (tmp_path / "r").is_dir(), result.output
     verdict = read_verdict(tmp_path / "r" / "serving_check.json")
     assert result.exit_code == verdict.exit_status
@@ -134,7 +134,7 @@ def test_too_few_blocks_for_turns_are_refused_before_a_server_is_started(
 ):
     take_turns(monkeypatch)
     result = run(artifact)
-    assert result.exit_code == 2 and f"needs --max-repeats {LEAST_BLOCKS}" in result.output
+    assert result.exit_code == 2 and f"needs --max-blocks {LEAST_BLOCKS}" in result.output
     assert not words.exists()
 
 
@@ -157,7 +157,7 @@ def test_a_server_killed_in_its_turn_decides_nothing(
         return endpoint
 
     monkeypatch.setattr(TakingTurns, "take", killed)
-    result = run(artifact, "--max-repeats", str(LEAST_BLOCKS), "--batch-invariance", "pin")
+    result = run(artifact, "--max-blocks", str(LEAST_BLOCKS), "--batch-invariance", "pin")
     assert result.exit_code == 2
     assert "Nothing was decided" in result.output.splitlines()[-1], result.output
 

@@ -110,7 +110,7 @@ def test_an_undecided_m_is_never_a_pass():
     point = curve_point(one, decide(one.log_ratios(lambda result: result.output_throughput), test))
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
-    assert "--max-repeats" in result.reason
+    assert "--max-blocks" in result.reason
 
 
 @pytest.mark.parametrize(("groups", "more_help"), [(4, True), (16, False)])
@@ -125,7 +125,7 @@ def test_an_undecided_m_in_turns_is_told_in_groups_and_with_what_can_help(groups
     [result] = [check for check in checks if check.name == "throughput"]
     assert result.status == "inconclusive"
     assert f"{groups} groups of {GROUP} blocks" in result.reason and "--devices" in result.reason
-    assert ("--max-repeats" in result.reason) == more_help
+    assert ("--max-blocks" in result.reason) == more_help
 
 
 def test_no_curve_is_not_a_pass():

@@ -98,7 +98,7 @@ def test_the_control_an_unedited_verdict_follows_from_its_figures(tmp_path: Path
     [
         (lambda value: value["bounds"].update(max_mean_kl="nan"), "max_mean_kl must be a number"),
         (lambda value: value["bounds"].update(throughput_floor=-1), "throughput_floor must be a number"),
-        (lambda value: value["workload"].update(ms=[]), "M must be"),
+        (lambda value: value["workload"].update(ms=[]), "m is .* it must be distinct whole numbers"),
         (lambda value: value["evidence"].pop("weights"), "evidence.weights"),
         (lambda value: value["evidence"]["measured"][0].update(m="many"), "evidence.measured.0.m"),
     ],

@@ -203,7 +203,7 @@ def test_too_few_blocks_for_groups_are_refused_at_once():
     few = WorkloadSettings((1,), max_blocks=LEAST_BLOCKS - 1)
     repeats = Repeats(simulated_run(lambda m: 1.0), ARTIFACT, BASELINE, None)
     turns = Turns(Simulated(), ["artifact", "baseline"], few, TEXT, repeats, 0.93)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=f"--max-repeats {LEAST_BLOCKS}"):
+    with pytest.raises(UserError, match=f"--max-blocks {LEAST_BLOCKS}"):
         turns.measure(QUIET)
 
 

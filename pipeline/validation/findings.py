@@ -20,7 +20,7 @@ from .weights import compare_weights
 
 
 @dataclass(frozen=True)
-class Looked:
+class Findings:
     """What needs no server."""
 
     text: HeldOutText
@@ -40,14 +40,19 @@ class Scores:
     answers: tuple[TextScore, ...]
 
 
-def look(run: Run, keep_models: bool) -> Looked:
+def look(run: Run, keep_models: bool) -> Findings:
     """Measure quality, then look at the files.
 
     keep_models: there is room for them beside the servers
     """
     window = window_for(run.artifact, kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format)
     text = read_held_out(
-        run.text, run.artifact, run.baseline, run.quality_tokens, window, run.workload.input_len
+        run.asked.text,
+        run.artifact,
+        run.baseline,
+        run.asked.quality_tokens,
+        window,
+        run.workload.input_len,
     )
     models = None
     with run.clock.stage("quality"):
@@ -60,17 +65,17 @@ def look(run: Run, keep_models: bool) -> Looked:
         else:
             figures = take_figures(run.artifact, run.baseline, text, run.in_process)
     with run.clock.stage("files"):
-        return Looked(text, figures, *_look_at_files(run), models)
+        return Findings(text, figures, *_look_at_files(run), models)
 
 
-def score(run: Run, looked: Looked, served: RunFigures) -> Scores:
+def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
     """By the models that were kept, or loaded once more: the servers have gone by then."""
     longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
     with run.clock.stage("answers"):
-        if looked.figures.by_layers:
+        if findings.figures.by_layers:
             scorer = scorer_by_layers(run, served)
         else:
-            models = looked.models or load_models(run.artifact, run.baseline, run.in_process)
+            models = findings.models or load_models(run.artifact, run.baseline, run.in_process)
             scorer = scorer_of(models, run.in_process, longest)
         return Scores(
             scored(served.canary, scorer.baseline_nats),

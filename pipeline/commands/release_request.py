@@ -1,0 +1,138 @@
+"""What one call of `release` asks for, checked before the first hour of work is spent.
+
+The stages themselves are in `release.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ...base.batch_invariance import TUNED, BatchInvariance
+from ...base.errors import UserError
+from ...base.option_fields import flag, from_given, given_of
+from ...serving_check.adapters.placement import Placement
+from ...serving_check.engine.options import AUTO, UNQUANTIZED, EngineOptions
+from ...serving_check.evidence.coded_load import default_input_len
+from ...serving_check.gate.policy import declared_by, weaker_settings
+from ...serving_check.settings import Bounds, WorkloadSettings
+from ..publishing.options import PublishOptions
+from ..quantization.options import QuantizeOptions
+from ..records.recipe import Recipe
+from ..records.recipe_file import is_recipe
+from ..records.signature import require_key
+from ..validation.options import ValidateOptions, asked_bounds, asked_workload
+from ..validation.servers import gpu_name, placed, refuse_unreached, sized_options
+
+DEFAULT_WORK = "scalegate-work"
+FOR_VALIDATE = (ValidateOptions, WorkloadSettings, Bounds, EngineOptions, Placement)
+GROUPS = (QuantizeOptions, *FOR_VALIDATE, PublishOptions)
+"""The dataclasses whose options `release` takes."""
+
+
+@dataclass(frozen=True)
+class ReleaseRequest:
+    """The options of one call of `release`, sorted."""
+
+    making: QuantizeOptions
+    validation: ValidateOptions
+    engine: EngineOptions
+    placement: Placement
+    publication: PublishOptions
+    given: Mapping[str, Any]
+    """All options as they were given, by name, but for the layout, which the artifact's plan records."""
+    kv_cache: str = UNQUANTIZED
+    """The KV format of the recipe."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The GPUs that are named, which quantize together."""
+        return [f"cuda:{gpu}" for gpu in self.placement.devices or ()]
+
+    @property
+    def device(self) -> str | None:
+        """Of what one process does, the first of them; None where it is left open."""
+        asked = None if self.engine.device == AUTO else self.engine.device
+        return self.devices[0] if self.devices else asked
+
+    @property
+    def workload(self) -> WorkloadSettings:
+        return asked_workload(self.given, default_input_len(self.kv_cache), WorkloadSettings.seed)
+
+    def bounds(self, recipe: Mapping[str, Any]) -> Bounds:
+        """The recipe's, with those that were given."""
+        return asked_bounds(recipe, self.given)
+
+
+def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
+    """The request that options of `release`, by name, and the recipe's claims make.
+
+    UserError where they ask for what cannot be released, or for servers too short for the workload.
+    """
+    engine, placement = from_given(EngineOptions, given), from_given(Placement, given)
+    validation = from_given(ValidateOptions, given)
+    _refuse_trials(given, engine, recipe)
+    _refuse_revision_of_recipe(validation, recipe)
+    reaching = {name: value for name, value in given_of(EngineOptions, given).items() if name != "layout"}
+    refuse_unreached(
+        reaching | placement.asked_for(), validation.engine, validation.baseline_engine or validation.engine
+    )
+    placed(engine.device, placement)
+    for gpu in placement.devices or ():
+        gpu_name(gpu)
+    if validation.sign is not None:
+        require_key(validation.sign)
+    kept = {name: value for name, value in given.items() if name != "layout"}
+    if recipe.batch_invariance != TUNED:
+        engine = replace(engine, batch_invariance=cast(BatchInvariance, recipe.batch_invariance))
+        kept["batch_invariance"] = recipe.batch_invariance
+    request = ReleaseRequest(
+        from_given(QuantizeOptions, given),
+        validation,
+        engine,
+        placement,
+        from_given(PublishOptions, given),
+        kept,
+        recipe.kv_cache,
+    )
+    # `validate` would refuse sizes that do not go together, after hours of work.
+    sized_options(request.given, request.workload)
+    return request
+
+
+def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:
+    """UserError where the settings alone make a verdict that would not be published."""
+    declared = declared_by(recipe.to_json())
+    bounds, tokens = request.bounds(declared), request.validation.quality_tokens
+    weak = weaker_settings(request.workload, bounds, tokens, declared, request.kv_cache)
+    if weak:
+        raise UserError(
+            "this would be an exploratory run, and those are not published:\n  "
+            + "\n  ".join(weak)
+            + "\nLeave these settings out, lower the policy openly in the recipe (README, "
+            '"The release policy"), or use `pipeline validate`'
+        )
+
+
+def _refuse_trials(given: Mapping[str, Any], engine: EngineOptions, recipe: Recipe) -> None:
+    """UserError for what only `validate` tries: another KV format or batch invariance than the recipe's."""
+    if engine.kv_cache_dtype != AUTO:
+        raise UserError(
+            f"{flag('kv_cache_dtype')} tries a KV format out, and a release is served with the one that its "
+            "checkpoint declares; leave it out, or try it with `pipeline validate`"
+        )
+    claim, asked = recipe.batch_invariance, given.get("batch_invariance")
+    if asked is not None and asked != claim:
+        raise UserError(
+            f"{flag('batch_invariance')} {asked} is not what the recipe claims, {claim}, and a release is "
+            f"served as its recipe says; write `batch_invariance: {asked}` there, or try it with "
+            "`pipeline validate`"
+        )
+
+
+def _refuse_revision_of_recipe(validation: ValidateOptions, recipe: Recipe) -> None:
+    rival = validation.rival or recipe.rival
+    if validation.rival_revision is not None and (not rival or is_recipe(rival)):
+        raise UserError(
+            f"{flag('rival_revision')} {validation.rival_revision} is of a rival on the Hub, and "
+            f"{f'{rival} is a recipe' if rival else 'no rival is named'}; name a Hub id with {flag('rival')}"
+        )

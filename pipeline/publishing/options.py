@@ -1,0 +1,19 @@
+"""What `release` takes for its push, beside the target. Plain data; `push` does it."""
+
+from dataclasses import dataclass
+
+from ...base.option_fields import check_options, option
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """UserError where a value is none that it can have."""
+
+    private: bool = option(False, "Keep a repository that this release creates private.")
+    create_pr: bool = option(False, "Open a pull request instead of committing to main.")
+    to_revision: str | None = option(
+        None, "Push to this branch of the repository; it is created if it does not exist.", metavar="BRANCH"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -1,0 +1,58 @@
+"""What `quantize` takes beside a model, a recipe and a folder; `release` takes the first of the two classes.
+
+Plain data; what is done with it is `job.py` and `budget/`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...base.option_fields import check_options, option
+
+
+# The registry brings torch along, which takes seconds: it is imported when a choice is looked at.
+def _exports() -> Iterable[str]:
+    from ..conventions.all_conventions import EXPORTS
+
+    return EXPORTS
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """UserError where a value is none that it can have."""
+
+    revision: str | None = option(None, "Branch, tag or commit of MODEL, if it is a Hub id.", metavar="REV")
+    export: str | None = option(
+        None,
+        "The convention to write.",
+        choices=_exports,
+        unless_given="compressed-tensors; scalegate for formats that no other convention stores",
+    )
+    calibration: str | None = option(
+        None,
+        "Text to calibrate on: a file (plain, or .jsonl with a `text` on each line), hub:OWNER/NAME, or self "
+        "for text that the model itself writes.",
+        metavar="TEXT",
+        unless_given="the recipe's",
+    )
+    overwrite: bool = option(False, "Start over if the folder holds another or an older job.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """How large an artifact may be, or how far from its source. Both choose a format for each layer."""
+
+    target_bits: float | None = option(
+        None, "Mix INT4 and INT8 per layer to average so many bits per weight.", metavar="BITS", above=0
+    )
+    max_kl: float | None = option(
+        None,
+        "Mix them for the fewest bits that keep the divergence from the source, in nats, to this.",
+        metavar="NATS",
+        above=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)

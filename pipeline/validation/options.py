@@ -1,0 +1,93 @@
+"""What `validate` takes beside the workload, the bounds and the engine's options; `release` takes the same.
+
+Plain data; the workload and the bounds that are asked for are made here too. What they mean for a run is in
+`run.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...base.option_fields import check_options, given_of, option
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, ENGINES, engine_named
+from ...serving_check.settings import (
+    QUALITY_TOKENS,
+    Bounds,
+    WorkloadSettings,
+    decoding_is_apart,
+    default_ms,
+)
+
+
+def _engines() -> Iterable[str]:
+    return ENGINES
+
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """UserError where a value is none that it can have."""
+
+    baseline: str | None = option(
+        None,
+        "The checkpoint to compare with: a folder or a Hub id.",
+        metavar="MODEL",
+        unless_given="what was quantized",
+    )
+    baseline_revision: str | None = option(
+        None, "Branch, tag or commit of the baseline, if it is a Hub id.", metavar="REV"
+    )
+    engine: str = option(
+        DEFAULT_ENGINE, "What serves the models; URL is that of a running server.", suggestions=_engines
+    )
+    baseline_engine: str | None = option(
+        None, "What serves the baseline.", suggestions=_engines, unless_given="as --engine"
+    )
+    text: Path | None = option(  # noqa: RUF009
+        None,
+        "Held-out text for quality and prompts: plain, or .jsonl with a `text` on each line.",
+        metavar="FILE",
+        unless_given="code that Scalegate brings",
+    )
+    quality_tokens: int = option(QUALITY_TOKENS, "Held-out tokens to measure quality on.", minimum=1024)
+    rival: str | None = option(
+        None,
+        "What the artifact must be faster than: a checkpoint; `release` also takes a recipe and makes it.",
+        metavar="MODEL",
+        unless_given="the one that the recipe names, if any",
+    )
+    rival_revision: str | None = option(
+        None, "Branch, tag or commit of the rival, if it is a Hub id.", metavar="REV"
+    )
+    tasks: str | None = option(
+        None,
+        "lm-eval's tasks or task files, separated by commas; the verdict gets both servers' scores.",
+        formerly="eval",
+        metavar="TASK,TASK,...",
+    )
+    sign: Path | None = option(  # noqa: RUF009
+        None, "An SSH key to sign the verdict with; the signature is written beside it.", metavar="KEY"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def engine_of_baseline(self) -> str:
+        """The one that is given; else the artifact's, or our own if that is a running server."""
+        return self.baseline_engine or (self.engine if engine_named(self.engine).starts else DEFAULT_ENGINE)
+
+
+def asked_workload(given: Mapping[str, Any], input_len: int, seed: int) -> WorkloadSettings:
+    """The workload's options that are given, and what follows from the prompts' length for the others.
+
+    input_len, seed: unless they are given
+    """
+    values: dict[str, Any] = {"input_len": input_len, "seed": seed} | given_of(WorkloadSettings, given)
+    values = {"ms": default_ms(values["input_len"])} | values
+    return WorkloadSettings(**values, decoding_apart=decoding_is_apart(values["input_len"]))
+
+
+def asked_bounds(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> Bounds:
+    """The recipe's bounds, with those that are given."""
+    return replace(Bounds.from_recipe(recipe), **given_of(Bounds, given))
