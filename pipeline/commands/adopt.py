@@ -6,16 +6,19 @@ records. Nothing of the checkpoint is changed.
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...base.errors import UserError
 from ...base.installed import NOT_INSTALLED, installed_version
 from ...layouts.formats.weight_format import spec_to_json
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.baseline import open_baseline, remember_source, weights_digest
-from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.companion_files import refuse_strangers
 from ..conventions.all_conventions import convention_of
+from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import kv_cache_of
 from ..publishing.reproduce import ADOPTED
 from ..records.artifact import MANIFEST_NAME, Artifact, published_files, record_files
@@ -58,35 +61,14 @@ def adopt(
         raise UserError(
             f"{source.source} has no {unknown[0]}{more} of that shape; is it the baseline of {folder}?"
         )
-    tensors = {name for weight in stored.values() for name in weight.tensors}
-    weights = sum(math.prod(weight.shape) for weight in stored.values())
-    error, norm = (sum(each) for each in zip(*squares.values(), strict=True))
     kv_cache = kv_cache_of(ours).kv_format
-    labels = Counter(weight.spec for weight in stored.values())
     artifact = Artifact(
         source=source.public_name,
         source_revision=source.revision,
         recipe=dict(ADOPTED),
         versions={name: installed_version(name) or NOT_INSTALLED for name in VERSIONED_PACKAGES},
         files=record_files(folder),
-        quantization={
-            "formats": [
-                {"label": spec.label, "modules": count, "spec": spec_to_json(spec)}
-                for spec, count in labels.most_common()
-            ],
-            "export": convention.name,
-            "bits_per_weight": round(sum(ours.tensors[name].nbytes for name in tensors) * 8 / weights, 4),
-            "relative_error": _relative(error, norm),
-            "modules": {
-                module: {
-                    "shape": list(stored[module].shape),
-                    "format": stored[module].spec.name,
-                    "relative_error": _relative(*squares[module]),
-                }
-                for module in stored
-            },
-            "kept": {},
-        },
+        quantization=_quantization(ours, convention.name, stored, squares),
         base_metadata=read_base_metadata(source.folder),
         source_sha256=weights_digest(source, {}),
         kv_cache=kv_cache,
@@ -95,6 +77,41 @@ def adopt(
     remember_source(folder, source)
     artifact.write(folder)
     return artifact
+
+
+def _quantization(
+    checkpoint: Checkpoint,
+    convention: str,
+    stored: Mapping[str, StoredWeight],
+    squares: Mapping[str, tuple[float, float]],
+) -> dict[str, Any]:
+    """What the manifest says of the formats and of each module's error.
+
+    squares: of each module, the sums of the squared error and of the squared weights
+    """
+    tensors = {name for weight in stored.values() for name in weight.tensors}
+    weights = sum(math.prod(weight.shape) for weight in stored.values())
+    bits = 8 * sum(checkpoint.tensors[name].nbytes for name in tensors)
+    error, norm = (sum(each) for each in zip(*squares.values(), strict=True))
+    specs = Counter(weight.spec for weight in stored.values())
+    return {
+        "formats": [
+            {"label": spec.label, "modules": count, "spec": spec_to_json(spec)}
+            for spec, count in specs.most_common()
+        ],
+        "export": convention,
+        "bits_per_weight": round(bits / weights, 4),
+        "relative_error": _relative(error, norm),
+        "modules": {
+            module: {
+                "shape": list(weight.shape),
+                "format": weight.spec.name,
+                "relative_error": _relative(*squares[module]),
+            }
+            for module, weight in stored.items()
+        },
+        "kept": {},
+    }
 
 
 def _relative(error: float, norm: float) -> float:
