@@ -28,7 +28,7 @@ from ..records.comparison import ComparedModel, Comparison
 from ..records.sensitivity_table import plain_weights
 from ..validation.held_out import read_held_out
 from ..validation.subject import describe_quantization
-from ..validation.weights import ComparedWeights, compare_weights
+from ..validation.weights import WeightComparison, compare_weights
 
 FAR = 1.0
 """Relative error of a weight that a zero would be as near to; of an unrelated weight it is about 1.4."""
@@ -94,7 +94,9 @@ def compare(
 
 def distinct_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Their public names; folders of one name have as many parents in front as tell them apart."""
-    ways = [one.folder.resolve().parts if one.revision is None else (one.source,) for one in checkpoints]
+    ways = [
+        (each.source,) if each.revision is not None else each.folder.resolve().parts for each in checkpoints
+    ]
     return [_distinct(way, [other for other in ways if other != way]) for way in ways]
 
 
@@ -106,7 +108,7 @@ def _distinct(way: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
 
 
 def _compared(
-    checkpoint: Checkpoint, name: str, figures: Predictions, weights: ComparedWeights | None
+    checkpoint: Checkpoint, name: str, figures: Predictions, weights: WeightComparison | None
 ) -> ComparedModel:
     kinds = weights.figures.kinds if weights is not None else ()
     errors = weights.errors if weights is not None else {}
@@ -123,13 +125,13 @@ def _compared(
         p999_kl=figures.p999_kl,
         max_kl=figures.max_kl,
         top1_agreement=figures.top1_agreement,
-        module_errors={one.kind: one.median for one in kinds if one.median is not None},
+        module_errors={kind.kind: kind.median for kind in kinds if kind.median is not None},
         weight_errors={module: error if math.isfinite(error) else None for module, error in errors.items()},
         unlike_baseline=None if weights is None else _unlike_baseline(weights),
     )
 
 
-def _unlike_baseline(weights: ComparedWeights) -> str | None:
+def _unlike_baseline(weights: WeightComparison) -> str | None:
     """Ours by its manifest; of another tool's, which may scale weights first, one has to be near."""
     figures, errors = weights.figures, weights.errors.values()
     if figures.is_ours:

@@ -93,8 +93,8 @@ def layout(
         plan = LayoutPlan(device_name(on), kernel_versions())
     if kv:
         timed = time_kv_formats(layers, list(KV_FORMATS), contexts, ms, on, progress)
-        found = {(one.context, one.m) for one in timed}
-        left_out = tuple(cell for cell in product(contexts, ms) if cell not in found)
+        cells = {(timing.context, timing.m) for timing in timed}
+        left_out = tuple(cell for cell in product(contexts, ms) if cell not in cells)
         plan = replace(plan, kv=timed, kv_left_out=left_out)
     if manifest is None:
         note = f"The plan was not stored: {checkpoint.source} has no {MANIFEST_NAME}."
@@ -138,7 +138,7 @@ def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int]
 
 def _kv_stands(plan: LayoutPlan, contexts: Sequence[int], ms: Sequence[int]) -> bool:
     """Whether every KV format was timed at each of `contexts` and M, or memory did not hold them."""
-    timed = {(one.kv_format, one.context, one.m) for one in plan.kv}
+    timed = {(timing.kv_format, timing.context, timing.m) for timing in plan.kv}
     formats = set(KV_FORMATS) - {UNQUANTIZED}
     cells = set(product(contexts, ms)) - set(plan.kv_left_out)
     return all((name, *cell) in timed for name in formats for cell in cells)

@@ -4,7 +4,6 @@ Not the server itself: that is `serving_check/server`, which knows nothing of ch
 """
 
 import functools
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,8 @@ def serve(
     limits_and_engine_options: the fields of ServerLimits (`serving_check/server/limits.py`) and of
                        EngineOptions (`serving_check/engine/options.py`)
     """
-    bounds = {one.name for one in fields(ServerLimits)}
-    given = limits_and_engine_options
-    limits = from_given(ServerLimits, {name: given[name] for name in given.keys() & bounds})
-    options = from_given(EngineOptions, {name: given[name] for name in given.keys() - bounds})
+    limits = from_given(ServerLimits, limits_and_engine_options)
+    options = from_given(EngineOptions, limits_and_engine_options)
     warn_if_untested()
     folder = checkpoint_folder(artifact, revision)
     run_server(

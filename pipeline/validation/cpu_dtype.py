@@ -57,9 +57,9 @@ def _seconds(weight: Tensor, x: Tensor) -> tuple[float, float]:
     least = [math.inf, math.inf]
     ends, repeats = time.perf_counter() + SECONDS_A_PRODUCT, 0
     while repeats < LEAST_REPEATS or time.perf_counter() < ends:
-        for side, (one, other) in enumerate(operands):
+        for side, (rows, matrix) in enumerate(operands):
             started = time.perf_counter()
-            linear(one, other)
+            linear(rows, matrix)
             least[side] = min(least[side], time.perf_counter() - started)
         repeats += 1
     return least[0], least[1]

@@ -121,12 +121,12 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
         if ours.starts:
             raise UserError(f"{flag(name)} does not reach an engine {engine!r}; leave it out")
         raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
-    for one, other in ((engine, theirs), (baseline_engine, ours)):
+    for word, other in ((engine, theirs), (baseline_engine, ours)):
         asked = {name for name in GPUS_OF_A_SERVER if given.get(name) not in (None, 1)}
-        alone = list(asked - engine_named(one).options)
-        if alone and engine_named(one).starts and other.options.issuperset(alone):
+        alone = list(asked - engine_named(word).options)
+        if alone and engine_named(word).starts and other.options.issuperset(alone):
             raise UserError(
-                f"{flag(alone[0])} does not reach an engine {one!r}, whose server would run on fewer GPUs "
+                f"{flag(alone[0])} does not reach an engine {word!r}, whose server would run on fewer GPUs "
                 "than the other side's; give both sides an engine that takes it"
             )
 
@@ -198,7 +198,7 @@ def may_start_at_once(sides: Sequence[Side], plan: MemoryPlan) -> bool:
     """
     measuring = [side for side in sides if _measures(side, plan)]
     disturbed = any(
-        set(one.devices) & set(other.devices) for one in measuring for other in sides if other is not one
+        set(side.devices) & set(other.devices) for side in measuring for other in sides if other is not side
     )
     return all(side.devices for side in sides) and not disturbed
 

@@ -44,9 +44,9 @@ def compare_text_files(artifact: Checkpoint, baseline: Checkpoint) -> tuple[Text
     generation = _generation(artifact), _generation(baseline)
     found.append(("token_ids", _token_ids("config.json", *configs)))
     found.append(("token_ids", _token_ids(GENERATION, *generation)))
-    found.append(("generation_config", _values(*(_with_defaults(one, generation) for one in generation))))
+    found.append(("generation_config", _values(*(_with_defaults(side, generation) for side in generation))))
     both = configs[0].keys() & configs[1].keys() - BOOKKEEPING
-    found.append(("config", _values(*({name: one[name] for name in both} for one in configs))))
+    found.append(("config", _values(*({name: side[name] for name in both} for side in configs))))
     return tuple(TextDifference(part, where) for part, where in found if where is not None)
 
 
@@ -123,7 +123,7 @@ def _token_ids(file: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) ->
 
 def _ids(value: Any) -> set[Any]:
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return {one for one in values if isinstance(one, int | str)}
+    return {token for token in values if isinstance(token, int | str)}
 
 
 def _values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
@@ -158,7 +158,7 @@ def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
 def _with_defaults(own: Mapping[str, Any], both: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What one side's settings amount to: what it leaves out is what transformers takes."""
     defaults = GenerationConfig()
-    names = {name for one in both for name in one} - BOOKKEEPING
+    names = {name for side in both for name in side} - BOOKKEEPING
     return {name: own.get(name, getattr(defaults, name, None)) for name in names}
 
 

@@ -35,7 +35,7 @@ WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
-class ComparedWeights:
+class WeightComparison:
     """errors: by quantized module, its relative error, not finite where it holds a NaN"""
 
     figures: WeightFigures
@@ -50,7 +50,7 @@ def compare_weights(
     has_kv_format: bool = False,
     device: str = "cpu",
     progress: bool = True,
-) -> ComparedWeights | None:
+) -> WeightComparison | None:
     """Every stored tensor of `artifact` against `baseline`; None where the baseline is itself quantized.
 
     has_kv_format: keys and values are stored quantized, so the weights need not be
@@ -91,7 +91,7 @@ def compare_weights(
         missing=tuple(comparison.missing()[:NAMED]),
         unknown=tuple(comparison.unknown[:NAMED]),
     )
-    return ComparedWeights(figures, errors)
+    return WeightComparison(figures, errors)
 
 
 def squared_errors(
@@ -128,7 +128,7 @@ class _Comparison:
 
     def __post_init__(self) -> None:
         found = find_linear_weights(self.baseline)
-        self._sources = {one.module: one for group in found.linears.values() for one in group}
+        self._sources = {weight.module: weight for group in found.linears.values() for weight in group}
         if found.tied_lm_head is not None:
             self._sources[found.tied_lm_head.module] = found.tied_lm_head
 
@@ -176,7 +176,7 @@ class _Comparison:
         norm = self.scaled.get(module)
         if norm is None or norm not in self.artifact.tensors or norm not in self.baseline.tensors:
             return None
-        old, new = (one.read(norm).to(self.device) for one in (self.baseline, self.artifact))
+        old, new = (side.read(norm).to(self.device) for side in (self.baseline, self.artifact))
         return column_scales(old, new) if old.shape == new.shape else None
 
     def compare_kept(self, name: str) -> None:
