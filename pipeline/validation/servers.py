@@ -68,8 +68,8 @@ def sized_options(
 
 
 def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:
-    """For long prompts, chunks so large that all M are read while the first answer is a quarter written: else
-    those who came first have gone before those who came last begin, and M never decode together.
+    """With chunks so large for long prompts that prefill of all M ends in a quarter of an answer's steps.
+    Otherwise the first requests end before the last begin to decode, and M never decode together.
 
     UserError where the largest chunks are not enough for half of it.
 
@@ -87,10 +87,10 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: in
         fits = longest is None or workload.input_len + output_len <= longest
         advice = f"--output-len {output_len}" if fits else "shorter prompts (--input-len)"
         raise UserError(
-            f"{max(workload.ms)} prompts of {workload.input_len} tokens are read in {-(-prompts // chunk)} "
-            f"steps, and an answer of {workload.output_len} tokens is written in as many: the first would "
-            f"have gone before the last begin, and M would not be reached. Give {advice}, or fewer at once "
-            "(--m)"
+            f"prefill of {max(workload.ms)} prompts of {workload.input_len} tokens takes "
+            f"{-(-prompts // chunk)} steps, and an answer of {workload.output_len} tokens as many as it has "
+            "tokens: the first requests would end before the last are decoded, and M would not be reached. "
+            f"Give {advice}, or fewer requests at once (--m)"
         )
     if chunk == usual[1]:
         return options

@@ -68,7 +68,7 @@ class EngineOptions:
     kv_cache_tokens: int | None = option(None, "Tokens the KV pool holds; default what fits.", minimum=1)
     prefill_chunk: int | None = option(
         None,
-        f"Prompt tokens computed in one step; default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
+        f"Prompt tokens prefilled in one step; default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
         f"{CPU_CHUNK_WHILE_DECODING} or {CUDA_CHUNK_WHILE_DECODING} while others decode.",
         minimum=1,
     )
