@@ -1,4 +1,4 @@
-"""`pipeline compare`: options in, `pipeline.compare.compare` called, a table out."""
+"""`pipeline compare`: parses options, calls `compare` and prints a table."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,28 @@ from ...serving_check.settings import QUALITY_TOKENS
 
 @click.command("compare")
 @click.argument("models", nargs=-1, required=True)
-@click.option("--baseline", metavar="MODEL", help="The unquantized checkpoint; what the first was made from.")
-@click.option("--text", metavar="FILE", help="Held-out text; the code that Scalegate brings, unless said.")
+@click.option(
+    "--baseline",
+    metavar="MODEL",
+    help="The unquantized checkpoint.  [default: what the first of MODELS was made from]",
+)
+@click.option("--text", metavar="FILE", help="Held-out text.  [default: code that Scalegate brings]")
 @click.option(
     "--quality-tokens",
     type=click.IntRange(min=2),
     default=QUALITY_TOKENS,
     show_default=True,
-    help="How much of it is read at most.",
+    help="Held-out tokens to measure quality on, at most.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--dtype", default="auto", show_default=True, help="Of activations, for all alike.")
-@click.option("--card", is_flag=True, help="Keep it beside the first, whose card then shows it.")
+@click.option(
+    "--dtype", default="auto", show_default=True, help="Type of activations, the same for all models."
+)
+@click.option(
+    "--card",
+    is_flag=True,
+    help="Save the comparison in the folder of the first of MODELS; its model card then shows it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
     models: tuple[str, ...],
@@ -35,7 +45,8 @@ def command(
 ) -> None:
     """Compare the quality of quantized MODELS, folders or Hub ids, with one unquantized baseline.
 
-    Divergences are Kullback-Leibler, in nats, from the baseline's distribution of each next token.
+    The table shows the Kullback-Leibler divergence of each next token's distribution from the baseline's, in
+    nats.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`pipeline gguf`: a checkpoint in, one GGUF file out."""
+"""`pipeline gguf`: parses options and writes a checkpoint as one GGUF file."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ import click
 
 @click.command("gguf")
 @click.argument("model")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The new file.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit, where MODEL is a Hub id.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, if it is a Hub id.")
 def command(model: str, out: Path, revision: str | None) -> None:
     """Write MODEL, an artifact or a checkpoint, as one GGUF file for llama.cpp.
 
-    IQ2_XXS weights keep their bits; weights quantized otherwise become BF16. For Llama, Mistral, Qwen2 and
-    Qwen3.
+    IQ2_XXS weights are copied bit for bit. Weights in any other format are written as BF16. Llama, Mistral,
+    Qwen2 and Qwen3 can be written.
 
     \b
     Examples:

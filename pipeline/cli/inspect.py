@@ -16,13 +16,15 @@ SHOWN = 6
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit, where MODEL is a Hub id.")
-@click.option("--signers", metavar="FILE", help="Hold the signature against these allowed signers.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, if it is a Hub id.")
+@click.option(
+    "--signers", metavar="FILE", help="File of allowed signers (ssh-keygen) to check the signature against."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(model: str, revision: str | None, signers: str | None, as_json: bool) -> None:
     """Show what MODEL is: formats, bits per weight, sizes, layout plan, verdict, and whether its bytes match.
 
-    MODEL is an artifact of Scalegate's or any checkpoint of a convention it reads, a folder or a Hub id.
+    MODEL is a folder or a Hub id: an artifact of Scalegate, or a checkpoint in any convention that it reads.
 
     \b
     Examples:

@@ -24,24 +24,26 @@ class WholeNumbers(click.ParamType):
 
 @click.command("layout")
 @click.argument("artifact")
-@click.option("--m", type=WholeNumbers(), help="Requests at once; default 1,2,4,8,16,32, on CUDA 64,128 too.")
-@click.option("--layout", "force", metavar="NAME", help="Record this layout, whatever is measured.")
+@click.option(
+    "--m", type=WholeNumbers(), help="Batch sizes to measure.  [default: 1,2,4,8,16,32; on CUDA also 64,128]"
+)
+@click.option("--layout", "force", metavar="NAME", help="Record this layout, even if another is faster.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Of activations; auto is the checkpoint's own.",
+    help="Type of activations; auto is the checkpoint's own.",
 )
-@click.option("--kv/--no-kv", default=True, show_default=True, help="Time the KV formats as well.")
+@click.option("--kv/--no-kv", default=True, show_default=True, help="Measure the KV formats as well.")
 @click.option(
     "--contexts",
     type=WholeNumbers(),
     metavar="N,N,...",
-    help="Tokens of a request to time them at; default 128,1024,4096, on CUDA 16384 too.",
+    help="Context lengths to measure KV formats at, in tokens.  [default: 128,1024,4096; CUDA: and 16384]",
 )
-@click.option("--fresh", is_flag=True, help="Measure again, whatever was measured before.")
+@click.option("--fresh", is_flag=True, help="Measure again instead of reading cached measurements.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of ARTIFACT, if it is a Hub id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
@@ -58,10 +60,10 @@ def command(
 ) -> None:
     """Measure every packing layout for ARTIFACT's layers at every M, and record which serves them best.
 
-    Each layout is timed on each distinct layer shape beside the unquantized product, and each KV format
-    beside unquantized keys and values, at every M and several contexts. The plan goes into
-    ARTIFACT's scalegate.json; `pipeline serve` and `pipeline validate` follow it. Measurements are cached in
-    ~/.cache/scalegate (SCALEGATE_CACHE names another directory).
+    Each layout is compared with the unquantized product on each distinct layer shape, at every M. Each KV
+    format is compared with unquantized keys and values, at every M and several context lengths. The plan is
+    written into ARTIFACT's scalegate.json; `pipeline serve` and `pipeline validate` follow it. Measurements
+    are cached in ~/.cache/scalegate; set SCALEGATE_CACHE to use another directory.
 
     \b
     Examples:

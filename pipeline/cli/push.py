@@ -10,26 +10,29 @@ from ..publishing.push_result import PushResult
 @click.command("push")
 @click.argument("artifact")
 @click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
-@click.option("--private", is_flag=True, help="Leave a repository that this push creates private.")
+@click.option("--private", is_flag=True, help="Keep a repository that this push creates private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option(
     "--to-revision",
     "--revision",
     "revision",
     metavar="BRANCH",
-    help="Commit to this branch; created where it does not exist.",
+    help="Commit to this branch; it is created if it does not exist.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Show every operation, the gate's answer and the card; needs no token."
+    "--dry-run",
+    is_flag=True,
+    help="Show every operation, the gate's answer and the model card, and send nothing. Needs no token.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     artifact: str, to: str, private: bool, create_pr: bool, revision: str | None, dry_run: bool, as_json: bool
 ) -> None:
-    """Publish ARTIFACT, in one atomic commit that is read back before it becomes public.
+    """Publish ARTIFACT in one atomic commit, read it back, and only then make it public.
 
-    Refused without a passing verdict (`pipeline validate`) on exactly these bytes. Interrupted, run it again:
-    what the Hub has is not sent twice. A repository that exists keeps its visibility.
+    ARTIFACT needs a passing verdict of `pipeline validate` on exactly these bytes. If the push is
+    interrupted, run the same command again: files that the Hub already has are not sent again. An existing
+    repository keeps its visibility.
 
     \b
     Examples:

@@ -21,21 +21,23 @@ MOST_KEY_CHARACTERS = 4096
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False),
-    help="File with the key that /v1 asks for, alone on its first line; none asks for nothing.",
+    help="File whose first line is the key that clients must send to /v1. Without a key, /v1 is open.",
 )
 @click.option(
     "--api-key",
     envvar="SCALEGATE_API_KEY",
     show_envvar=True,
-    help="The key itself; on the command line everyone on this machine can read it.",
+    help="The key itself. Every user of this machine can read it on the command line.",
 )
-@click.option("--served-model-name", metavar="NAME", help="What clients call the model; default ARTIFACT.")
+@click.option(
+    "--served-model-name", metavar="NAME", help="Name of the model in requests.  [default: ARTIFACT]"
+)
 @click.option(
     "--chat-template",
     type=click.Path(exists=True, dir_okay=False),
-    help="File with a Jinja template for conversations, in place of the checkpoint's own.",
+    help="Jinja template for conversations, instead of the checkpoint's own.",
 )
-@click.option("--revision", help="Branch, tag or commit, where ARTIFACT is a Hub id.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of ARTIFACT, if it is a Hub id.")
 @options_from(EngineOptions)
 @options_from(ServerLimits)
 @click.option(
@@ -43,7 +45,7 @@ MOST_KEY_CHARACTERS = 4096
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="On SIGTERM, how long running requests may take to finish.",
+    help="Seconds that running requests get to finish after SIGTERM.",
 )
 @click.pass_context
 def command(
@@ -51,8 +53,8 @@ def command(
 ) -> None:
     """Serve ARTIFACT, a folder or a Hub id, over an OpenAI-compatible HTTP API.
 
-    Prints one line when it serves. SIGTERM or Ctrl-C stops taking requests, finishes those that run, and
-    ends.
+    It prints one line when it is ready. After SIGTERM or Ctrl-C it takes no new requests, finishes the
+    running ones, and exits.
 
     \b
     Examples:

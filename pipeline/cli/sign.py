@@ -5,7 +5,9 @@ import click
 
 @click.command("sign")
 @click.argument("artifact")
-@click.option("--key", required=True, metavar="FILE", help="An SSH key; a public one is asked of the agent.")
+@click.option(
+    "--key", required=True, metavar="FILE", help="SSH key to sign with. For a public key, ssh-agent signs."
+)
 def command(artifact: str, key: str) -> None:
     """Sign the verdict in ARTIFACT with an SSH key, so that others can tell who gave it.
 

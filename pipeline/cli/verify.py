@@ -9,18 +9,23 @@ MARKS = {"yes": "ok", "no": "FAIL", "unknown": "?"}
 
 @click.command("verify")
 @click.argument("model")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit, where MODEL is a Hub id.")
-@click.option("--signers", metavar="FILE", help="Allowed signers, one of whom must have signed the verdict.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, if it is a Hub id.")
+@click.option(
+    "--signers",
+    metavar="FILE",
+    help="File of allowed signers (ssh-keygen). One of them must have signed the verdict.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
 def command(
     context: click.Context, model: str, revision: str | None, signers: str | None, as_json: bool
 ) -> None:
-    """Check a release: digests, verdict judged again from its raw figures, policy, signature.
+    """Check the digests, the verdict, the release policy and the signature of MODEL, a folder or a Hub id.
 
-    MODEL is a Hub id or a folder. Nothing is measured again.
+    The verdict is computed again from the raw figures it holds. Nothing is measured again.
 
-    Exit status: 0 everything holds, 1 something does not, 2 it cannot be told, or there is nothing to check.
+    Exit status: 0 every check passes, 1 a check fails, 2 a check cannot be decided or there is nothing to
+    check.
 
     \b
     Examples:
