@@ -1,7 +1,7 @@
 """`pipeline release` does each stage once, takes up at the one it was interrupted in, and obeys the gate."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
 from scalegate.pipeline.records.artifact import Artifact
+from scalegate.pipeline.validation.options import asked_bounds, asked_workload
 from scalegate.pipeline.validation.servers import effective_options, sized_options
-from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.gate.record import judged_again
-from scalegate.serving_check.settings import Bounds, WorkloadSettings
+from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json, give_verdict, passing_verdict
 from scalegate.tests.serving_check.gate_samples import sample_evidence
@@ -52,25 +52,21 @@ def gate(monkeypatch):
         status = "pass"
         runs = 0
 
-        def __call__(self, folder, baseline, **asked):
+        def __call__(self, folder, **asked):
             self.runs += 1
             manifest = Artifact.read(folder)
-            floor = asked["floor"] or manifest.recipe.get("throughput_floor", Bounds.throughput_floor)
-            ms = tuple(sorted(asked["m"]))
-            load = WorkloadSettings(ms, asked["input_len"], asked["output_len"])
-            known = {one.name for one in fields(EngineOptions)}
-            given = {name: value for name, value in asked.items() if name in known}
+            load = asked_workload(asked, asked["input_len"], WorkloadSettings.seed)
             environment = passing_verdict(manifest).environment
-            recorded = effective_options(sized_options(given, load))
+            recorded = effective_options(sized_options(asked, load))
             lacking = {"fail": {"compiled": ({}, {"a kernel": 1})}, "inconclusive": {"baseline_canary": ()}}
             verdict = passing_verdict(
                 manifest,
                 evidence=sample_evidence(
-                    dict.fromkeys(ms, 1.0), output_len=load.output_len, **lacking.get(self.status, {})
+                    dict.fromkeys(load.ms, 1.0), output_len=load.output_len, **lacking.get(self.status, {})
                 ),
                 environment=replace(environment, engine_options=recorded),
                 workload=load,
-                bounds=Bounds(throughput_floor=floor),
+                bounds=asked_bounds(manifest.recipe, asked),
                 report={},
             )
             verdict = replace(
