@@ -16,6 +16,7 @@ from scalegate.pipeline.model_loader.weight_loader import WeightLoader
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.validation import by_layers
 from scalegate.pipeline.validation.by_layers import ModelByLayers
+from scalegate.pipeline.validation.options import ValidateOptions
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.quality import compare, continuation_nats, greedy_gaps
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -164,8 +165,8 @@ def test_memory_decides_and_our_own_server_never_asks(
 ):
     sides = {"artifact": open_checkpoint(artifact), "baseline": open_checkpoint(example_checkpoint)}
     options = EngineOptions(device="cpu")
-    elsewhere = SimpleNamespace(engine="vllm", baseline_engine="vllm", options=options, **sides)
-    here = SimpleNamespace(engine="embedded", baseline_engine="embedded", options=options, **sides)
+    elsewhere = SimpleNamespace(asked=ValidateOptions(engine="vllm"), options=options, **sides)
+    here = SimpleNamespace(asked=ValidateOptions(engine="embedded"), options=options, **sides)
     assert not by_layers.needs_layers(elsewhere)
     monkeypatch.setattr(by_layers, "free_bytes", lambda device: 4 << 30)
     assert by_layers.needs_layers(elsewhere)
