@@ -82,7 +82,7 @@ def test_what_cannot_be_kept_is_refused(example_checkpoint: Path, tmp_path: Path
         allocate(GROUPS, Budget(bits=4.0))
     with pytest.raises(UserError, match="exclude each other"):
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=4.5, max_kl=0.1, progress=False)
-    with pytest.raises(UserError, match="target_bits is -1.0; it must be a number, above 0"):
+    with pytest.raises(UserError, match=r"target_bits is .*; it must be a number, above 0"):
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=-1, progress=False)
     with pytest.raises(UserError, match="--target-bits 20: weights that are not quantized take 16 bits"):
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=20, progress=False)
