@@ -49,7 +49,8 @@ from scalegate.pipeline.commands.release_preview import preview_release
 from scalegate.pipeline.commands.validate import prepare
 from scalegate.pipeline.publishing.reproduce import _given_settings
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.serving_check.evidence.verdict import Verdict, json_schema
+from pydantic import TypeAdapter
+from scalegate.serving_check.evidence.verdict import Verdict
 
 checkpoint, recorded = sys.argv[1:3]
 found = {}
@@ -72,7 +73,7 @@ found["verdict"] = verdict.to_json()["workload"].get("sprockets") == 5
 again = Verdict.from_json(json.loads(json.dumps(verdict.to_json())))
 found["verdict that is read"] = getattr(again.workload, "sprockets", None) == 5
 found["older verdict"] = getattr(old.workload, "sprockets", None) == 3
-described = json_schema()["$defs"]["WorkloadSettings"]["properties"].get("sprockets", {})
+described = TypeAdapter(Verdict).json_schema()["$defs"]["WorkloadSettings"]["properties"].get("sprockets", {})
 found["schema"] = described.get("description") == "How many sprockets turn."
 artifact = Artifact("model", None, {"name": "int4-hqq"}, {}, {})
 found["card"] = "--sprockets 5" in " ".join(_given_settings(artifact, verdict))
