@@ -3,7 +3,7 @@
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.commands.release_request import read_request
-from scalegate.pipeline.records.recipe import load_recipe
+from scalegate.pipeline.records.recipe_file import load_recipe
 
 RECIPE = load_recipe("int4-hqq")
 
