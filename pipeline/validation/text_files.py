@@ -1,7 +1,8 @@
 """Holding what turns text into tokens and ends an answer against the baseline's: none of it is weights.
 
-Tokenizers are compared as they are loaded, so that two ways to save the same one are equal; files that are
-equal byte for byte are not loaded at all. What a difference means, `checks/text_files.py` says.
+Tokenizers and configs are compared as they are loaded, so that two ways to save the same one are equal.
+Files that only some readers take (a vocabulary beside tokenizer.json, a second chat template) are compared by
+what is in them. What a difference means, `checks/text_files.py` says.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from ...base.untrusted_names import require_file
 from ...serving_check.evidence.artifact_figures import TextDifference
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
+from .loaded_config import loaded_config
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -27,11 +29,15 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
 NOT_COMPARED = {"truncation", "padding", "version", "model", *SECTIONS}
 """Sections of a tokenizer that a call sets, or that have a part of their own."""
-BOOKKEEPING = {
-    "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "quantization_config", "tie_word_embeddings", "auto_map", "_from_model_config", "text_config", *TOKEN_IDS,
+GENERATION_BOOKKEEPING = {"transformers_version", "_from_model_config", "use_cache", *TOKEN_IDS}
+"""Of generation_config.json: how it was saved, what changes no token, and what has a part of its own."""
+PART_OF_FILE = {
+    "vocab.json": "vocabulary", "vocab.txt": "vocabulary", "tokenizer.model": "vocabulary",
+    "tekken.json": "vocabulary", "merges.txt": "merges", "added_tokens.json": "added_tokens",
+    "chat_template.json": "chat_template",
 }  # fmt: skip
-"""Of configs: what says how a checkpoint was saved or is stored, or has a part of its own."""
+"""Files that readers other than transformers' fast tokenizers take, and the part that each is of."""
+TEMPLATES = "additional_chat_templates"
 SHOWN_CHARACTERS = 40
 
 
@@ -45,8 +51,8 @@ def compare_text_files(artifact: Checkpoint, baseline: Checkpoint) -> tuple[Text
     found.append(("token_ids", _token_ids("config.json", *configs)))
     found.append(("token_ids", _token_ids(GENERATION, *generation)))
     found.append(("generation_config", _values(*(_with_defaults(side, generation) for side in generation))))
-    both = configs[0].keys() & configs[1].keys() - BOOKKEEPING
-    found.append(("config", _values(*({name: side[name] for name in both} for side in configs))))
+    found.append(("config", _values(loaded_config(artifact), loaded_config(baseline))))
+    found += _by_content(artifact, baseline)
     return tuple(TextDifference(part, where) for part, where in found if where is not None)
 
 
@@ -79,6 +85,34 @@ def _tokenizers(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[st
     yield "tokenizer", _values(*rest)
     yield "special_tokens", _values(ours.special_tokens_map, theirs.special_tokens_map)
     yield "chat_template", _template(ours.chat_template, theirs.chat_template)
+
+
+def _by_content(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[str, str | None]]:
+    """Files of both sides that say different things, and such files as only the artifact has."""
+    names = dict(PART_OF_FILE)
+    for side in (artifact, baseline):
+        names |= {f"{TEMPLATES}/{path.name}": "chat_template" for path in (side.folder / TEMPLATES).glob("*")}
+    for name, part in names.items():
+        ours, theirs = _content(artifact, name), _content(baseline, name)
+        if ours is not None and ours != theirs:
+            told = "only the artifact has it" if theirs is None else "not what the baseline's says"
+            yield part, f"{name}: {told}"
+
+
+def _content(checkpoint: Checkpoint, name: str) -> Any:
+    """What is in a file, whatever its spaces and the order of its keys; None where there is no such file."""
+    path = checkpoint.folder / name
+    if not path.is_file():
+        return None
+    path = require_file(checkpoint.folder, name)
+    if path.suffix == ".json":
+        return read_json_object(path)
+    content = path.read_bytes()
+    if path.suffix in (".txt", ".jinja"):
+        return [
+            line.rstrip() for line in content.decode("utf-8", errors="replace").splitlines() if line.strip()
+        ]
+    return content
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
@@ -158,7 +192,7 @@ def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
 def _with_defaults(own: Mapping[str, Any], both: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What one side's settings amount to: what it leaves out is what transformers takes."""
     defaults = GenerationConfig()
-    names = {name for side in both for name in side} - BOOKKEEPING
+    names = {name for side in both for name in side} - GENERATION_BOOKKEEPING
     return {name: own.get(name, getattr(defaults, name, None)) for name in names}
 
 
