@@ -115,3 +115,30 @@ class TextFigures:
     differences: tuple[TextDifference, ...] = ()
     declared: tuple[str, ...] = ()
     """Parts that the artifact's recipe says it changes."""
+
+
+@dataclass(frozen=True)
+class ReadElsewhere:
+    """The artifact as another reader loads it, its predictions beside ours on the same tokens."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    reader: str
+    """With its version and those of the libraries that it reads quantized weights with."""
+    tokens: int
+    mean_kl: float | None
+    """Of its predictions from ours, nats a token; null where there are none, or none that is finite."""
+    top1_agreement: float | None
+    refused: str | None
+    """Its own words where it could not load the artifact here."""
+
+
+@dataclass(frozen=True)
+class ReaderFigures:
+    """What readers other than ours take the artifact's files for."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    misreadings: tuple[str, ...] = ()
+    """What they refuse, skip or read otherwise, each with its file and field."""
+    elsewhere: tuple[ReadElsewhere, ...] = ()

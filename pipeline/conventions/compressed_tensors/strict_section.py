@@ -35,6 +35,13 @@ class _Arguments(_Strict):
     symmetric: bool = True
     group_size: int | None = None
     strategy: Strategy | None = None
+    block_structure: list[int] | str | None = None
+    dynamic: bool | Literal["local"] | None = False
+    actorder: Literal["group", "weight", "static", "dynamic"] | bool | None = None
+    scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    observer: str | None = None
+    observer_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "_Arguments":
@@ -89,6 +96,8 @@ def _refused_by_ours(section: Mapping[str, Any]) -> Iterator[str]:
             field = ".".join(map(str, wrong["loc"])) or "quantization_config"
             if wrong["type"] == "extra_forbidden":
                 yield f"{field}: compressed-tensors has no such field"
+            elif wrong["type"] == "value_error":
+                yield f"{field}: {wrong['msg'].removeprefix('Value error, ')}"
             else:
                 yield f"{field}: {wrong['input']!r:.60}, {wrong['msg']}"
 
