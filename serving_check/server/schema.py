@@ -187,6 +187,8 @@ class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     prompt: CheckedPrompt
+    add_special_tokens: bool = True
+    """Whether the tokenizer puts its own, such as BOS, around a prompt that is text."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
@@ -293,6 +295,8 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """Whether the tokenizer puts its own, such as BOS, around what the template has written."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], FIRST_ERROR, Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
@@ -363,6 +367,7 @@ class TokenizeChatRequest(Strict):
     model: str | None = None
     messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], FIRST_ERROR, Field(max_length=MOST_TOOLS)] | None = None
@@ -377,6 +382,7 @@ class TokenizeChatRequest(Strict):
         return ChatCompletionRequest(
             messages=self.messages,
             add_generation_prompt=self.add_generation_prompt,
+            add_special_tokens=self.add_special_tokens,
             chat_template_kwargs=self.chat_template_kwargs,
             tools=self.tools,
         )

@@ -162,8 +162,9 @@ def encode_prompts(
     tokenizer: Any, request: CompletionRequest, most_characters: int
 ) -> tuple[list[list[int]], list[str] | None]:
     """The request's prompts as token ids, and what `echo` shows of them."""
+    special = request.add_special_tokens
     prompts = [
-        _encode(tokenizer, prompt, most_characters, "prompt") if isinstance(prompt, str) else prompt
+        _encode(tokenizer, prompt, most_characters, "prompt", special) if isinstance(prompt, str) else prompt
         for prompt in request.prompts
     ]
     return prompts, echoed(tokenizer, request) if request.echo else None
@@ -189,7 +190,7 @@ def encode_chat(tokenizer: Any, request: ChatCompletionRequest, most_characters:
     except Exception as error:  # a template is a program of its maker's and may raise anything
         message = f"the chat template refuses these messages: {error}"[:1000]
         raise ApiError(message, param="messages") from error
-    return _encode(tokenizer, text, most_characters, "messages", add_special_tokens=False)
+    return _encode(tokenizer, text, most_characters, "messages", request.add_special_tokens)
 
 
 def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
@@ -203,7 +204,7 @@ def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
 
 
 def _encode(
-    tokenizer: Any, text: str, most_characters: int, param: str, add_special_tokens: bool = True
+    tokenizer: Any, text: str, most_characters: int, param: str, add_special_tokens: bool
 ) -> list[int]:
     if len(text) > most_characters:
         raise ApiError(
