@@ -6,9 +6,10 @@ Not for uploading, which is `push.py`, and not for looking inside what was fetch
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, snapshot_download
+from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from ...base.errors import UserError
+from ..machine.hub_access import require_hub_access
 
 IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
 """Other formats of the same weights; only safetensors are read."""
@@ -19,6 +20,8 @@ def download_checkpoint(
 ) -> tuple[Path, str]:
     """`repo_id`'s local snapshot folder and commit; from the cache where there is no network."""
     at = f" at revision {revision!r}" if revision else ""
+    if not constants.is_offline_mode():
+        require_hub_access()
     try:
         info = HfApi().model_info(repo_id, revision=revision)
         commit = str(info.sha)

@@ -67,6 +67,11 @@ def _explain_status(error: errors.HfHubHTTPError, repo_id: str) -> str:
         return f"{repo_id} is not on the Hub, or this token may not see it; check the name and the token"
     if status == 401:
         return "the Hub refused the access token (401); renew it with `hf auth login`, or correct HF_TOKEN"
+    if status == 403 and "storage" in said.lower():
+        return (
+            f"the Hub has no room for {repo_id}, which is private until it is complete (403: {said}). Free "
+            f"some, or create it publicly (`hf repos create {repo_id}`) and push again"
+        )
     if status == 403:
         return (
             f"this access token may not write to {repo_id} (403: {said}); "

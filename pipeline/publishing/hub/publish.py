@@ -4,13 +4,21 @@ Until the commit nothing of the release is visible; before it is read back nothi
 looks at what the Hub holds already, so that an interrupted push resumes by running it again.
 """
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors, get_token
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    errors,
+    get_token,
+)
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -22,7 +30,8 @@ from tqdm import tqdm
 from ....base.errors import UserError
 from ....base.log import is_quiet
 from ....base.progress import progress_bar
-from ..bundle import BundleFile, bundle_digest
+from ...machine.hub_access import require_hub_access
+from ..bundle import CARD_NAME, BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
 from .failures import HubNotAskedError, explained
 from .pending import is_pending, set_pending
@@ -94,6 +103,8 @@ class _Push:
         self.ours_to_publish = not self.repository.exists or is_pending(artifact_folder, target.repo_id)
         self._refuse_contradictions()
         self.stale = stale_files(self.api, self.repository, files)
+        if seen is None and not self.is_unchanged:
+            refuse_card(files)
 
     def _refuse_contradictions(self) -> None:
         name = self.target.repo_id
@@ -239,7 +250,28 @@ class _Push:
         return f"{self.api.endpoint}/{self.target.repo_id}{branch}"
 
 
+def refuse_card(files: Sequence[BundleFile]) -> None:
+    """UserError where the Hub would not take the card: asked before anything is created or sent."""
+    for card in (file for file in files if file.path == CARD_NAME):
+        try:
+            ModelCard(card.read(0, card.size).decode("utf-8"), ignore_metadata_errors=True).validate()
+        except ValueError as error:
+            raise UserError(
+                f"the Hub refuses the front matter of {CARD_NAME}: {_reasons(str(error))}. It is taken from "
+                "the base's card: correct it there, or take the field out, and quantize again"
+            ) from error
+
+
+def _reasons(answer: str) -> str:
+    """The messages of the Hub's answer, or the answer where it is no JSON of that form."""
+    try:
+        return "; ".join(str(problem["message"]) for problem in json.loads(answer)["errors"])
+    except (ValueError, KeyError, TypeError):
+        return answer.strip()[:500]
+
+
 def _token() -> str:
+    require_hub_access()
     token = get_token()
     if token is None:
         raise errors.LocalTokenNotFoundError("no token")

@@ -160,8 +160,12 @@ class FakeHub:
         return sorted(repo.commits[repo.branches[revision]].files)
 
     def written(self) -> list[tuple[str, str]]:
-        """The requests that were not plain reads."""
-        return [(method, path) for method, path in self.requests if method not in ("GET", "HEAD")]
+        """The requests that change something: no plain reads, and not the question whether a card is valid."""
+        return [
+            (method, path)
+            for method, path in self.requests
+            if method not in ("GET", "HEAD") and not path.endswith("/validate-yaml")
+        ]
 
 
 def stored(path: str, content: bytes) -> StoredFile:

@@ -222,6 +222,7 @@ def failing(step: str, refusal: Refuse):
     ("fault", "words"),
     [
         (failing("POST create", Refuse(403, "no rights in this namespace")), "may not write to org/model"),
+        (failing("POST create", Refuse(403, "private storage limit reached")), "hf repos create org/model"),
         (failing("POST commit", Refuse(429, "slow down", {"Retry-After": "9999"})), "try again in 9999 s"),
         (failing("POST commit", Refuse(500, "oops")), "the Hub is in trouble"),
     ],
@@ -232,6 +233,14 @@ def test_a_refusal_by_the_hub_is_one_clear_message(hub, pipeline, artifact, faul
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_card_that_the_hub_refuses_is_named_before_anything_is_sent(hub, pipeline, artifact):
+    hub.before = failing("POST validate_yaml", Refuse(400, '"license" must be one of apache-2.0, mit'))
+    result = push(pipeline, hub, artifact)
+    assert result.returncode == 2
+    assert "refuses the front matter of README.md" in result.stderr and "must be one of" in result.stderr
+    assert "org/model" not in hub.repos
 
 
 @pytest.mark.parametrize("step", ["POST commit", "POST create", "PUT settings"])
