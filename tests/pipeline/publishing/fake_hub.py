@@ -160,7 +160,7 @@ class FakeHub:
         return sorted(repo.commits[repo.branches[revision]].files)
 
     def written(self) -> list[tuple[str, str]]:
-        """The requests that change something: no plain reads, and not the question whether a card is valid."""
+        """The requests that change something; the question whether a card is valid is none."""
         return [
             (method, path)
             for method, path in self.requests
