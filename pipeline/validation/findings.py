@@ -45,7 +45,8 @@ def look(run: Run, keep_models: bool) -> Findings:
 
     keep_models: there is room for them beside the servers
     """
-    window = window_for(run.artifact, kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format)
+    kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
+    window = window_for(run.artifact, run.baseline, kv_format, run.quality_tokens)
     text = read_held_out(
         run.asked.text,
         run.artifact,

@@ -19,6 +19,7 @@ from ...serving_check.quality import read_texts, token_windows
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 from ..model_loader.vocabulary import refuse_unknown_tokens
+from .loaded_config import changes_beyond
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
 WINDOW, LONG_WINDOW = 512, 2048
@@ -92,8 +93,15 @@ def read_held_out(
     return HeldOutText(tokenizer, windows, token_ids, hashlib.sha256(content).hexdigest())
 
 
-def window_for(checkpoint: Checkpoint, kv_format: str) -> int:
-    """Tokens of a window that quality is measured on: long ones, within the context, for quantized keys."""
-    if kv_format == UNQUANTIZED:
-        return WINDOW
-    return LONG_WINDOW if checkpoint.context is None else min(LONG_WINDOW, checkpoint.context)
+def window_for(artifact: Checkpoint, baseline: Checkpoint, kv_format: str, tokens: int) -> int:
+    """Tokens of a window that quality is measured on.
+
+    Long ones for quantized keys, and longer ones where either config computes otherwise from some position on
+    (a stretched rope, a sliding window): then they reach beyond it, within the context and `tokens`, which is
+    all that is measured.
+    """
+    window = WINDOW if kv_format == UNQUANTIZED else LONG_WINDOW
+    changes = [position for side in (artifact, baseline) for position in changes_beyond(side.config)]
+    reached = [position + WINDOW for position in changes if position + WINDOW <= tokens]
+    contexts = [side.context for side in (artifact, baseline) if side.context is not None]
+    return min(max(window, *reached, 0), *contexts) if contexts else max(window, *reached, 0)

@@ -1,6 +1,7 @@
 """Long prompts are practical to validate on: M is reached, fewer Ms are measured, the text is long enough."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,30 @@ def test_fewer_ms_are_measured_and_the_policy_agrees():
 
 def test_prompts_longer_than_the_text_are_all_different(example_checkpoint: Path, heldout_text: Path):
     checkpoint = open_checkpoint(example_checkpoint)
-    assert window_for(checkpoint, "unquantized") == 512
-    window = window_for(checkpoint, "fp8")
+    assert window_for(checkpoint, checkpoint, "unquantized", 4096) == 512
+    window = window_for(checkpoint, checkpoint, "fp8", 4096)
     text = read_held_out(heldout_text, checkpoint, checkpoint, 4096, window, prompt=100_000)
     assert [len(one) for one in text.windows] == [2048, 2048]
     spec = WorkloadSpec(1, 1, 100_000, 1, seed=0, token_pool=tuple(text.token_ids))
     taken = prompts(spec)
     first = [tuple(next(taken)[:64]) for _ in range(20)]
     assert len(set(first)) == len(first)
+
+
+@pytest.mark.parametrize(
+    ("rope", "tokens", "window"),
+    [
+        ({"original_max_position_embeddings": 512}, 4096, 1024),
+        ({"original_max_position_embeddings": 512}, 800, 512),
+        ({"original_max_position_embeddings": 32_768}, 4096, 512),
+        ({"original_max_position_embeddings": 7_900}, 16_384, 8192),
+    ],
+)
+def test_windows_reach_beyond_where_a_config_changes_anything(
+    example_checkpoint: Path, rope: dict[str, int], tokens: int, window: int
+):
+    """Within what is measured, and within the context of 8,192 tokens."""
+    checkpoint = open_checkpoint(example_checkpoint)
+    changed = replace(checkpoint, config=checkpoint.config | {"rope_scaling": rope})
+    assert window_for(changed, checkpoint, "unquantized", tokens) == window
+    assert window_for(checkpoint, changed, "unquantized", tokens) == window
