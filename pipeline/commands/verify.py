@@ -16,7 +16,7 @@ from ..publishing.examination import Finding, Holds, examine
 from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.signature import Signature
 
-ONLY_TOLD = ("signature", "card")
+ONLY_TOLD = "signature"
 """What may be unknown, and the rest still hold."""
 
 
@@ -34,12 +34,11 @@ class Verification:
     def holds(self) -> Holds:
         """No where anything does not hold, unknown where anything that matters cannot be told, else yes.
 
-        A card of somebody's own, and a missing signature that nobody asked for, are told and decide nothing.
+        A missing signature that nobody asked for is told and decides nothing. A card that is not the records'
+        is unknown: it may claim what they do not.
         """
         found = {
-            finding.holds
-            for finding in self.findings
-            if finding.name not in ONLY_TOLD or finding.holds == "no"
+            finding.holds for finding in self.findings if finding.name != ONLY_TOLD or finding.holds == "no"
         }
         return "no" if "no" in found else "unknown" if "unknown" in found else "yes"
 
@@ -93,7 +92,7 @@ def _card(folder: Path, manifest: Artifact, verdict: Verdict, target: str) -> Fi
     return Finding(
         "card",
         "unknown",
-        f"{CARD_NAME} is not what this Scalegate writes from these records",
+        f"{CARD_NAME} is not what this Scalegate writes from these records: it may say something else",
     )
 
 
