@@ -14,8 +14,13 @@ MAX_MEAN_KL = 0.02
 """Nats a token between two readers of the same numbers: bfloat16 rounded in other orders gives some 0.001."""
 
 
-def check_other_readers(figures: ReaderFigures) -> CheckResult:
-    """Fail where a file is read otherwise elsewhere, by its own words or by another reader's logits."""
+def check_other_readers(figures: ReaderFigures | None) -> CheckResult:
+    """Fail if a file is read otherwise elsewhere, by its own words or by another reader's logits."""
+    bound = f"nothing read otherwise, mean KL at most {MAX_MEAN_KL:g}"
+    if figures is None:
+        return CheckResult(
+            NAME, "unknown", "nothing", bound, "the files were not looked at as others read them"
+        )
     differing = [read for read in figures.elsewhere if read.refused is None and _differs(read)]
     refusing = [read for read in figures.elsewhere if read.refused is not None]
     agreeing = [read for read in figures.elsewhere if read.refused is None and not _differs(read)]
@@ -30,7 +35,7 @@ def check_other_readers(figures: ReaderFigures) -> CheckResult:
         name=NAME,
         status=status,
         measured=_measured(figures, differing, agreeing),
-        bound=f"nothing read otherwise, mean KL at most {MAX_MEAN_KL:g}",
+        bound=bound,
         reason="; ".join(told) or "its files say nothing that other readers take otherwise",
         figures={
             "misreadings": len(figures.misreadings),

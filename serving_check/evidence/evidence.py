@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..settings import DOCUMENTED
-from .artifact_figures import TextFigures, WeightFigures
+from .artifact_figures import ReaderFigures, TextFigures, WeightFigures
 from .company import CompanyFigures
 from .measurement import MeasuredM
 from .quality_figures import Comparison
@@ -95,6 +95,8 @@ class Evidence:
     """The stored weights against the baseline's; null where that is quantized itself."""
     texts: TextFigures
     """Tokenizer, templates and generation settings against the baseline's."""
+    readers: ReaderFigures | None = None
+    """What other readers take the artifact's files for; null if that was not looked at."""
     capacity: int | None = None
     """Tokens that the artifact's KV cache holds; null if its server does not say."""
     limit: int | None = None

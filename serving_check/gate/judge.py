@@ -13,6 +13,7 @@ from ..checks.failures import check_failures
 from ..checks.kv_capacity import check_kv_capacity
 from ..checks.latency import check_latency
 from ..checks.loads import check_loads
+from ..checks.other_readers import check_other_readers
 from ..checks.plausible import check_plausible
 from ..checks.quality import check_quality
 from ..checks.reached import check_reached
@@ -50,6 +51,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
         check_weights(evidence.weights),
         check_text_files(evidence.texts),
+        check_other_readers(evidence.readers),
         check_canary(evidence.canary, evidence.baseline_canary, bounds),
         check_quality(evidence.quality, bounds, largest_errors(evidence.weights), evidence.by_layers),
         check_served_text(evidence.answers, evidence.measured, bounds),
