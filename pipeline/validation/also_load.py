@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from ...serving_check.evidence.artifact_figures import ReadElsewhere
 from ..checkpoints.checkpoint import Checkpoint
+from .options import TRANSFORMERS
 
-TRANSFORMERS = "transformers"
 LIBRARIES = ("compressed-tensors", "torchao")
 """What transformers reads quantized weights with, as far as artifacts of ours are concerned."""
 TOKENS = 256
@@ -37,7 +37,7 @@ def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) 
     try:
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_pretrained(artifact.folder, dtype="auto")
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(artifact.folder, dtype="auto")
             theirs = model.to(tokens.device).eval()(tokens).logits[0].float()
     except Exception as error:
         # Readers raise what they like at files that they do not expect.

@@ -89,7 +89,7 @@ def free_bytes(device: str) -> int:
 
 
 def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
-    """What `take_figures` finds, in the memory of a layer."""
+    """What `figures_of` finds, in the memory of a layer."""
     device, progress = run.options.device, run.progress
     ours = ModelByLayers(run.artifact, text.windows, device, progress)
     loaded = ours.describe()

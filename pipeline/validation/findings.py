@@ -7,13 +7,28 @@ from dataclasses import dataclass
 
 from ...serving_check.checks.canary import scored
 from ...serving_check.engine.options import UNQUANTIZED
-from ...serving_check.evidence.artifact_figures import TextFigures, WeightFigures
+from ...serving_check.evidence.artifact_figures import (
+    ReadElsewhere,
+    ReaderFigures,
+    TextFigures,
+    WeightFigures,
+)
 from ...serving_check.evidence.evidence import ScoredText, TextScore
 from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, RunFigures
 from ..conventions.kv_cache import kv_cache_of
+from .also_load import read_by_transformers
 from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
 from .held_out import HeldOutText, read_held_out, window_for
-from .in_process import InProcessFigures, Models, figures_of, load_models, scorer_of, take_figures
+from .in_process import (
+    InProcessFigures,
+    Models,
+    figures_of,
+    load_models,
+    release_memory,
+    scorer_of,
+)
+from .options import TRANSFORMERS
+from .other_readers import misreadings
 from .run import Run
 from .text_files import compare_text_files
 from .weights import compare_weights
@@ -27,6 +42,7 @@ class Findings:
     figures: InProcessFigures
     weights: WeightFigures | None
     texts: TextFigures
+    readers: ReaderFigures
     models: Models | None
     """Where they were kept."""
 
@@ -46,7 +62,7 @@ def look(run: Run, keep_models: bool) -> Findings:
     keep_models: there is room for them beside the servers
     """
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
-    window = window_for(run.artifact, run.baseline, kv_format, run.quality_tokens)
+    window = window_for(run.artifact, run.baseline, kv_format, run.asked.quality_tokens)
     text = read_held_out(
         run.asked.text,
         run.artifact,
@@ -55,18 +71,21 @@ def look(run: Run, keep_models: bool) -> Findings:
         window,
         run.workload.input_len,
     )
-    models = None
+    models: Models | None = None
     with run.clock.stage("quality"):
         if needs_layers(run):
             run.clock.say("both models together do not fit in memory here: quality a layer at a time")
             figures = figures_by_layers(run, text)
-        elif keep_models:
+        else:
             models = load_models(run.artifact, run.baseline, run.in_process)
             figures = figures_of(models, text, run.in_process)
-        else:
-            figures = take_figures(run.artifact, run.baseline, text, run.in_process)
+    with run.clock.stage("other readers"):
+        readers = _other_readers(run, text, models)
+    if not keep_models:
+        models = None
+        release_memory()
     with run.clock.stage("files"):
-        return Findings(text, figures, *_look_at_files(run), models)
+        return Findings(text, figures, *_look_at_files(run), readers, models)
 
 
 def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
@@ -83,6 +102,14 @@ def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
             scored(served.baseline_canary, scorer.baseline_nats),
             tuple(map(scorer, served.texts)),
         )
+
+
+def _other_readers(run: Run, text: HeldOutText, models: Models | None) -> ReaderFigures:
+    """What the files are for others: by themselves and, if the models are in memory, by others' logits."""
+    elsewhere: tuple[ReadElsewhere, ...] = ()
+    if run.asked.also_load == TRANSFORMERS and models is not None:
+        elsewhere = (read_by_transformers(run.artifact, models.ours.model, text.windows[0]),)
+    return ReaderFigures(misreadings(run.artifact), elsewhere)
 
 
 def _look_at_files(run: Run) -> tuple[WeightFigures | None, TextFigures]:

@@ -59,15 +59,6 @@ def load_models(artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions
     return Models(ours, _load(baseline, options, options.baseline_dtype))
 
 
-def take_figures(
-    artifact: Checkpoint, baseline: Checkpoint, text: HeldOutText, options: LoadOptions
-) -> InProcessFigures:
-    """Load both, take their figures, and let them go."""
-    figures = figures_of(load_models(artifact, baseline, options), text, options)
-    _release_memory()
-    return figures
-
-
 def figures_of(models: Models, text: HeldOutText, options: LoadOptions) -> InProcessFigures:
     """Look at their layers, and compare their predictions."""
     ours, theirs = models.ours, models.theirs
@@ -186,7 +177,8 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
+    """What nothing refers to any more, on the GPU as well."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

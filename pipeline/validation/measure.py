@@ -74,6 +74,7 @@ def _evidence(
         measured=tuple(served.measured),
         weights=results.findings.weights,
         texts=results.findings.texts,
+        readers=results.findings.readers,
         capacity=served.capacity,
         limit=served.limit,
         compiled=served.compiled,

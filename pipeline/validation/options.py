@@ -19,6 +19,9 @@ from ...serving_check.settings import (
     default_ms,
 )
 
+TRANSFORMERS, NO_OTHER_READER = "transformers", "none"
+"""Readers that an artifact can also be loaded with."""
+
 
 def _engines() -> Iterable[str]:
     return ENGINES
@@ -50,6 +53,11 @@ class ValidateOptions:
         unless_given="code that Scalegate brings",
     )
     quality_tokens: int = option(QUALITY_TOKENS, "Held-out tokens to measure quality on.", minimum=1024)
+    also_load: str = option(
+        TRANSFORMERS,
+        "Another reader, whose logits on 256 tokens must be ours.",
+        choices=lambda: (TRANSFORMERS, NO_OTHER_READER),
+    )
     rival: str | None = option(
         None,
         "What the artifact must be faster than: a checkpoint; `release` also takes a recipe and makes it.",

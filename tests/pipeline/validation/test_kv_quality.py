@@ -6,7 +6,7 @@ import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validation.held_out import read_held_out
-from scalegate.pipeline.validation.in_process import take_figures
+from scalegate.pipeline.validation.in_process import figures_of, load_models
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import refuse_unreached, server_of, sized_options
 from scalegate.serving_check.engine.options import EngineOptions
@@ -18,7 +18,7 @@ def figures(folder: Path, text: Path, kv_cache_dtype: str):
     held_out = read_held_out(text, checkpoint, checkpoint, 1024)
     engine = EngineOptions(device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype)
     options = LoadOptions(engine, engine.dtype, progress=False)
-    return take_figures(checkpoint, checkpoint, held_out, options).comparison
+    return figures_of(load_models(checkpoint, checkpoint, options), held_out, options).comparison
 
 
 def test_eight_bits_cost_little_and_more_than_nothing(example_checkpoint: Path, heldout_text: Path):
