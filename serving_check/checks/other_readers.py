@@ -60,4 +60,5 @@ def _measured(figures: ReaderFigures, differing: list[ReadElsewhere], agreeing: 
     for read in (*differing, *agreeing):
         if read.mean_kl is not None:
             parts.append(f"mean KL {read.mean_kl:.2g} by {read.reader.split(' ')[0]}")
-    return ", ".join(parts)
+    refusing = (read for read in figures.elsewhere if read.refused is not None)
+    return ", ".join([*parts, *(f"{read.reader.split(' ')[0]} did not load it" for read in refusing)])

@@ -80,8 +80,8 @@ def test_the_verdict_is_signed_where_a_key_is_given(passed: Verdict, artifact: P
 def test_a_good_artifact_passes_every_check(passed: Verdict):
     assert passed.status == "pass", [check for check in passed.checks if check.status != "pass"]
     assert [check.name for check in passed.checks] == [
-        "loads", "weights", "tokenizer and templates", "canary text", "quality", "served text",
-        "no failed requests", "tokens received",
+        "loads", "weights", "tokenizer and templates", "other readers",
+        "canary text", "quality", "served text", "no failed requests", "tokens received",
         "M reached", "throughput", "plausible speed", "streamed", "latency", "stalls", "KV capacity",
         "compilations in traffic",
     ]  # fmt: skip
