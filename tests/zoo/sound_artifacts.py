@@ -12,7 +12,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.validation.held_out import read_held_out
-from scalegate.pipeline.validation.in_process import take_figures
+from scalegate.pipeline.validation.in_process import figures_of, load_models
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
@@ -90,6 +90,6 @@ def judge_quality(folder: Path, baseline: Path, tokens: int) -> CheckResult:
     text = read_held_out(None, artifact, source, tokens)
     engine = EngineOptions(device="cpu", dtype="float32")
     options = LoadOptions(engine, engine.dtype, progress=False)
-    comparison = take_figures(artifact, source, text, options).comparison
+    comparison = figures_of(load_models(artifact, source, options), text, options).comparison
     weights = compare_weights(artifact, source, None, progress=False)
     return check_quality(comparison, Bounds(), largest_errors(weights.figures))
