@@ -19,6 +19,7 @@ Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,70 +110,84 @@ def semaphores_of(n: int) -> int:
     return triton.cdiv(n, SPLIT_TILE) * triton.cdiv(MAX_SPLIT_ROWS, 128)
 
 
+class Form(NamedTuple):
+    """What the kernel is compiled for.
+
+    split_k: K is split; sequential: one CTA takes all splits; even: no tile is ragged; evict: Triton's policy
+    for weights; unit: columns that splits are counted in
+    """
+
+    split_k: bool
+    sequential: bool
+    even: bool
+    evict: str
+    unit: int
+    precision: str
+    bm: int
+    bn: int
+    bk: int
+    pdl: bool
+
+
 @triton.jit
-def _sum_columns(
-    x_at, weight_at, in_x, in_weight, begin, end, K,
-    EVEN: tl.constexpr, EVICT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """fp32 [BN, BM] over the columns begin .. end."""
+def _sum_columns(x_at, weight_at, in_x, in_weight, begin, end, K, FORM: tl.constexpr):
+    """fp32 [bn, bm] over the columns begin .. end."""
+    BM: tl.constexpr = FORM.bm
+    BN: tl.constexpr = FORM.bn
     accumulator = tl.zeros([BN, BM], tl.float32)
     x_at += begin
     weight_at += begin
-    column = tl.arange(0, BK)
-    for k in range(begin, end, BK):
-        if EVEN:
-            weight = tl.load(weight_at, eviction_policy=EVICT)
+    column = tl.arange(0, FORM.bk)
+    for k in range(begin, end, FORM.bk):
+        if FORM.even:
+            weight = tl.load(weight_at, eviction_policy=FORM.evict)
             x = tl.load(x_at, mask=in_x, other=0.0)
         else:
             inside = k + column < K
-            weight = tl.load(weight_at, mask=in_weight & inside[None, :], other=0.0, eviction_policy=EVICT)
+            in_tile = in_weight & inside[None, :]
+            weight = tl.load(weight_at, mask=in_tile, other=0.0, eviction_policy=FORM.evict)
             x = tl.load(x_at, mask=in_x & inside[:, None], other=0.0)
-        accumulator = tl.dot(weight, x, accumulator, input_precision=PRECISION)
-        weight_at += BK
-        x_at += BK
+        accumulator = tl.dot(weight, x, accumulator, input_precision=FORM.precision)
+        weight_at += FORM.bk
+        x_at += FORM.bk
     return accumulator
 
 
 @triton.jit(do_not_specialize=["M", "tiles_m", "splits"])
 def invariant_matmul_kernel(
-    x_ptr, weight_ptr, y_ptr, partials, semaphores, M, N, K, units, tiles_m, splits,
-    SPLIT_K: tl.constexpr, SEQUENTIAL: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, weight_ptr, y_ptr, partials, semaphores, M, N, K, units, tiles_m, splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of y, those of one run of weights together; times splits where they have CTAs of their own.
-
-    SPLIT_K: K is split. SEQUENTIAL: one CTA takes all splits.
-    """
-    if PDL:
+    """Grid: tiles of y, all of one run of weights together; times splits if these have CTAs of their own."""
+    BM: tl.constexpr = FORM.bm
+    BN: tl.constexpr = FORM.bn
+    if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = (tile // tiles_m * BN + tl.arange(0, BN)).to(tl.int64)
     m = (tile % tiles_m * BM + tl.arange(0, BM)).to(tl.int64)
-    column = tl.arange(0, BK)
+    column = tl.arange(0, FORM.bk)
     in_x = (m < M)[None, :]
     in_weight = (n < N)[:, None]
     x_at = x_ptr + m[None, :] * K + column[:, None]
     weight_at = weight_ptr + n[:, None] * K + column[None, :]
     y_at = y_ptr + m[None, :] * N + n[:, None]
     in_y = in_weight & in_x
-    if SEQUENTIAL:
+    if FORM.sequential:
         total = tl.zeros([BN, BM], tl.float32)
-        for one in range(splits):
+        for index in range(splits):
             total += _sum_columns(
-                x_at, weight_at, in_x, in_weight, one * units // splits * UNIT,
-                (one + 1) * units // splits * UNIT, K, EVEN, EVICT, PRECISION, BM, BN, BK,
+                x_at, weight_at, in_x, in_weight, index * units // splits * FORM.unit,
+                (index + 1) * units // splits * FORM.unit, K, FORM,
             )  # fmt: skip
         tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=in_y)
     else:
         sums = _sum_columns(
-            x_at, weight_at, in_x, in_weight, split * units // splits * UNIT,
-            (split + 1) * units // splits * UNIT, K, EVEN, EVICT, PRECISION, BM, BN, BK,
+            x_at, weight_at, in_x, in_weight, split * units // splits * FORM.unit,
+            (split + 1) * units // splits * FORM.unit, K, FORM,
         )  # fmt: skip
-        if SPLIT_K:
+        if FORM.split_k:
             within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
             scratch = partials + tile.to(tl.int64) * splits * (BN * BM) + within
             tl.store(scratch + split * (BN * BM), sums)
@@ -180,8 +195,8 @@ def invariant_matmul_kernel(
             ended = tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
             if ended == splits - 1:
                 total = tl.zeros([BN, BM], tl.float32)
-                for one in range(splits):
-                    total += tl.load(scratch + one * (BN * BM), cache_modifier=".cg")
+                for index in range(splits):
+                    total += tl.load(scratch + index * (BN * BM), cache_modifier=".cg")
                 tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=in_y)
                 tl.store(semaphores + tile, 0)
         else:
@@ -205,11 +220,20 @@ def invariant_matmul(x: Tensor, weight: Tensor, semaphores: Tensor, tile: Tile |
     scratch = tiles_m * tiles_n * tile.bm * tile.bn * splits if own > 1 else 1
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
     pdl = compute_capability(x.device) >= (9, 0)
+    form = Form(
+        split_k=splits > 1,
+        sequential=sequential,
+        even=n % tile.bn == 0 and k % SPLIT_UNIT == 0,
+        evict="evict_first" if tiles_m == 1 else "",
+        unit=SPLIT_UNIT,
+        precision="ieee" if x.dtype == torch.float32 else "tf32",
+        bm=tile.bm,
+        bn=tile.bn,
+        bk=tile.bk,
+        pdl=pdl,
+    )
     invariant_matmul_kernel[(tiles_m * tiles_n, own)](
-        x, weight, y, partials, semaphores, m, n, k, triton.cdiv(k, SPLIT_UNIT), tiles_m, splits,
-        SPLIT_K=splits > 1, SEQUENTIAL=sequential, EVEN=n % tile.bn == 0 and k % SPLIT_UNIT == 0,
-        EVICT="evict_first" if tiles_m == 1 else "", UNIT=SPLIT_UNIT,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BM=tile.bm, BN=tile.bn, BK=tile.bk,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+        x, weight, y, partials, semaphores, m, n, k, triton.cdiv(k, SPLIT_UNIT), tiles_m, splits, form,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return y

@@ -32,6 +32,7 @@ for the words of `down` in L2. Bytes: 4.25 bits a weight of top_k experts.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -245,31 +246,47 @@ def add_pairs(gate, up, more_gate, more_up):
     return gate + more_gate, up + more_up
 
 
+class GateUpForm(NamedTuple):
+    """What `gate_up_kernel` is compiled for.
+
+    splits: warps that share K; steps: tiles of a warp in a round; even: K is whole rounds
+    """
+
+    programs: int
+    splits: int
+    steps: int
+    rounds: int
+    even: bool
+    fractional: bool
+    half: bool
+    prefetch: bool
+    asm: bool
+    pdl: bool
+
+
 @triton.jit(do_not_specialize_on_alignment=["expert"])
 def gate_up_kernel(
     x, words, scale_words, expert, activation, next_words, next_scales, E, inner, K, rows, k_tiles,
-    next_word_bytes, next_scale_bytes,
-    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROUNDS: tl.constexpr,
-    EVEN: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr, PREFETCH: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    next_word_bytes, next_scale_bytes, FORM: tl.constexpr,
 ):  # fmt: skip
-    """16 activations of one expert; warp: gate or up, and a part of K; grid (PROGRAMS, top_k).
+    """16 activations of one expert; warp: gate or up, and a part of K; grid (FORM.programs, top_k).
 
     inner: I; rows: 2 * I padded to whole tiles; next_*: of `down`, and the bytes of one expert there
     """
-    WARPS: tl.constexpr = 2 * SPLITS
+    WARPS: tl.constexpr = 2 * FORM.splits
+    ROUNDS: tl.constexpr = FORM.rounds
     warp = tl.arange(0, WARPS)
     first = tl.program_id(0) * 16
-    row = warp[None, :, None, None] // SPLITS * inner + word_rows(first, inner - 1)
-    split = warp[None, :, None, None] % SPLITS * STEPS
+    row = warp[None, :, None, None] // FORM.splits * inner + word_rows(first, inner - 1)
+    split = warp[None, :, None, None] % FORM.splits * FORM.steps
     word = (row // 64 * k_tiles * 64 + row % 64) * 16 + tl.arange(0, 16)[None, None, None, :] + split * 1024
-    scale_row = warp[None, None, :, None, None] // SPLITS * inner + scale_rows(first, inner - 1)
-    scale_tile = warp[None, None, :, None, None] % SPLITS * STEPS + scale_tiles()
+    scale_row = warp[None, None, :, None, None] // FORM.splits * inner + scale_rows(first, inner - 1)
+    scale_tile = warp[None, None, :, None, None] % FORM.splits * FORM.steps + scale_tiles()
     scale_word = scale_tile * rows + scale_row
     group = tl.arange(0, 8)[None, None, :]
-    at = (warp[:, None, None] % SPLITS * STEPS + group) * 128 + tl.arange(0, 128)[None, :, None]
+    at = (warp[:, None, None] % FORM.splits * FORM.steps + group) * 128 + tl.arange(0, 128)[None, :, None]
 
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
     index = tl.load(expert + tl.program_id(1)).to(tl.int64)
     index = tl.where((index >= 0) & (index < E), index, 0)
@@ -277,21 +294,23 @@ def gate_up_kernel(
     scales_at = scale_words + index * rows * k_tiles + scale_word
     total = tl.zeros([WARPS, 16, 8], tl.float32)
     for turn in tl.static_range(ROUNDS):
-        start = turn * SPLITS * STEPS
-        of_turn = load_words(words_at + start * 1024, split + start, k_tiles, STEPS, EVEN)
-        inside = (scale_tiles() < STEPS) & (scale_tile + start < k_tiles)
+        start = turn * FORM.splits * FORM.steps
+        of_turn = load_words(words_at + start * 1024, split + start, k_tiles, FORM.steps, FORM.even)
+        inside = (scale_tiles() < FORM.steps) & (scale_tile + start < k_tiles)
         scale = tl.load(scales_at + start * rows, mask=inside, other=0)
-        if PDL and turn == 0:
+        if FORM.pdl and turn == 0:
             tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH and turn == 0:
+        if FORM.prefetch and turn == 0:
             part = tl.program_id(0)
-            prefetch_share(next_words + index * (next_word_bytes // 4), next_word_bytes, part, PROGRAMS)
-            prefetch_share(next_scales + index * (next_scale_bytes // 4), next_scale_bytes, part, PROGRAMS)
+            words_of_next = next_words + index * (next_word_bytes // 4)
+            prefetch_share(words_of_next, next_word_bytes, part, FORM.programs)
+            scales_of_next = next_scales + index * (next_scale_bytes // 4)
+            prefetch_share(scales_of_next, next_scale_bytes, part, FORM.programs)
         x_at = at + start * 128
-        x_tiles = tl.load(x + x_at, mask=(group < STEPS) & (x_at < K), other=0.0)
-        total += scaled_sums(of_turn, scale, x_tiles, WARPS, STEPS, FRACTIONAL, HALF, ASM)
+        x_tiles = tl.load(x + x_at, mask=(group < FORM.steps) & (x_at < K), other=0.0)
+        total += scaled_sums(of_turn, scale, x_tiles, WARPS, FORM.steps, FORM.fractional, FORM.half, FORM.asm)
     of_warp = tl.sum(total, axis=2)
-    is_gate = (warp < SPLITS)[:, None]
+    is_gate = (warp < FORM.splits)[:, None]
     halves = tl.where(is_gate, of_warp, 0.0), tl.where(is_gate, 0.0, of_warp)
     gate, up = tl.reduce(halves, 0, add_pairs)
     number = gate / (1.0 + tl.exp(-gate)) * up
@@ -300,50 +319,63 @@ def gate_up_kernel(
     tl.store(activation + to, number.to(activation.dtype.element_ty), mask=to < inner)
 
 
+class DownForm(NamedTuple):
+    """What `down_kernel` is compiled for; taken: experts of the token, padded: to a power of two."""
+
+    taken: int
+    padded: int
+    splits: int
+    steps: int
+    rounds: int
+    even: bool
+    fractional: bool
+    half: bool
+    asm: bool
+    pdl: bool
+
+
 @triton.jit(do_not_specialize_on_alignment=["expert", "weight"])
 def down_kernel(
-    activation, words, scale_words, expert, weight, y, E, N, K, rows, k_tiles,
-    TAKEN: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
-    ROUNDS: tl.constexpr, EVEN: tl.constexpr, FRACTIONAL: tl.constexpr, HALF: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    activation, words, scale_words, expert, weight, y, E, N, K, rows, k_tiles, FORM: tl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y; warp: one of the TAKEN experts, padded to PADDED, and a part of K; grid (row tiles).
+    """16 numbers of y; a warp takes one of FORM.padded experts and a part of K; grid (row tiles).
 
     Before it waits for `gate_up` it reads weights, experts and their shares: those were there before
     `gate_up` let it begin.
     """
-    WARPS: tl.constexpr = PADDED * SPLITS
+    WARPS: tl.constexpr = FORM.padded * FORM.splits
+    ROUNDS: tl.constexpr = FORM.rounds
     warp = tl.arange(0, WARPS)
     first = tl.program_id(0) * 16
-    taken = warp // SPLITS
-    index = tl.load(expert + taken, mask=taken < TAKEN, other=-1).to(tl.int64)
-    share = tl.load(weight + taken, mask=taken < TAKEN, other=0.0).to(tl.float32)
+    taken = warp // FORM.splits
+    index = tl.load(expert + taken, mask=taken < FORM.taken, other=-1).to(tl.int64)
+    share = tl.load(weight + taken, mask=taken < FORM.taken, other=0.0).to(tl.float32)
     valid = (index >= 0) & (index < E)
     index = tl.where(valid, index, 0)
 
     row = word_rows(first, N - 1)
-    split = warp[None, :, None, None] % SPLITS * STEPS
+    split = warp[None, :, None, None] % FORM.splits * FORM.steps
     word = (row // 64 * k_tiles * 64 + row % 64) * 16 + tl.arange(0, 16)[None, None, None, :] + split * 1024
     words_at = words + index[None, :, None, None] * rows * k_tiles * 16 + word
-    scale_tile = warp[None, None, :, None, None] % SPLITS * STEPS + scale_tiles()
+    scale_tile = warp[None, None, :, None, None] % FORM.splits * FORM.steps + scale_tiles()
     scales_at = scale_words + index[None, None, :, None, None] * rows * k_tiles
     scales_at += scale_tile * rows + scale_rows(first, N - 1)
     group = tl.arange(0, 8)[None, None, :]
-    at = (warp[:, None, None] % SPLITS * STEPS + group) * 128 + tl.arange(0, 128)[None, :, None]
+    at = (warp[:, None, None] % FORM.splits * FORM.steps + group) * 128 + tl.arange(0, 128)[None, :, None]
 
     total = tl.zeros([WARPS, 16, 8], tl.float32)
     for turn in tl.static_range(ROUNDS):
-        start = turn * SPLITS * STEPS
-        of_turn = load_words(words_at + start * 1024, split + start, k_tiles, STEPS, EVEN)
-        inside = (scale_tiles() < STEPS) & (scale_tile + start < k_tiles)
+        start = turn * FORM.splits * FORM.steps
+        of_turn = load_words(words_at + start * 1024, split + start, k_tiles, FORM.steps, FORM.even)
+        inside = (scale_tiles() < FORM.steps) & (scale_tile + start < k_tiles)
         scale = tl.load(scales_at + start * rows, mask=inside, other=0)
-        if PDL and turn == 0:
+        if FORM.pdl and turn == 0:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         x_at = at + start * 128
-        inside = (group < STEPS) & (x_at < K) & (taken[:, None, None] < TAKEN)
+        inside = (group < FORM.steps) & (x_at < K) & (taken[:, None, None] < FORM.taken)
         x_tiles = tl.load(activation + taken[:, None, None] * K + x_at, mask=inside, other=0.0)
-        total += scaled_sums(of_turn, scale, x_tiles, WARPS, STEPS, FRACTIONAL, HALF, ASM)
+        total += scaled_sums(of_turn, scale, x_tiles, WARPS, FORM.steps, FORM.fractional, FORM.half, FORM.asm)
     of_warp = tl.where(valid[:, None], tl.sum(total, axis=2) * share[:, None], 0.0)
     to = first + tl.arange(0, 16)
     tl.store(y + to, tl.sum(of_warp, axis=0).to(y.dtype.element_ty), mask=to < N)
@@ -380,13 +412,23 @@ def launch_gate_up(
     pdl = compute_capability(x.device) >= (9, 0)
     splits, k_tiles = tuning.gate_up_splits, gate_up.words.shape[2]
     steps, rounds = steps_and_rounds(k_tiles, splits)
+    form = GateUpForm(
+        programs=programs,
+        splits=splits,
+        steps=steps,
+        rounds=rounds,
+        even=splits * steps * rounds == k_tiles,
+        fractional=gate_up.fractional,
+        half=x.dtype == torch.float16,
+        prefetch=tuning.prefetch and pdl,
+        asm=x.device.type == "cuda",
+        pdl=pdl,
+    )
     gate_up_kernel[(programs, taken)](
         x, gate_up.words, gate_up.scale_words, expert, activation, down.words, down.scale_words,
         len(gate_up.words), down.k, gate_up.k, gate_up.scale_words.shape[2], k_tiles,
-        down.words.stride(0) * 4, down.scale_words.stride(0) * 4,
-        PROGRAMS=programs, SPLITS=splits, STEPS=steps, ROUNDS=rounds, EVEN=splits * steps * rounds == k_tiles,
-        FRACTIONAL=gate_up.fractional, HALF=x.dtype == torch.float16, PREFETCH=tuning.prefetch and pdl,
-        ASM=x.device.type == "cuda", PDL=pdl, num_warps=2 * splits, num_stages=1, launch_pdl=pdl,
+        down.words.stride(0) * 4, down.scale_words.stride(0) * 4, form,
+        num_warps=2 * splits, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip
     return activation
 
@@ -401,12 +443,21 @@ def launch_down(
     padded, k_tiles = triton.next_power_of_2(taken), down.words.shape[2]
     splits = tuning.down_splits * max(1, 8 // padded)
     steps, rounds = steps_and_rounds(k_tiles, splits)
+    form = DownForm(
+        taken=taken,
+        padded=padded,
+        splits=splits,
+        steps=steps,
+        rounds=rounds,
+        even=splits * steps * rounds == k_tiles,
+        fractional=down.fractional,
+        half=activation.dtype == torch.float16,
+        asm=activation.device.type == "cuda",
+        pdl=pdl,
+    )
     down_kernel[(triton.cdiv(down.n, ROWS),)](
         activation, down.words, down.scale_words, expert, weight, y,
-        len(down.words), down.n, down.k, down.scale_words.shape[2], k_tiles,
-        TAKEN=taken, PADDED=padded, SPLITS=splits, STEPS=steps, ROUNDS=rounds,
-        EVEN=splits * steps * rounds == k_tiles, FRACTIONAL=down.fractional,
-        HALF=activation.dtype == torch.float16, ASM=activation.device.type == "cuda", PDL=pdl,
+        len(down.words), down.n, down.k, down.scale_words.shape[2], k_tiles, form,
         num_warps=padded * splits, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip
     return y

@@ -16,7 +16,7 @@ is the first operand ("swap AB"), blocks as in `unquantized.py`. Sums over K run
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,23 +105,40 @@ def load_scales(at, rows, COUNT: tl.constexpr, BN: tl.constexpr):
         return low + (of_rows(at + 2 * rows, BN), of_rows(at + 3 * rows, BN))  # noqa: RUF005
 
 
+class Form(NamedTuple):
+    """What the kernel is compiled for, beside the decoder.
+
+    shared_by: assignments that share a row of x; evict: Triton's policy for words
+    chains: tiles of words a turn, each added up by itself: two chains of products hide each other's latency
+    """
+
+    shared_by: int
+    even_k: bool
+    evict: str
+    bm: int
+    bn: int
+    chains: int
+    asm: bool
+    pdl: bool
+
+
 @triton.jit(
     do_not_specialize=["count"],
     repr=lambda form: form.constants["DECODER"].name + "_grouped_kernel",
 )
 def packed_grouped_kernel(
     x, words, scale_words, factor, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
-    SHARED_BY: tl.constexpr, EVEN_K: tl.constexpr, DECODER: tl.constexpr,
-    EVICT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHAINS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    DECODER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] += weight tile [BN, 128] . x tile [BM, 128]^T over K; grid (blocks * row tiles).
+    """acc [bn, bm] += weight tile [bn, 128] . x tile [bm, 128]^T over K; grid (blocks * row tiles).
 
-    rows: N padded to whole tiles of 64, where BN may reach beyond; k_tiles: tiles of words along K
-    CHAINS: tiles of words a turn, each added up by itself: two chains of products hide each other's latency
+    rows: N padded to whole tiles of 64, where bn may reach beyond; k_tiles: tiles of words along K
     """
+    BM: tl.constexpr = FORM.bm
+    BN: tl.constexpr = FORM.bn
     SCALE_ROWS: tl.constexpr = DECODER.scale_rows
-    if PDL:
+    CHAINS: tl.constexpr = FORM.chains
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(N, BN)
     block = tl.program_id(0) // tiles
@@ -133,7 +150,7 @@ def packed_grouped_kernel(
     column = tl.arange(0, 128)
     assignment = tl.load(assignments + block * BM + tl.arange(0, BM)).to(tl.int64)
     taken = assignment < count
-    x_at = x + (assignment // SHARED_BY)[None, :] * x_stride + column[:, None]
+    x_at = x + (assignment // FORM.shared_by)[None, :] * x_stride + column[:, None]
     word = (row_tile * k_tiles * 64 + row % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
     words_at = words + expert * rows * k_tiles * 16 + word
     scales_at = scale_words + expert * rows * k_tiles * SCALE_ROWS + row_tile * 64 + row % 64
@@ -144,12 +161,12 @@ def packed_grouped_kernel(
     for k_tile in range(0, k_tiles, CHAINS):
         for chain in tl.static_range(CHAINS):
             inside = taken[None, :]
-            if not EVEN_K:
+            if not FORM.even_k:
                 inside = inside & ((k_tile + chain) * 128 + column < K)[:, None]
-            word = tl.load(words_at + chain * 1024, eviction_policy=EVICT)
+            word = tl.load(words_at + chain * 1024, eviction_policy=FORM.evict)
             scales = load_scales(scales_at + chain * rows * SCALE_ROWS, rows, SCALE_ROWS, BN)
             x_tile = tl.load(x_at + chain * 128, mask=inside, other=0.0)
-            if ASM:
+            if FORM.asm:
                 weight = DECODER.unpack_in_registers(word, scales, DECODER, BN)
             else:
                 weight = DECODER.unpack_plainly(word, scales, DECODER, BN)
@@ -192,12 +209,19 @@ def grouped_matmul(
     chains = 2 if routing.block_rows <= TWO_CHAINS_TO and k_tiles % 2 == 0 else 1
     capability = compute_capability(x.device)
     pdl = capability >= (9, 0)
+    form = Form(
+        shared_by=routing.rows_per_input(len(x)),
+        even_k=k % TILE_K == 0,
+        evict="evict_first" if routing.block_rows < REUSED_FROM else "",
+        bm=routing.block_rows,
+        bn=tile.n,
+        chains=chains,
+        asm=x.device.type == "cuda",
+        pdl=pdl,
+    )
     packed_grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
         x, words, scale_words, factor, bias, y, routing.assignments, routing.block_expert, routing.count,
-        n, k, x.stride(0), scale_words.shape[2], k_tiles,
-        SHARED_BY=routing.rows_per_input(len(x)), EVEN_K=k % TILE_K == 0, DECODER=decoder,
-        EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
-        BM=routing.block_rows, BN=tile.n, CHAINS=chains, ASM=x.device.type == "cuda", PDL=pdl,
+        n, k, x.stride(0), scale_words.shape[2], k_tiles, decoder, form,
         num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
     )  # fmt: skip
     return y

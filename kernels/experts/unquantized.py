@@ -11,6 +11,8 @@ CTAs of a block are neighbours, and so are the blocks of an expert: what is read
 Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run in one order, in fp32.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -47,14 +49,30 @@ def grouped_matmul_reference(x: Tensor, weight: Tensor, expert: Tensor, bias: Te
     return y
 
 
+class Form(NamedTuple):
+    """What the kernel is compiled for; shared_by: assignments that share a row of x; evict: Triton's policy
+    for weights."""
+
+    shared_by: int
+    even_n: bool
+    even_k: bool
+    evict: str
+    precision: str
+    bm: int
+    bn: int
+    bk: int
+    pdl: bool
+
+
 @triton.jit(do_not_specialize=["count"])
 def grouped_kernel(
     x, weight, bias, y, assignments, block_expert, count, N, K, x_stride, expert_stride, n_stride, k_stride,
-    SHARED_BY: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] += weight tile [BN, BK] . x tile [BM, BK]^T over K; grid (blocks * row tiles)."""
-    if PDL:
+    """acc [bn, bm] += weight tile [bn, bk] . x tile [bm, bk]^T over K; grid (blocks * row tiles)."""
+    BM: tl.constexpr = FORM.bm
+    BN: tl.constexpr = FORM.bn
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(N, BN)
     block = tl.program_id(0) // tiles
@@ -62,25 +80,25 @@ def grouped_kernel(
     if expert < 0:
         return
     row = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
-    column = tl.arange(0, BK)
+    column = tl.arange(0, FORM.bk)
     assignment = tl.load(assignments + block * BM + tl.arange(0, BM)).to(tl.int64)
     taken = assignment < count
-    x_at = x + (assignment // SHARED_BY)[None, :] * x_stride + column[:, None]
+    x_at = x + (assignment // FORM.shared_by)[None, :] * x_stride + column[:, None]
     weight_at = weight + expert * expert_stride + row[:, None] * n_stride + column[None, :] * k_stride
     accumulator = tl.zeros([BN, BM], tl.float32)
-    for k in range(0, K, BK):
+    for k in range(0, K, FORM.bk):
         x_inside = taken[None, :]
-        if not EVEN_K:
+        if not FORM.even_k:
             x_inside = x_inside & (k + column < K)[:, None]
-        if EVEN_N and EVEN_K:
-            weight_tile = tl.load(weight_at, eviction_policy=EVICT)
+        if FORM.even_n and FORM.even_k:
+            weight_tile = tl.load(weight_at, eviction_policy=FORM.evict)
         else:
             inside = (row < N)[:, None] & (k + column < K)[None, :]
-            weight_tile = tl.load(weight_at, mask=inside, other=0.0, eviction_policy=EVICT)
+            weight_tile = tl.load(weight_at, mask=inside, other=0.0, eviction_policy=FORM.evict)
         x_tile = tl.load(x_at, mask=x_inside, other=0.0)
-        accumulator = tl.dot(weight_tile, x_tile, accumulator, input_precision=PRECISION)
-        weight_at += BK * k_stride
-        x_at += BK
+        accumulator = tl.dot(weight_tile, x_tile, accumulator, input_precision=FORM.precision)
+        weight_at += FORM.bk * k_stride
+        x_at += FORM.bk
     if bias is not None:
         of_row = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
         accumulator += of_row.to(tl.float32)[:, None]
@@ -100,13 +118,20 @@ def grouped_matmul(
     y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
     capability = compute_capability(x.device)
     pdl = capability >= (9, 0)
+    form = Form(
+        shared_by=routing.rows_per_input(len(x)),
+        even_n=n % tile.n == 0,
+        even_k=k % tile.k == 0,
+        evict="evict_first" if routing.block_rows < REUSED_FROM else "",
+        precision="ieee" if exact else "tf32",
+        bm=routing.block_rows,
+        bn=tile.n,
+        bk=tile.k,
+        pdl=pdl,
+    )
     grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
         x, weight, bias, y, routing.assignments, routing.block_expert, routing.count,
-        n, k, x.stride(0), *weight.stride(),
-        SHARED_BY=routing.rows_per_input(len(x)), EVEN_N=n % tile.n == 0, EVEN_K=k % tile.k == 0,
-        EVICT="evict_first" if routing.block_rows < REUSED_FROM else "",
-        PRECISION="ieee" if exact else "tf32",
-        BM=routing.block_rows, BN=tile.n, BK=tile.k, PDL=pdl,
+        n, k, x.stride(0), *weight.stride(), form,
         num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
     )  # fmt: skip
     return y

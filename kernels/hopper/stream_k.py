@@ -27,12 +27,13 @@ tile, do others whole and begin one more:
 * PDL (programmatic dependent launch): weights are loaded before the kernel ahead has ended; activations, and
   everything that is written, wait for its end.
 
-Run-time numbers are separate kernel arguments because Triton 3.6 ignores `do_not_specialize` for those in
-tuples, and would compile again for new values.
+Run-time integers are separate kernel arguments because Triton 3.6 ignores `do_not_specialize` for those in
+tuples, and would compile again for new values. It specializes on no floating-point number.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -287,22 +288,41 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
         tile_m = gl.where(over, 0, tile_m)
 
 
+class Form(NamedTuple):
+    """What the kernel is compiled for.
+
+    scale_weights: scales multiply weights, else sums; vector_store: rows of y have whole groups of four
+    tails: CTAs beyond one a tile have the tails of several
+    """
+
+    tile: "Tile"
+    decoder: Decoder
+    scale_weights: bool
+    vector_store: bool
+    tails: bool
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
+        return f"{self!r}-{self.decoder.cache_key}"
+
+
 @gluon.jit(
     do_not_specialize=[
         "M", "N", "tiles_m", "iters_per_tile", "total_iters", "num_ctas", "period", "start_offsets",
         "head_iters", "tails_per_cta",
     ],
-    repr=lambda form: form.constants["DECODER"].name + "_stream_k_kernel",
+    repr=lambda form: form.constants["FORM"].decoder.name + "_stream_k_kernel",
 )  # fmt: skip
 def stream_k_kernel(
     x_desc, words_desc, scale_desc, table, y, factor, partials, semaphores, M, N,
     tiles_m, iters_per_tile, total_iters, num_ctas, period, start_offsets, head_iters, tails_per_cta,
-    inv_tiles_m, inv_iters_per_tile, inv_total, inv_ctas, inv_period,
-    TILE: gl.constexpr, DECODER: gl.constexpr, SCALE_WEIGHTS: gl.constexpr, VECTOR_STORE: gl.constexpr,
-    TAILS: gl.constexpr,
+    inverses, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Grid: `num_ctas` CTAs. Parameters as `launch` gives them."""
-    t = Traits(TILE, DECODER, SCALE_WEIGHTS)
+    """Grid: `num_ctas` CTAs. Parameters as `launch` gives them; inverses: for `fast_divide`."""
+    TAILS: gl.constexpr = FORM.tails
+    inv_tiles_m, inv_iters_per_tile, inv_total, inv_ctas, inv_period = inverses
+    t = Traits(FORM.tile, FORM.decoder, FORM.scale_weights)
     smem = Smem(t, words_desc.block_shape, scale_desc.block_shape)
     split = Decomposition(
         iters_per_tile, total_iters, num_ctas, period, start_offsets, inv_iters_per_tile, inv_total, inv_ctas,
@@ -349,7 +369,7 @@ def stream_k_kernel(
         owner = split.owner_of(tile)
         last_cta = split.last_cta_of(split.tile_of(end - 1))
     exchange = Exchange(partials, semaphores, cta, owner, last_cta)
-    output = Output(y, M, N, factor, VECTOR_STORE)
+    output = Output(y, M, N, factor, FORM.vector_store)
     if t.REORDER_X:
         gl.warp_specialize([
             (consumer_partition, (x_ring, memory, table, output, exchange, work, TAILS, t, smem)),
@@ -410,8 +430,8 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
         y, weight.factor, partials, weight.semaphores, m, n,
         tiles_m, iters_per_tile, total_iters, num_ctas, len(offsets), packed_bytes(offsets),
         config.head_iters, tiles // (num_ctas - tiles) if config.head_iters else 0,
-        1 / tiles_m, 1 / iters_per_tile, 1 / total_iters, 1 / num_ctas, 1 / len(offsets),
-        **constants(tile, weight.decoder, n, config.head_iters > 0),
+        (1 / tiles_m, 1 / iters_per_tile, 1 / total_iters, 1 / num_ctas, 1 / len(offsets)),
+        form_of(tile, weight.decoder, n, config.head_iters > 0),
         **tile.options(),
     )  # fmt: skip
 
@@ -419,15 +439,9 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
 @lru_cache
 def packed_bytes(offsets: tuple[int, ...]) -> int:
     """Up to four start offsets as the signed bytes of an int32, the first one lowest."""
-    return int.from_bytes(bytes(one & 255 for one in offsets).ljust(4, b"\0"), "little", signed=True)
+    return int.from_bytes(bytes(offset & 255 for offset in offsets).ljust(4, b"\0"), "little", signed=True)
 
 
-def constants(tile: Tile, decoder: Decoder, n: int, tails: bool) -> dict[str, object]:
-    """The kernel's constexpr arguments; of n only whether rows of y have whole groups of four."""
-    return {
-        "TILE": tile,
-        "DECODER": decoder,
-        "SCALE_WEIGHTS": not decoder.scales_sums(tile),
-        "VECTOR_STORE": n % 4 == 0,
-        "TAILS": tails,
-    }
+def form_of(tile: Tile, decoder: Decoder, n: int, tails: bool) -> Form:
+    """What the kernel is compiled for: of n only whether rows of y have whole groups of four."""
+    return Form(tile, decoder, not decoder.scales_sums(tile), n % 4 == 0, tails)

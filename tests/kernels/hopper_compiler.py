@@ -31,7 +31,7 @@ def hopper_source(
         constants = invariant.constants(tile, decoder, bulk, sequential)
     else:
         kernel = stream_k.stream_k_kernel
-        constants = stream_k.constants(tile, decoder, 1001 if odd_rows else 1024, tails)
+        constants = {"FORM": stream_k.form_of(tile, decoder, 1001 if odd_rows else 1024, tails)}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{element}[{tile.m}, {tile.k_tiles * 64}],{x_layout()!r}>",
         "words_desc": f"tensordesc<i32{words},{plain_layout(len(words))!r}>",
@@ -46,6 +46,7 @@ def hopper_source(
     if not is_invariant:
         signature["table"] = "*i32"
         constants |= {} if decoder.table_bytes else {"table": None}
+        signature["inverses"] = ("fp32",) * 5
     signature |= {name: "fp32" for name in kernel.arg_names if name.startswith("inv_")}
     if is_invariant:
         columns = tile.n if bulk else tile.k_tiles * 64

@@ -9,6 +9,8 @@ by the same products, so that it holds the same codes. From sm_80 on the
 kernels of `flush_pages.py` do it; those here are for older GPUs and for Triton's interpreter.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -245,41 +247,53 @@ def _flush_decoded(
         )  # fmt: skip
 
 
+class PromptsForm(NamedTuple):
+    """What `_flush_prompts` is compiled for."""
+
+    kv_heads: int
+    value_bits: int
+    group_size: int
+    dim: int
+    log_dim: int
+    iterations: int
+
+
 @triton.jit(do_not_specialize=["num_requests", "count"])
 def _flush_prompts(
     key_ptr, value_ptr, positions_ptr, slots_ptr, token_rows_ptr, lengths_ptr, held_ptr,
     words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
-    KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr, ITERATIONS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """The pages that GROUP_SIZE tokens of a step's prompts fill: keys or values of one head."""
-    offset = tl.arange(0, GROUP_SIZE)
-    one_of = tl.program_id(1).to(tl.int64) * GROUP_SIZE + offset
+    offset = tl.arange(0, FORM.group_size)
+    one_of = tl.program_id(1).to(tl.int64) * FORM.group_size + offset
     position = tl.load(positions_ptr + one_of, mask=one_of < count, other=0)
-    due = (position % GROUP_SIZE == GROUP_SIZE - 1) & (position >= GROUP_SIZE)
+    due = (position % FORM.group_size == FORM.group_size - 1) & (position >= FORM.group_size)
     due = due & (tl.load(slots_ptr + one_of, mask=one_of < count, other=-1) >= 0)
     due = due & (tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) == 0)
     # Neighbours on one side, since a multiprocessor's instruction cache does not hold the code of both.
-    head = tl.program_id(0) % KV_HEADS
-    side = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % FORM.kv_heads
+    side = tl.program_id(0) // FORM.kv_heads
     new_ptr = key_ptr if side == 0 else value_ptr
     stride = key_stride if side == 0 else value_stride
-    dim = tl.arange(0, DIM)[None, :]
+    dim = tl.arange(0, FORM.dim)[None, :]
     for _ in range(tl.sum(due.to(tl.int32), axis=0)):
         last = tl.min(tl.where(due, one_of, count), axis=0)
         due = due & (one_of != last)
         row = tl.load(token_rows_ptr + last)
-        token = last - (GROUP_SIZE - 1) + offset
+        token = last - (FORM.group_size - 1) + offset
         # Those before the chunk, from the page as it was kept.
         is_new = tl.load(token_rows_ptr + token, mask=token >= 0, other=-1) == row
-        new = token[:, None] * stride + head * DIM + dim
-        old = held_at(row, GROUP_SIZE + offset, side, head, KV_HEADS, DIM, GROUP_SIZE)[:, None] + dim
+        new = token[:, None] * stride + head * FORM.dim + dim
+        old = held_at(
+            row, FORM.group_size + offset, side, head, FORM.kv_heads, FORM.dim, FORM.group_size
+        )[:, None] + dim  # fmt: skip
         rows = tl.load(new_ptr + new, mask=is_new[:, None] & (dim >= 0), other=0.0)
         rows += tl.load(held_ptr + old, mask=(~is_new)[:, None] & (dim >= 0), other=0.0)
-        at = tl.load(slots_ptr + last) // GROUP_SIZE * KV_HEADS + head
+        at = tl.load(slots_ptr + last) // FORM.group_size * FORM.kv_heads + head
         _write_tile(
             rows, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr,
-            VALUE_BITS, GROUP_SIZE, DIM, LOG_DIM, ITERATIONS,
+            FORM.value_bits, FORM.group_size, FORM.dim, FORM.log_dim, FORM.iterations,
         )  # fmt: skip
 
 
@@ -339,7 +353,5 @@ def flush_prompts(
     if compute_capability(held.device) >= (8, 0):
         prompts_kernel[grid](*where, *numbers, **sizes, **launch(group_size, dim))
     else:
-        _flush_prompts[grid](
-            *where, *numbers, **sizes, LOG_DIM=log2(dim), ITERATIONS=ITERATIONS,
-            num_warps=_warps(group_size, dim),
-        )  # fmt: skip
+        form = PromptsForm(kv_heads, value_bits, group_size, dim, log2(dim), ITERATIONS)
+        _flush_prompts[grid](*where, *numbers, form, num_warps=_warps(group_size, dim))

@@ -38,8 +38,14 @@ REGISTERS = 65536
 """Of an SM."""
 
 
-def compiled(kernel, types: dict[str, str], constants: dict[str, object], tile: Tile, capability: int):
+def compiled(
+    kernel, types: dict[str, str], constants: dict[str, object], tile: Tile, capability: int, form=None
+):
+    """form: of the kernel's settings, a constant each, makes the one argument that some kernels take."""
     constants = constants | {"PDL": capability >= 90}
+    if form:
+        constants |= {"FORM": form(**{name: constants[name.upper()] for name in form._fields})}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
     places = {name: (kernel.arg_names.index(name),) for name in signature}
     aligned = [
@@ -68,7 +74,7 @@ def int4_kernel(
     constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "DECODER": decoder, "ASM": True, "factor": None}
     constants |= {"CHAINS": 2 if block_rows <= packed.TWO_CHAINS_TO else 1}
     constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
-    return compiled(packed.packed_grouped_kernel, types, constants, tile, capability)
+    return compiled(packed.packed_grouped_kernel, types, constants, tile, capability, packed.Form)
 
 
 @functools.cache
@@ -79,7 +85,7 @@ def nvfp4_kernel(bucket: int, ragged=False, biased=False, capability=90):
     constants = {"SHARED_BY": 8, "EVEN_K": not ragged, "DECODER": nvfp4.NVFP4Experts(False), "ASM": True}
     constants |= {"CHAINS": 2 if block_rows <= packed.TWO_CHAINS_TO else 1}
     constants |= {"EVICT": "evict_first", "BM": block_rows, "BN": tile.n} | ({} if biased else {"bias": None})
-    return compiled(packed.packed_grouped_kernel, types, constants, tile, capability)
+    return compiled(packed.packed_grouped_kernel, types, constants, tile, capability, packed.Form)
 
 
 @functools.cache
@@ -91,7 +97,7 @@ def unquantized_kernel(bucket: int, transposed=False, ragged=False, biased=False
     constants |= {"PRECISION": "tf32"}
     constants |= {"n_stride" if transposed else "k_stride": 1} | ({} if biased else {"bias": None})
     constants |= {"BM": block_rows, "BN": tile.n, "BK": tile.k}
-    return compiled(unquantized.grouped_kernel, types, constants, tile, capability)
+    return compiled(unquantized.grouped_kernel, types, constants, tile, capability, unquantized.Form)
 
 
 def disassembled(kernel, tmp_path: Path) -> list[tuple[int, str]]:
@@ -237,7 +243,10 @@ def one_token_kernel(
     name: str, warps: int, types: dict[str, str], constants: dict, half=False, capability=90
 ):
     element = "*fp16" if half else "*bf16"
-    kernel = {"gate_up": one_token.gate_up_kernel, "down": one_token.down_kernel}[name]
+    kernel, form = {
+        "gate_up": (one_token.gate_up_kernel, one_token.GateUpForm),
+        "down": (one_token.down_kernel, one_token.DownForm),
+    }[name]
     pointers = (
         "x",
         "activation",
@@ -253,7 +262,7 @@ def one_token_kernel(
     types |= dict.fromkeys(("words", "scale_words", "next_words", "next_scales"), "*i32")
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     constants = {"HALF": half, "ASM": True} | constants
-    return compiled(kernel, types, constants, Tile(0, 0, 1, warps), capability)
+    return compiled(kernel, types, constants, Tile(0, 0, 1, warps), capability, form)
 
 
 @functools.cache

@@ -351,8 +351,9 @@ def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monk
         gemm.matmul(x, PACKING.operand(packed), n, batch_invariant)
         grid, given, options = recorder.launches.pop()
         assert not recorder.launches
-        tile = given["TILE"]
-        assert (given["M"], given["N"], given["DECODER"].group_size) == (m, n, group_size)
+        form = given.get("FORM")
+        tile, decoder = (form.tile, form.decoder) if form else (given["TILE"], given["DECODER"])
+        assert (given["M"], given["N"], decoder.group_size) == (m, n, group_size)
         rows, columns = tile.m, 64 * tile.k_tiles
         assert tuple(given["x_desc"].shape) == (m, k) and given["x_desc"].block_shape == [rows, columns]
         assert given["words_desc"].block_shape == [tile.n // 64, tile.k_tiles * 8, 64]
@@ -366,8 +367,8 @@ def test_a_kernel_is_given_what_it_names(n, k, group_size, batch_invariant, monk
             assert given["partials"].numel() >= (tiles - whole) * given["num_splits"] * rows * tile.n
         else:
             assert grid == (given["num_ctas"],) and given["total_iters"] == tiles * given["iters_per_tile"]
-            assert given["TAILS"] == (given["head_iters"] > 0) == (m == 512 and n == 2560)
-            assert not given["TAILS"] or grid[0] == tiles + tiles // given["tails_per_cta"]
+            assert form.tails == (given["head_iters"] > 0) == (m == 512 and n == 2560)
+            assert not form.tails or grid[0] == tiles + tiles // given["tails_per_cta"]
             offsets = stream_k_config.config_for(m, n, k).start_offsets
             packed_offsets = given["start_offsets"].to_bytes(4, "little", signed=True)
             assert [*packed_offsets[: given["period"]]] == [offset & 255 for offset in offsets]

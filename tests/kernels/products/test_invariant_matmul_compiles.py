@@ -9,6 +9,7 @@ from scalegate.kernels.invariant_matmul import (
     DEEP_TILES,
     SPLIT_UNIT,
     TILES,
+    Form,
     Tile,
     invariant_matmul_kernel,
 )
@@ -35,9 +36,19 @@ def test_every_tile_compiles_to_the_matrix_units_instruction(tile: Tile, form: s
     types = dict.fromkeys(["x_ptr", "weight_ptr", "y_ptr"], "*bf16")
     types |= {"partials": "*fp32", "semaphores": "*i32"}
     types |= dict.fromkeys(["M", "N", "K", "units", "tiles_m", "splits"], "i32")
-    constants = {"SPLIT_K": form != "whole", "SEQUENTIAL": form == "sequential", "EVEN": True}
-    constants |= {"EVICT": "", "UNIT": SPLIT_UNIT, "PRECISION": "tf32"}
-    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PDL": True}
+    form_of_kernel = Form(
+        split_k=form != "whole",
+        sequential=form == "sequential",
+        even=True,
+        evict="",
+        unit=SPLIT_UNIT,
+        precision="tf32",
+        bm=tile.bm,
+        bn=tile.bn,
+        bk=tile.bk,
+        pdl=True,
+    )
+    constants = {"FORM": form_of_kernel}
     names = invariant_matmul_kernel.arg_names
     aligned = [name for name in names if str(types.get(name, ""))[:1] == "*"] + ["N", "K"]
     source = ASTSource(
