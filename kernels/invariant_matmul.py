@@ -18,7 +18,6 @@ Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay 
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -96,13 +95,6 @@ def splits_of(n: int, k: int) -> int:
         return triton.cdiv(tiles * splits, SLOTS) * (triton.cdiv(units, splits) + 1.5) + adding
 
     return min(range(1, min(MAX_SPLITS, units) + 1), key=cost)
-
-
-def split_columns(k: int, splits: int) -> list[range]:
-    """The columns of each split, in the order in which they are added."""
-    units = triton.cdiv(k, SPLIT_UNIT)
-    cuts = [min(k, split * units // splits * SPLIT_UNIT) for split in range(splits + 1)]
-    return [range(begin, end) for begin, end in pairwise(cuts)]
 
 
 def semaphores_of(n: int) -> int:

@@ -1,5 +1,7 @@
 """The plan of the batch-invariant product of a plain weight, as arithmetic."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from scalegate.kernels.invariant_matmul import (
@@ -10,7 +12,6 @@ from scalegate.kernels.invariant_matmul import (
     SPLIT_UNIT,
     TILES,
     semaphores_of,
-    split_columns,
     splits_of,
     tile_for,
 )
@@ -21,10 +22,12 @@ QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4
 @pytest.mark.parametrize(("n", "k"), [*QWEN3_8B, (64, 100), (70, 1096)])
 def test_splits_cover_k_once_in_whole_units(n: int, k: int):
     splits = splits_of(n, k)
-    columns = split_columns(k, splits)
+    units = -(-k // SPLIT_UNIT)
+    cuts = [min(k, split * units // splits * SPLIT_UNIT) for split in range(splits + 1)]
+    columns = [range(begin, end) for begin, end in pairwise(cuts)]
     assert 1 <= splits <= MAX_SPLITS and len(columns) == splits
-    assert [column for one in columns for column in one] == list(range(k))
-    assert all(one.start % SPLIT_UNIT == 0 for one in columns)
+    assert [column for split in columns for column in split] == list(range(k))
+    assert all(split.start % SPLIT_UNIT == 0 for split in columns)
     assert all(SPLIT_UNIT % tile.bk == 0 for tile in TILES + DEEP_TILES), (
         "a tile's steps end where a split does"
     )
