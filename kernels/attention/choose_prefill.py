@@ -1,7 +1,7 @@
-"""Attention of prompts' chunks over paged keys and values: which of two kernels takes a step.
+"""Prefill attention over paged keys and values: which of two kernels takes a step.
 
-`prefill_attention.py`, in Triton, takes every step on every GPU; `hopper/prefill.py` is faster in large steps
-on Hopper. Their bits differ, so where these may not depend on a step's size the first one takes all.
+`prefill.py`, in Triton, takes every step on every GPU; `hopper_prefill.py` is faster in large steps on
+Hopper. Their bits differ, so batch-invariant serving uses the first kernel for every step.
 
 A large step reads each page of eight bits many times, and widens it once (`widen_pages.py`). The Hopper
 kernel takes e4m3 keys as they lie, with queries rounded to e4m3 (`e4m3_queries.py`); values it takes widened.
@@ -11,7 +11,6 @@ says so.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from ...base.log import logger
 from ..device import compute_capability
 from ..triton_imports import triton
 from .hopper_prefill import hopper_prefill
+from .options import AttentionOptions
 from .prefill import LARGE, prefill_attention
 from .widen_pages import widen_pages
 
@@ -81,8 +81,9 @@ def hopper_runs(
     )
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     tiles = torch.tensor([[0, 1, 0, 0]], dtype=torch.int32, device=device)
+    pages, options = (key_pages, value_pages, block_table), AttentionOptions(scale=1.0)
     try:
-        hopper_prefill(q, key_pages, value_pages, block_table, tiles, scale=1.0, out=torch.empty_like(q))
+        hopper_prefill(q, *pages, tiles, options, torch.empty_like(q))
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
@@ -94,27 +95,21 @@ def hopper_runs(
     return True
 
 
-def prompt_attention(
+def attend_prefill(
     q: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
     block_table: Tensor,
     tiles: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    options: AttentionOptions,
     out: Tensor,
     one_form: bool,
     widened: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the tiles' tokens of `out`; arguments as in `prefill_attention`.
 
-    widened: of pages of eight bits the step's, int64 [n], and the block table of these alone: what is widened
-             is read by the latter
+    widened: for pages of eight bits, which pages the step reads, int64 [n], and a block table of indices into
+             these; widened keys and values are read by that table
     """
     step = Step(
         tokens=len(q),
@@ -122,7 +117,7 @@ def prompt_attention(
         head_dim=q.shape[2],
         page=key_pages.shape[2],
         dtypes=(q.dtype, key_pages.dtype, value_pages.dtype),
-        scale_dims=0 if key_scale is None else key_scale.ndim,
+        scale_dims=0 if options.key_scale is None else options.key_scale.ndim,
         one_form=one_form,
     )
     capability = compute_capability(q.device)
@@ -138,19 +133,11 @@ def prompt_attention(
         if not for_hopper(step):
             key_table, key_pages = block_table, widen_pages(key_pages, pages)
             step = replace(step, dtypes=(q.dtype, key_pages.dtype, value_pages.dtype))
+        key_scale, value_scale = options.key_scale, options.value_scale
         if key_scale is not None and value_scale is not None and step.scale_dims == 3:
             key_scale, value_scale = (scale.index_select(0, pages) for scale in (key_scale, value_scale))
-    tensors = q, key_pages, value_pages, block_table, tiles
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-        "key_scale": key_scale,
-        "value_scale": value_scale,
-        "out": out,
-    }
+            options = replace(options, key_scale=key_scale, value_scale=value_scale)
     if for_hopper(step):
-        hopper_prefill(*tensors, key_table=key_table, **options)
+        hopper_prefill(q, key_pages, value_pages, block_table, tiles, options, out, key_table)
     else:
-        prefill_attention(*tensors, **options, one_form=one_form)
+        prefill_attention(q, key_pages, value_pages, block_table, tiles, options, out, one_form)

@@ -21,6 +21,7 @@ At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device'
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ from torch import Tensor
 from ..device import compute_capability
 from ..hadamard import log2, rotate
 from ..triton_imports import tl, triton
-
-LOG2_E = 1.4426950408889634
+from .options import AttentionOptions
 
 
 def decode_attention_reference(
@@ -38,19 +38,10 @@ def decode_attention_reference(
     value_pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
-    """What the kernel computes, in fp64, one request at a time; shapes as in the docstring above.
-
-    `window` > 0 keeps the last `window` tokens; `softcap` > 0 bounds the scores by tanh; `sinks` [H] are
-    logits that take part in the softmax and carry no value.
-    """
+    """What the kernel computes, in fp64, one request at a time; shapes as in the docstring above."""
+    sinks, softcap = options.sinks, options.softcap
     batch, heads, head_dim = q.shape
     kv_heads = key_pages.shape[1]
     out = torch.zeros(batch, heads, head_dim, dtype=torch.float64, device=q.device)
@@ -59,12 +50,12 @@ def decode_attention_reference(
         if length == 0:
             continue
         pages = block_table[row, : triton.cdiv(length, key_pages.shape[2])].long()
-        keys = _gather(key_pages, key_scale, pages)[:, :length]
-        values = _gather(value_pages, value_scale, pages)[:, :length]
-        if window:
-            keys, values = keys[:, -window:], values[:, -window:]
+        keys = _gather(key_pages, options.key_scale, pages)[:, :length]
+        values = _gather(value_pages, options.value_scale, pages)[:, :length]
+        if options.sliding_window:
+            keys, values = (x[:, -options.sliding_window :] for x in (keys, values))
         query = q[row].double().view(kv_heads, heads // kv_heads, head_dim)
-        scores = torch.einsum("hgd,htd->hgt", query, keys) * scale
+        scores = torch.einsum("hgd,htd->hgt", query, keys) * options.scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.reshape(heads, -1)
@@ -147,15 +138,37 @@ def _slots(
     return slot + block % PAGE + in_block
 
 
+class Form(NamedTuple):
+    """What `_attend_splits` is compiled for. Triton files kernels under this tuple, and hashing it is cheap.
+
+    dim: head_dim as a power of two; group: query heads of a kv head, likewise, 16 at least; split, block:
+    tokens of a long context's split, and of keys at a time; fine: short contexts are split finer
+    scales: 0 none, 1 one a head (e4m3), 2 one a token and head (int8)
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dim: int
+    group: int
+    page: int
+    split: int
+    block: int
+    fine: bool
+    scales: int
+    softcap: bool
+    window: bool
+    sinks: bool
+    asm: bool
+    pdl: bool
+    precision: str
+
+
 @triton.jit(do_not_specialize=["table_stride", "max_splits", "window"])
 def _attend_splits(
     q_ptr, key_ptr, value_ptr, block_table_ptr, lengths_ptr, key_scale_ptr, value_scale_ptr,
     partial_ptr, lse_ptr, out_ptr,
-    scale_log2, softcap, window, table_stride, max_splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, FINE: tl.constexpr,
-    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+    scale_log2, softcap, window, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one; of an only
     split, the result.
@@ -163,29 +176,30 @@ def _attend_splits(
     Eight-bit pages come as int16 pairs of neighbouring d, and even and odd d are two products: the matrix
     units want two *tokens* in a register, which the transposing load makes of 16-bit values, never of bytes.
     """
-    EIGHT_BIT: tl.constexpr = SCALES != 0
-    ROW: tl.constexpr = HEAD_DIM // 2 if EIGHT_BIT else HEAD_DIM
-    COLUMNS: tl.constexpr = DIM // 2 if EIGHT_BIT else DIM
+    GROUP: tl.constexpr = FORM.group
+    EIGHT_BIT: tl.constexpr = FORM.scales != 0
+    ROW: tl.constexpr = FORM.head_dim // 2 if EIGHT_BIT else FORM.head_dim
+    COLUMNS: tl.constexpr = FORM.dim // 2 if EIGHT_BIT else FORM.dim
     STEP: tl.constexpr = 2 if EIGHT_BIT else 1
-    if PDL:
+    if FORM.pdl:
         # The merge may take its place on the device while this runs; it waits for what is stored here.
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(2)
     kv_head = tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     first_token = 0
-    if WINDOW:
+    if FORM.window:
         first_token = tl.maximum(length - window, 0)
 
     table_ptr = block_table_ptr + row * table_stride
-    in_block = tl.arange(0, BLOCK)
+    in_block = tl.arange(0, FORM.block)
     group = tl.arange(0, GROUP)
     column = tl.arange(0, COLUMNS)
-    head = kv_head * (HEADS // KV_HEADS) + group
-    is_head = group < HEADS // KV_HEADS
+    head = kv_head * (FORM.heads // FORM.kv_heads) + group
+    is_head = group < FORM.heads // FORM.kv_heads
     is_column = column < ROW
     in_q = is_head[:, None] & is_column[None, :]
-    q_at = q_ptr + (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :] * STEP
+    q_at = q_ptr + (row * FORM.heads + head[:, None]) * FORM.head_dim + column[None, :] * STEP
     q = tl.load(q_at, mask=in_q, other=0.0)
     q_odd = q
     key_scale = 1.0
@@ -193,11 +207,11 @@ def _attend_splits(
     if EIGHT_BIT:
         q = q.to(tl.float16)
         q_odd = tl.load(q_at + 1, mask=in_q, other=0.0).to(tl.float16)
-    if SCALES == 1:
+    if FORM.scales == 1:
         key_scale = tl.load(key_scale_ptr + kv_head)
         value_scale = tl.load(value_scale_ptr + kv_head)
 
-    split_tokens = _split_tokens(length, SPLIT, BLOCK) if FINE else SPLIT
+    split_tokens = _split_tokens(length, FORM.split, FORM.block) if FORM.fine else FORM.split
     split = first_token // split_tokens + tl.program_id(0)
     while split * split_tokens < length:
         start = split * split_tokens
@@ -206,27 +220,27 @@ def _attend_splits(
         total = tl.zeros([GROUP], tl.float32)
         acc = tl.zeros([GROUP, COLUMNS], tl.float32)
         acc_odd = tl.zeros([GROUP, COLUMNS], tl.float32)
-        first_block = tl.maximum(start, first_token // BLOCK * BLOCK)
-        page, second_page = _pages_of(table_ptr, first_block, end, PAGE, BLOCK)
-        for block in range(first_block, end, BLOCK):
+        first_block = tl.maximum(start, first_token // FORM.block * FORM.block)
+        page, second_page = _pages_of(table_ptr, first_block, end, FORM.page, FORM.block)
+        for block in range(first_block, end, FORM.block):
             token = block + in_block
             valid = (token < end) & (token >= first_token)
-            slot = _slots(page, second_page, block, in_block, kv_head, KV_HEADS, PAGE, BLOCK)
+            slot = _slots(page, second_page, block, in_block, kv_head, FORM.kv_heads, FORM.page, FORM.block)
             # A tile ahead, so that no load of keys or values waits for the table.
-            page, second_page = _pages_of(table_ptr, block + BLOCK, end, PAGE, BLOCK)
+            page, second_page = _pages_of(table_ptr, block + FORM.block, end, FORM.page, FORM.block)
             where = slot[:, None] * ROW + column[None, :]
             keep = valid[:, None] & is_column[None, :]
             key = tl.load(key_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
             value = tl.load(value_ptr + where, mask=keep, other=0.0, eviction_policy="evict_first")
             if EIGHT_BIT:
-                scores = tl.dot(q, _decode_byte(key, False, SCALES, ASM).T)
-                scores = tl.dot(q_odd, _decode_byte(key, True, SCALES, ASM).T, scores)
+                scores = tl.dot(q, _decode_byte(key, False, FORM.scales, FORM.asm).T)
+                scores = tl.dot(q_odd, _decode_byte(key, True, FORM.scales, FORM.asm).T, scores)
             else:
-                scores = tl.dot(q, key.T, input_precision=PRECISION)
+                scores = tl.dot(q, key.T, input_precision=FORM.precision)
             scores *= scale_log2 * key_scale
-            if SCALES == 2:
+            if FORM.scales == 2:
                 scores *= tl.load(key_scale_ptr + slot, mask=valid, other=0.0)[None, :]
-            if SOFTCAP:
+            if FORM.softcap:
                 # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
                 scores = softcap - 2.0 * softcap / (
                     tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0
@@ -236,28 +250,28 @@ def _attend_splits(
             rescale = tl.exp2(largest - new_largest)
             probability = tl.exp2(scores - new_largest[:, None])
             total = total * rescale + tl.sum(probability, axis=1)
-            if SCALES == 2:
+            if FORM.scales == 2:
                 probability *= tl.load(value_scale_ptr + slot, mask=valid, other=0.0)[None, :]
             probability = probability.to(q.dtype)
             if EIGHT_BIT:
-                acc = tl.dot(probability, _decode_byte(value, False, SCALES, ASM), acc * rescale[:, None])
-                acc_odd = tl.dot(
-                    probability, _decode_byte(value, True, SCALES, ASM), acc_odd * rescale[:, None]
-                )
+                even = _decode_byte(value, False, FORM.scales, FORM.asm)
+                acc = tl.dot(probability, even, acc * rescale[:, None])
+                odd = _decode_byte(value, True, FORM.scales, FORM.asm)
+                acc_odd = tl.dot(probability, odd, acc_odd * rescale[:, None])
             else:
-                acc = tl.dot(probability, value, acc * rescale[:, None], input_precision=PRECISION)
+                acc = tl.dot(probability, value, acc * rescale[:, None], input_precision=FORM.precision)
             largest = new_largest
         result = acc * (value_scale / total)[:, None]
         result_odd = acc_odd * (value_scale / total)[:, None]
-        if _is_only_split(length, first_token, split_tokens, SINKS):
-            out_at = out_ptr + (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :] * STEP
+        if _is_only_split(length, first_token, split_tokens, FORM.sinks):
+            out_at = out_ptr + (row * FORM.heads + head[:, None]) * FORM.head_dim + column[None, :] * STEP
             tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=in_q)
             if EIGHT_BIT:
                 tl.store(out_at + 1, result_odd.to(out_ptr.dtype.element_ty), mask=in_q)
         else:
-            at = (row * HEADS + head) * max_splits + split
+            at = (row * FORM.heads + head) * max_splits + split
             tl.store(lse_ptr + at, largest + tl.log2(total), mask=is_head)
-            partial_at = partial_ptr + at[:, None] * HEAD_DIM + column[None, :] * STEP
+            partial_at = partial_ptr + at[:, None] * FORM.head_dim + column[None, :] * STEP
             tl.store(partial_at, result, mask=in_q)
             if EIGHT_BIT:
                 tl.store(partial_at + 1, result_odd, mask=in_q)
@@ -406,16 +420,10 @@ def decode_attention(
     block_table: Tensor,
     lengths: Tensor,
     workspace: DecodeWorkspace,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    options: AttentionOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Launch the two kernels; arguments as in the file's docstring, options as in the reference.
+    """Launch the two kernels; arguments as in the file's docstring.
 
     Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
     """
@@ -427,32 +435,44 @@ def decode_attention(
     itemsize = key_pages.element_size()
     if itemsize == 1:
         key_pages, value_pages = key_pages.view(torch.int16), value_pages.view(torch.int16)
-    scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     tile = min(TILE_BYTES // (dim * itemsize), 128, 2 * page)
     fine = itemsize > 1
     pdl = compute_capability(q.device) >= (9, 0)
+    form = Form(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dim=dim,
+        group=max(16, triton.next_power_of_2(heads // kv_heads)),
+        page=page,
+        split=workspace.split_tokens,
+        block=tile,
+        fine=fine,
+        scales=options.scales,
+        softcap=bool(options.softcap),
+        window=options.window > 0,
+        sinks=options.sinks is not None,
+        asm=compute_capability(q.device) >= (8, 9),
+        pdl=pdl,
+        precision="tf32x3" if q.element_size() == 4 else "tf32",
+    )
     _attend_splits[(splits, kv_heads, batch)](
-        q, key_pages, value_pages, block_table, lengths, key_scale, value_scale,
+        q, key_pages, value_pages, block_table, lengths, options.key_scale, options.value_scale,
         workspace.partial, workspace.lse, out,
-        scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0), workspace.max_splits,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
-        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, SPLIT=workspace.split_tokens,
-        BLOCK=tile, FINE=fine, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0, SINKS=sinks is not None,
-        ASM=compute_capability(q.device) >= (8, 9), PDL=pdl,
-        PRECISION="tf32x3" if q.element_size() == 4 else "tf32", num_warps=4, num_stages=3,
+        options.scale_log2, options.softcap_log2, options.window, block_table.stride(0),
+        workspace.max_splits, form, num_warps=4, num_stages=3,
     )  # fmt: skip
-    merge_splits(workspace, lengths, sinks, out, block=tile, window=window, fine=fine)
+    merge_splits(workspace, lengths, options, out, block=tile, fine=fine)
     return out
 
 
 def merge_splits(
     workspace: DecodeWorkspace,
     lengths: Tensor,
-    sinks: Tensor | None,
+    options: AttentionOptions,
     out: Tensor,
     *,
     block: int,
-    window: int = 0,
     fine: bool = True,
     is_rotated: bool = False,
 ) -> None:
@@ -465,8 +485,9 @@ def merge_splits(
     dim = triton.next_power_of_2(head_dim)
     pdl = compute_capability(out.device) >= (9, 0)
     _merge_splits[(heads, batch)](
-        workspace.partial, workspace.lse, lengths, sinks, out, window, workspace.max_splits,
+        workspace.partial, workspace.lse, lengths, options.sinks, out, options.window, workspace.max_splits,
         HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLIT=workspace.split_tokens, BLOCK=block,
-        FINE=fine, SPLITS_AT_ONCE=8, SINKS=sinks is not None, WINDOW=window > 0, ROTATED=is_rotated,
+        FINE=fine, SPLITS_AT_ONCE=8, SINKS=options.sinks is not None,
+        WINDOW=options.window > 0, ROTATED=is_rotated,
         LOG_DIM=log2(dim), PDL=pdl, num_warps=1 if dim <= 128 else 2, launch_pdl=pdl,
     )  # fmt: skip

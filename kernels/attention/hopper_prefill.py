@@ -47,7 +47,7 @@ from ..triton_imports import (
 from .e4m3_queries import LEAST
 from .hopper_prefill_items import ROWS, Form, Items
 from .hopper_prefill_loads import Ring, phase_of, producer_partition, slot_of
-from .prefill import LOG2_E
+from .options import AttentionOptions
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A thread's registers before the producer gives most of its own to the two warpgroups."""
@@ -379,15 +379,9 @@ def hopper_prefill(
     value_pages: Tensor,
     block_table: Tensor,
     tiles: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    key_table: Tensor | None = None,
+    options: AttentionOptions,
     out: Tensor,
+    key_table: Tensor | None = None,
 ) -> None:
     """Write the tiles' tokens of `out`; arguments as in the file's docstring and in `prefill_attention`.
 
@@ -396,7 +390,8 @@ def hopper_prefill(
     heads, dim = q.shape[1:]
     kv_heads, page = key_pages.shape[1:3]
     half, e4m3 = value_pages.dtype == torch.float16, key_pages.dtype == torch.float8_e4m3fn
-    form = Form(heads, kv_heads, dim, page, half, window > 0, softcap > 0, e4m3, E4M3_SLOTS if e4m3 else 2)
+    window, softcap, slots = options.window > 0, bool(options.softcap), E4M3_SLOTS if e4m3 else 2
+    form = Form(heads, kv_heads, dim, page, half, window, softcap, e4m3, slots)
     descriptors = [
         TensorDescriptor.from_tensor(pages.view(-1, dim), [form.box, width], layout)
         for pages, width, layout in (
@@ -407,7 +402,8 @@ def hopper_prefill(
     key_table = block_table if key_table is None else key_table
     programs = min(len(tiles) * form.parts * kv_heads, num_sms(q.device))
     hopper_prefill_kernel[(programs,)](
-        q, *descriptors, key_table, block_table, tiles, key_scale, value_scale, sinks, out,
-        scale * LOG2_E, softcap * LOG2_E, len(tiles), window, key_table.stride(0), block_table.stride(0),
-        T=form, **OPTIONS,
+        q, *descriptors, key_table, block_table, tiles,
+        options.key_scale, options.value_scale, options.sinks, out,
+        options.scale_log2, options.softcap_log2, len(tiles), options.window,
+        key_table.stride(0), block_table.stride(0), T=form, **OPTIONS,
     )  # fmt: skip

@@ -21,14 +21,15 @@ Work for a chunk of n tokens at position p: 4 * H * D * n * (p + n / 2) operatio
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..triton_imports import tl, triton
+from .options import AttentionOptions
 
-LOG2_E = 1.4426950408889634
 TILE = 128
 """Tokens in a tile, for every number of heads; a program may take a part of one."""
 LARGE = 1024
@@ -41,15 +42,10 @@ def prefill_attention_reference(
     value_pages: Tensor,
     block_table: Tensor,
     tiles: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """What the kernel computes, in fp64, one token at a time; zeros where no tile writes."""
+    sinks, softcap, window = options.sinks, options.softcap, options.sliding_window
     heads, kv_heads, page = q.shape[1], key_pages.shape[1], key_pages.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for first, count, position, row in tiles.tolist():
@@ -57,10 +53,10 @@ def prefill_attention_reference(
             end = position + index + 1
             pages = block_table[row, : triton.cdiv(end, page)].long()
             start = max(end - window, 0) if window else 0
-            keys = _gather(key_pages, key_scale, pages)[:, start:end]
-            values = _gather(value_pages, value_scale, pages)[:, start:end]
+            keys = _gather(key_pages, options.key_scale, pages)[:, start:end]
+            values = _gather(value_pages, options.value_scale, pages)[:, start:end]
             query = q[first + index].double().view(kv_heads, heads // kv_heads, -1)
-            scores = torch.einsum("hgd,htd->hgt", query, keys) * scale
+            scores = torch.einsum("hgd,htd->hgt", query, keys) * options.scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.reshape(heads, -1)
@@ -97,50 +93,71 @@ def tiles_of(first: int, chunks: Sequence[tuple[int, int, int]], padding: int) -
     return np.array(tiles, np.int32).reshape(-1, 4)
 
 
+class Form(NamedTuple):
+    """What `_attend_tiles` is compiled for.
+
+    dim, group: head_dim, and query heads of a kv head, as powers of two; tokens: of a program; block: tokens
+    of keys at a time; scales: as in `decode.py`
+    by_length: every tile is the last token of a context, of which only the length is given
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dim: int
+    group: int
+    tokens: int
+    page: int
+    block: int
+    scales: int
+    softcap: bool
+    window: bool
+    sinks: bool
+    precision: str
+    by_length: bool
+
+
 @triton.jit
 def _attend_block(
     q, acc, largest, total, block, end, position,
     key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
-    scale_log2, softcap, window, kv_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    scale_log2, softcap, window, kv_head, FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the softmax along the context: tokens block .. block + BLOCK."""
-    token = block + tl.arange(0, BLOCK)
-    dim = tl.arange(0, DIM)
-    if PAGE % BLOCK == 0:
-        page = tl.load(table_ptr + block // PAGE)
+    token = block + tl.arange(0, FORM.block)
+    dim = tl.arange(0, FORM.dim)
+    if FORM.page % FORM.block == 0:
+        page = tl.load(table_ptr + block // FORM.page)
     else:
-        page = tl.load(table_ptr + token // PAGE, mask=token < end, other=0)
-    slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + token % PAGE
-    where = slot[:, None] * HEAD_DIM + dim[None, :]
-    keep = (token < end)[:, None] & (dim < HEAD_DIM)[None, :]
-    if MASKED or DIM != HEAD_DIM:
+        page = tl.load(table_ptr + token // FORM.page, mask=token < end, other=0)
+    slot = (page.to(tl.int64) * FORM.kv_heads + kv_head) * FORM.page + token % FORM.page
+    where = slot[:, None] * FORM.head_dim + dim[None, :]
+    keep = (token < end)[:, None] & (dim < FORM.head_dim)[None, :]
+    if MASKED or FORM.dim != FORM.head_dim:
         key = tl.load(key_ptr + where, mask=keep, other=0.0)
         value = tl.load(value_ptr + where, mask=keep, other=0.0)
     else:
         key = tl.load(key_ptr + where)
         value = tl.load(value_ptr + where)
-    product = tl.dot(q, key.to(q.dtype).T, input_precision=PRECISION)
+    product = tl.dot(q, key.to(q.dtype).T, input_precision=FORM.precision)
     factor = tl.full(product.shape, scale_log2, tl.float32)
-    if SCALES == 2:
+    if FORM.scales == 2:
         factor *= tl.load(key_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
     scores = product * factor
-    if SOFTCAP:
+    if FORM.softcap:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap.
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
     seen = scores
     if MASKED:
         visible = (token[None, :] <= position[:, None]) & (token < end)[None, :]
-        if WINDOW:
+        if FORM.window:
             visible = visible & (token[None, :] > position[:, None] - window)
         seen = tl.where(visible, scores, -float("inf"))
     new_largest = tl.maximum(largest, tl.max(seen, axis=1))
     # A row whose window begins further on has seen nothing yet: its scores are all -inf.
-    pivot = tl.where(new_largest == -float("inf"), 0.0, new_largest) if WINDOW else new_largest
+    pivot = tl.where(new_largest == -float("inf"), 0.0, new_largest) if FORM.window else new_largest
     rescale = tl.exp2(largest - pivot)
-    if SOFTCAP:
+    if FORM.softcap:
         probability = tl.exp2(scores - pivot[:, None])
     else:
         probability = tl.exp2(tl.fma(product, factor, -tl.broadcast_to(pivot[:, None], product.shape)))
@@ -148,27 +165,25 @@ def _attend_block(
         probability = tl.where(visible, probability, 0.0)
     total = tl.fma(total, rescale, tl.sum(probability, axis=1))
     acc = acc * rescale[:, None]
-    if SCALES == 2:
+    if FORM.scales == 2:
         probability *= tl.load(value_scale_ptr + slot, mask=token < end, other=0.0)[None, :]
-    acc = tl.dot(probability.to(q.dtype), value.to(q.dtype), acc, input_precision=PRECISION)
+    acc = tl.dot(probability.to(q.dtype), value.to(q.dtype), acc, input_precision=FORM.precision)
     return acc, new_largest, total
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _attend_tiles(
     q_ptr, key_ptr, value_ptr, table_ptr, tiles_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr, out_ptr,
-    scale_log2, softcap, window, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SCALES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, BY_LENGTH: tl.constexpr,
+    scale_log2, softcap, window, table_stride, FORM: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of a tile with one kv head's group of query heads.
 
-    BY_LENGTH: tiles_ptr has the contexts' lengths instead, and every tile is the last token of one.
+    FORM.by_length: tiles_ptr has the contexts' lengths instead, and every tile is the last token of one.
     """
+    ROWS: tl.constexpr = FORM.tokens * FORM.group
+    DIM: tl.constexpr = FORM.dim
     kv_head = tl.program_id(0)
-    if BY_LENGTH:
+    if FORM.by_length:
         first = tl.program_id(2)
         count = 1
         start = tl.load(tiles_ptr + first) - 1
@@ -176,8 +191,8 @@ def _attend_tiles(
         request = first
     else:
         tile = tiles_ptr + tl.program_id(2) * 4
-        offset = tl.program_id(1) * TOKENS
-        count = tl.minimum(tl.load(tile + 1) - offset, TOKENS)
+        offset = tl.program_id(1) * FORM.tokens
+        count = tl.minimum(tl.load(tile + 1) - offset, FORM.tokens)
         if count <= 0:
             return
         first = tl.load(tile) + offset
@@ -189,48 +204,46 @@ def _attend_tiles(
         request = tl.load(tile + 3)
     table_ptr += request.to(tl.int64) * table_stride
 
-    row = tl.arange(0, TOKENS * GROUP)
+    row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
-    token = row // GROUP
-    group = row % GROUP
-    head = kv_head * (HEADS // KV_HEADS) + group
+    token = row // FORM.group
+    group = row % FORM.group
+    head = kv_head * (FORM.heads // FORM.kv_heads) + group
     position = start + token
-    at = ((first + token).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-    is_row = (token < count) & (group < HEADS // KV_HEADS)
-    keep = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    at = ((first + token).to(tl.int64) * FORM.heads + head)[:, None] * FORM.head_dim + dim[None, :]
+    is_row = (token < count) & (group < FORM.heads // FORM.kv_heads)
+    keep = is_row[:, None] & (dim < FORM.head_dim)[None, :]
     q = tl.load(q_ptr + at, mask=keep, other=0.0)
-    if SCALES != 0:
+    if FORM.scales != 0:
         # Every e4m3 and int8 value is an fp16 one.
         q = q.to(tl.float16)
     value_scale = 1.0
-    if SCALES == 1:
+    if FORM.scales == 1:
         scale_log2 *= tl.load(key_scale_ptr + kv_head)
         value_scale = tl.load(value_scale_ptr + kv_head)
 
-    largest = tl.full([TOKENS * GROUP], -float("inf"), tl.float32)
-    total = tl.zeros([TOKENS * GROUP], tl.float32)
-    if SINKS:
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if FORM.sinks:
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
         largest = sink.to(tl.float32) * 1.4426950408889634
         total += 1.0
-    acc = tl.zeros([TOKENS * GROUP, DIM], tl.float32)
-    if WINDOW:
-        masked_from = tl.maximum(start - window + 1, 0) // BLOCK * BLOCK
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    if FORM.window:
+        masked_from = tl.maximum(start - window + 1, 0) // FORM.block * FORM.block
     else:
-        masked_from = tl.minimum(start + 1, end) // BLOCK * BLOCK
-        for block in tl.range(0, masked_from, BLOCK):
+        masked_from = tl.minimum(start + 1, end) // FORM.block * FORM.block
+        for block in tl.range(0, masked_from, FORM.block):
             acc, largest, total = _attend_block(
                 q, acc, largest, total, block, end, position,
                 key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
-                scale_log2, softcap, window, kv_head,
-                KV_HEADS, HEAD_DIM, DIM, PAGE, BLOCK, SCALES, SOFTCAP, WINDOW, False, PRECISION,
+                scale_log2, softcap, window, kv_head, FORM, False,
             )  # fmt: skip
-    for block in tl.range(masked_from, end, BLOCK):
+    for block in tl.range(masked_from, end, FORM.block):
         acc, largest, total = _attend_block(
             q, acc, largest, total, block, end, position,
             key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
-            scale_log2, softcap, window, kv_head,
-            KV_HEADS, HEAD_DIM, DIM, PAGE, BLOCK, SCALES, SOFTCAP, WINDOW, True, PRECISION,
+            scale_log2, softcap, window, kv_head, FORM, True,
         )  # fmt: skip
     result = tl.where(total[:, None] > 0, acc / total[:, None], 0.0) * value_scale
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=keep)
@@ -261,17 +274,11 @@ def prefill_attention(
     value_pages: Tensor,
     block_table: Tensor,
     tiles: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    options: AttentionOptions,
     out: Tensor,
     one_form: bool = False,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in the file's docstring, options as in the reference.
+    """Write the tiles' tokens of `out`; arguments as in the file's docstring.
 
     tiles: or the lengths of contexts, int32 [R], as `decode_attention` takes them: then row r of q is the
     last token of context r, and gets the bits that it would get in a prompt's chunk
@@ -282,15 +289,27 @@ def prefill_attention(
     count, heads, head_dim = q.shape
     kv_heads, page = key_pages.shape[1], key_pages.shape[2]
     dim, group = triton.next_power_of_2(head_dim), triton.next_power_of_2(heads // kv_heads)
-    scales = 0 if key_scale is None else (2 if key_scale.ndim == 3 else 1)
     rows, block = program_sizes(count, dim, q.element_size(), key_pages.element_size(), one_form)
     tokens = max(1, rows // group)
     by_length = tiles.ndim == 1
+    form = Form(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dim=dim,
+        group=group,
+        tokens=tokens,
+        page=page,
+        block=block,
+        scales=options.scales,
+        softcap=bool(options.softcap),
+        window=options.window > 0,
+        sinks=options.sinks is not None,
+        precision="tf32x3" if q.element_size() == 4 else "tf32",
+        by_length=by_length,
+    )
     _attend_tiles[(kv_heads, 1 if by_length else TILE // tokens, len(tiles))](
-        q, key_pages, value_pages, block_table, tiles, key_scale, value_scale, sinks, out,
-        scale * LOG2_E, softcap * LOG2_E, window, block_table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, GROUP=group, TOKENS=tokens, PAGE=page,
-        BLOCK=block, SCALES=scales, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        SINKS=sinks is not None, PRECISION="tf32x3" if q.element_size() == 4 else "tf32", BY_LENGTH=by_length,
+        q, key_pages, value_pages, block_table, tiles, options.key_scale, options.value_scale, options.sinks,
+        out, options.scale_log2, options.softcap_log2, options.window, block_table.stride(0), form,
         num_warps=8 if rows == MANY_ROWS else 4, num_stages=2, maxnreg=128 if rows == MANY_ROWS else None,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .append_kv import quantize_reference
+from .options import AttentionOptions
 
 PADDING_WORTH_A_GROUP = 64
 """Pages gathered in vain that cost about as much as attending in one more group."""
@@ -35,16 +36,6 @@ QUERY_BLOCK = 256
 """Queries of a chunk that attend at once: fewer are slower each, more look at more keys in vain."""
 SLACK = 8
 """One part in so many is taken beyond what gathered pages need, since contexts grow."""
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What distinguishes one layer's attention from plain softmax(q·k)·v."""
-
-    scale: float
-    sliding_window: int | None = None
-    """A query sees this many keys, its own included; None sees all."""
-    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,24 +87,20 @@ def attend(
     value_pages: Tensor,
     groups: Sequence[TokenGroup],
     options: AttentionOptions,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     gathered: tuple[GatheredPages, GatheredPages] | None = None,
 ) -> Tensor:
     """[T, H, D] queries → [T, H, D_v].
 
-    sinks:    [H], a logit each head's softmax counts but gives no value
     gathered: where pages of keys and of values are copied to; None takes fresh memory
     """
     keys, values = gathered or (GatheredPages(), GatheredPages())
 
     def gather(group: TokenGroup) -> tuple[Tensor, Tensor]:
         which = group.pages.view(-1)
-        key = _gather(key_pages, key_scale, which, query.dtype, keys)
-        return key, _gather(value_pages, value_scale, which, query.dtype, values)
+        key = _gather(key_pages, options.key_scale, which, query.dtype, keys)
+        return key, _gather(value_pages, options.value_scale, which, query.dtype, values)
 
-    return attend_over(query, groups, gather, options, sinks)
+    return attend_over(query, groups, gather, options)
 
 
 def attend_over(
@@ -121,12 +108,11 @@ def attend_over(
     groups: Sequence[TokenGroup],
     gather: Callable[[TokenGroup], tuple[Tensor, Tensor]],
     options: AttentionOptions,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `attend`, over what `gather` makes of a group's pages, keys and values [b * m, P, H_kv, D]."""
     if len(groups) == 1:
-        return attend_group(query, *gather(groups[0]), groups[0], options, sinks)
-    outputs = [attend_group(query[group.tokens], *gather(group), group, options, sinks) for group in groups]
+        return attend_group(query, *gather(groups[0]), groups[0], options)
+    outputs = [attend_group(query[group.tokens], *gather(group), group, options) for group in groups]
     output = query.new_empty(*query.shape[:2], outputs[0].shape[-1])
     for group, part in zip(groups, outputs, strict=True):
         output[group.tokens] = part
@@ -150,7 +136,6 @@ def attend_group(
     value: Tensor,
     group: TokenGroup,
     options: AttentionOptions,
-    sinks: Tensor | None,
 ) -> Tensor:
     """One group's queries, [b * n, H, D], against its gathered pages, [b * m, P, H_kv, D]."""
     requests, num_pages = group.pages.shape
@@ -162,17 +147,17 @@ def attend_group(
     value = value.reshape(requests, context, kv_heads, -1).transpose(1, 2)
     if n == 1:  # the query heads that share a key head stand as its query tokens: keys are read once
         query = query.view(requests, kv_heads, heads // kv_heads, -1)
-        return _attend(query, key, value, group.bias, options, sinks).reshape(tokens, heads, -1)
+        return _attend(query, key, value, group.bias, options).reshape(tokens, heads, -1)
     query = query.view(requests, n, heads, -1).transpose(1, 2)
     key, value = key[:, :, : group.num_keys], value[:, :, : group.num_keys]
-    if n == group.num_keys and options == AttentionOptions(options.scale) and sinks is None:
+    if n == group.num_keys and options.is_plain:
         output = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=options.scale, enable_gqa=True
         )
     else:
         output = torch.cat(
             [
-                _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], bias, options, sinks)
+                _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], bias, options)
                 for queries, keys, bias in _blocks(n, group, options.sliding_window)
             ],
             dim=2,
@@ -189,19 +174,17 @@ def _blocks(n: int, group: TokenGroup, window: int | None) -> Iterator[tuple[sli
         yield slice(first, last), slice(begin, end), group.bias[:, :, first - last :, begin - end :]
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions, sinks: Tensor | None
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions) -> Tensor:
     """All tensors are [b, heads, …]."""
-    if options.softcap is not None or sinks is not None:
-        return softmax_by_hand(query, key, value, bias, options, sinks)
+    if options.softcap is not None or options.sinks is not None:
+        return softmax_by_hand(query, key, value, bias, options)
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, scale=options.scale, enable_gqa=query.shape[1] > key.shape[1]
     )
 
 
 def softmax_by_hand(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions
 ) -> Tensor:
     """What torch's own product cannot do: soft-capped scores, and sinks. All tensors are [b, heads, …]."""
     repeats = query.shape[1] // key.shape[1]
@@ -209,15 +192,15 @@ def softmax_by_hand(
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
     products = torch.matmul(query, key.transpose(2, 3)).float()
-    return torch.matmul(probabilities(products, bias, options, sinks).to(value.dtype), value)
+    return torch.matmul(probabilities(products, bias, options).to(value.dtype), value)
 
 
-def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions, sinks: Tensor | None) -> Tensor:
+def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions) -> Tensor:
     """Of queries' products with keys, fp32 [b, heads, n, keys]; those of sinks are left out."""
     scores = products * options.scale
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = scores + bias
+    scores, sinks = scores + bias, options.sinks
     if sinks is None:
         return scores.softmax(dim=-1)
     # [H] lies as [kv heads, queries of the group] in a decode step and as [heads, 1] in a prefill chunk.

@@ -3,13 +3,15 @@
 Not for formats that quantize whole pages; KVarN's are in `kvarn/cpu.py`.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...kernels.attention import reference
-from ...kernels.attention.reference import AttentionOptions, TokenGroup
+from ...kernels.attention.options import AttentionOptions
+from ...kernels.attention.reference import TokenGroup
 from ...kernels.hadamard import rotate_reference
 from .attention_metadata import AttentionMetadata
 from .cpu import TokenGroups, on_host, with_padding
@@ -80,7 +82,7 @@ class CodedCpuLayerKV:
 
         query = query.to(dtype)
         groups = self._groups.of(metadata, options.sliding_window, query)
-        output = self._turned(reference.attend_over(query, groups, gather, options, sinks))
+        output = self._turned(reference.attend_over(query, groups, gather, replace(options, sinks=sinks)))
         return with_padding(output[..., :value_dim].to(dtype), padded)
 
     def _turned(self, x: Tensor) -> Tensor:

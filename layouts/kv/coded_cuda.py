@@ -1,18 +1,18 @@
 """One layer's int4 or NVFP4 tokens on a GPU. Kernels are in `kernels/attention/per_token/`."""
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...kernels.attention.choose_prefill import prompt_attention
+from ...kernels.attention.choose_prefill import attend_prefill
 from ...kernels.attention.coded.rotate_back import rotate_back
 from ...kernels.attention.decode import DecodeWorkspace
+from ...kernels.attention.options import AttentionOptions
 from ...kernels.attention.per_token.decode import token_decode
 from ...kernels.attention.per_token.prefill import token_prefill
 from ...kernels.attention.per_token.store import TokenPages, rotate_heads, store_tokens
 from ...kernels.attention.per_token.widen import widen_tokens
-from ...kernels.attention.reference import AttentionOptions
 from .attention_metadata import AttentionMetadata
 from .cuda import PrefillPages, refuse_page_size
 from .layer import KVShape, PoolSize, Workspaces, by_token, widened
@@ -57,12 +57,7 @@ class CodedCudaLayerKV:
         if self.rotated:
             query = rotate_heads(query, torch.float16)
         output = torch.empty(query.shape, dtype=dtype, device=query.device)
-        settings: dict[str, Any] = {
-            "scale": options.scale,
-            "window": options.sliding_window or 0,
-            "softcap": options.softcap or 0.0,
-            "sinks": sinks,
-        }
+        options = replace(options, sinks=sinks)
         # Zeros for requests that do not decode; those of prompts are written over.
         rows, pages = min(len(query), len(lengths)), (self.keys, self.values, metadata.block_table)
         token_decode(
@@ -71,8 +66,8 @@ class CodedCudaLayerKV:
             lengths,
             self._workspace,
             rotated=self.rotated,
+            options=options,
             out=output[:rows],
-            **settings,
         )
         # Where bits are kept large steps are computed as small ones are.
         host = metadata.host if metadata.batch_invariance == "tuned" else None
@@ -81,20 +76,12 @@ class CodedCudaLayerKV:
             if host is not None:
                 # A step so large that it is no graph reads each page many times: codes are decoded once.
                 which, table = self._prefill_pages.of(host, query.device)
-                prompt_attention(
-                    query,
-                    widen_tokens(self.keys, which),
-                    widen_tokens(self.values, which),
-                    table,
-                    metadata.prefill_tiles,
-                    key_scale=self.keys.head_scale,
-                    value_scale=self.values.head_scale,
-                    out=prompts,
-                    one_form=metadata.batch_invariance != "tuned",
-                    **settings,
-                )
+                plain = widen_tokens(self.keys, which), widen_tokens(self.values, which)
+                scaled = replace(options, key_scale=self.keys.head_scale, value_scale=self.values.head_scale)
+                tiles = metadata.prefill_tiles
+                attend_prefill(query, *plain, table, tiles, scaled, prompts, one_form=False)
             else:
-                token_prefill(query, *pages, metadata.prefill_tiles, out=prompts, **settings)
+                token_prefill(query, *pages, metadata.prefill_tiles, options, prompts)
             if self.rotated:
                 num_decodes = None if host is None else host.num_decodes
                 rotate_back(prompts, lengths, output, num_decodes)

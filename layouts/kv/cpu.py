@@ -1,10 +1,13 @@
 """KV pages on the CPU, stored and read by the torch reference in `kernels/attention/reference.py`."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...kernels.attention import reference
-from ...kernels.attention.reference import AttentionOptions, GatheredPages, TokenGroup
+from ...kernels.attention.options import AttentionOptions
+from ...kernels.attention.reference import GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .layer import StoredPages, Workspaces
 
@@ -86,17 +89,10 @@ class CpuLayerKV:
             query, key, value, slots = query[:count], key[:count], value[:count], slots[:count]
         reference.append(stored.key_pages, key, slots, stored.key_scale)
         reference.append(stored.value_pages, value, slots, stored.value_scale)
-        output = reference.attend(
-            query,
-            stored.key_pages,
-            stored.value_pages,
-            self._groups.of(metadata, options.sliding_window, query),
-            options,
-            sinks,
-            stored.key_scale,
-            stored.value_scale,
-            self._gathered,
-        )
+        groups = self._groups.of(metadata, options.sliding_window, query)
+        options = replace(options, sinks=sinks, key_scale=stored.key_scale, value_scale=stored.value_scale)
+        pages = stored.key_pages, stored.value_pages
+        output = reference.attend(query, *pages, groups, options, self._gathered)
         return with_padding(output, padded) if count < padded else output
 
 

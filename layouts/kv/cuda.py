@@ -6,7 +6,7 @@ Pages are [P, H_kv, page, D], so that a head's tokens are contiguous: a page of 
 16 KB in bf16.
 """
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ...base.errors import UserError
 from ...kernels.attention.append_kv import append_kv
-from ...kernels.attention.choose_prefill import prompt_attention
+from ...kernels.attention.choose_prefill import attend_prefill
 from ...kernels.attention.decode import DecodeWorkspace, decode_attention
+from ...kernels.attention.options import AttentionOptions
 from ...kernels.attention.prefill import prefill_attention
-from ...kernels.attention.reference import AttentionOptions
 from ...kernels.device import compute_capability
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .layer import KVShape, PoolSize, StoredPages, Workspaces, widened
@@ -80,30 +80,28 @@ class CudaLayerKV:
         sinks: Tensor | None,
     ) -> Tensor:
         value_dim = value.shape[2]
+        options = replace(options, sinks=sinks, key_scale=self.key_scale, value_scale=self.value_scale)
         # Narrower than the pages where queries and values differ in size, or are no power of two.
         query, key, value = (widened(x, self.key_pages.shape[3]) for x in (query, key, value))
         self._append(key, value, metadata.slot_mapping)
-        query, kernel_options = query.contiguous(), self._options(options, sinks)
-        output = torch.empty_like(query)
+        query, output = query.contiguous(), torch.empty_like(query)
         if metadata.host is None or metadata.host.num_decodes:
-            self._decode(query, metadata, output, kernel_options)
+            self._decode(query, metadata, output, options)
         if metadata.prefill_tiles is not None:
-            self._prefill(query, metadata, metadata.prefill_tiles, output, kernel_options)
+            self._prefill(query, metadata, metadata.prefill_tiles, output, options)
         return output[..., :value_dim]
 
     def _decode(
-        self, query: Tensor, metadata: AttentionMetadata, output: Tensor, options: dict[str, Any]
+        self, query: Tensor, metadata: AttentionMetadata, output: Tensor, options: AttentionOptions
     ) -> None:
         """Writes zeros for requests that do not decode; prefill attention overwrites its own rows later."""
         lengths = metadata.decode_seq_lens
         rows = min(len(query), len(lengths))
         pages = self.key_pages, self.value_pages, metadata.block_table
         if metadata.batch_invariance == "per-token":
-            prefill_attention(
-                query[:rows], *pages, lengths[:rows], out=output[:rows], one_form=True, **options
-            )
+            prefill_attention(query[:rows], *pages, lengths[:rows], options, output[:rows], one_form=True)
         else:
-            decode_attention(query[:rows], *pages, lengths, self._workspace, out=output[:rows], **options)
+            decode_attention(query[:rows], *pages, lengths, self._workspace, options, output[:rows])
 
     def _append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
@@ -123,38 +121,20 @@ class CudaLayerKV:
         metadata: AttentionMetadata,
         tiles: Tensor,
         output: Tensor,
-        options: dict[str, Any],
+        options: AttentionOptions,
     ) -> None:
         widened = None
         # A step so large that it is no graph reads each page many times: eight bits are widened once.
         if metadata.host is not None and self.key_pages.element_size() == 1:
             widened = self._prefill_pages.of(metadata.host, query.device)
-        prompt_attention(
-            query,
-            self.key_pages,
-            self.value_pages,
-            metadata.block_table,
-            tiles,
-            out=output,
-            one_form=metadata.batch_invariance != "tuned",
-            widened=widened,
-            **options,
-        )
+        pages = self.key_pages, self.value_pages, metadata.block_table
+        one_form = metadata.batch_invariance != "tuned"
+        attend_prefill(query, *pages, tiles, options, output, one_form, widened)
 
     def _refuse_unsupported(self) -> None:
         refuse_page_size(self.key_pages.shape[2])
         if self.key_pages.dtype == torch.float8_e4m3fn:
             refuse_without_e4m3(self.key_pages.device, "fp8", "int8_per_token_head")
-
-    def _options(self, options: AttentionOptions, sinks: Tensor | None) -> dict[str, Any]:
-        return {
-            "scale": options.scale,
-            "window": options.sliding_window or 0,
-            "softcap": options.softcap or 0.0,
-            "sinks": sinks,
-            "key_scale": self.key_scale,
-            "value_scale": self.value_scale,
-        }
 
 
 def refuse_without_e4m3(device: torch.device, name: str, instead: str) -> None:

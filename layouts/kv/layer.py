@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from ...base.errors import UserError
-from ...kernels.attention.reference import AttentionOptions
+from ...kernels.attention.options import AttentionOptions
 from .attention_metadata import AttentionMetadata
 
 T = TypeVar("T")

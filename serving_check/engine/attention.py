@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...base.errors import UserError
-from ...kernels.attention.reference import AttentionOptions
+from ...kernels.attention.options import AttentionOptions
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import KVShape, LayerKV
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from scalegate.kernels.attention.reference import AttentionOptions
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.kvarn import steps as kv_kvarn_steps
 from scalegate.layouts.kv.layer import KVShape

@@ -89,10 +89,18 @@ def dot4(k0, k1, k2, k3, q0, q1, q2, q3):
 
 @triton.jit
 def attend_plain(
-    q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
-    visible, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, acc, largest, total, keys, values, visible, scale_log2, softcap,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values as they are, [N, D/4] each; `visible` [N, 1 or M]. Every query must have seen a key."""
+    """One block of keys and values that are not coded. Every query must have seen a key.
+
+    q, acc, keys, values: four slices, queries and results [D/4, M], keys and values [N, D/4]
+    visible: [N, 1 or M]
+    """
+    q0, q1, q2, q3 = q
+    acc0, acc1, acc2, acc3 = acc
+    k0, k1, k2, k3 = keys
+    v0, v1, v2, v3 = values
     scores = product(k0, q0, None, PRECISION)
     scores = product(k1, q1, scores, PRECISION)
     scores = product(k2, q2, scores, PRECISION)

@@ -21,6 +21,8 @@ Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D
 each of the tokens that are held.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ...device import compute_capability
@@ -34,7 +36,8 @@ from ..coded.softmax import (
     programs_of_splits,
     store_columns,
 )
-from ..decode import LOG2_E, DecodeWorkspace, add_splits
+from ..decode import DecodeWorkspace, add_splits
+from ..options import AttentionOptions
 from .held import held_at
 from .int8_page import attend_page_int8
 from .reference import KVarNTile
@@ -72,29 +75,52 @@ def plain_splits(group_size: int) -> int:
     return 2 * triton.cdiv(group_size, PIECE.value)
 
 
+class Form(NamedTuple):
+    """What `_attend_splits` is compiled for.
+
+    group: query heads of a kv head, as a power of two, 4 at least; split: tokens of a long context's coded
+    split; piece, plain_block: tokens of a plain split, and of those at a time
+    """
+
+    heads: int
+    kv_heads: int
+    group: int
+    dim: int
+    value_bits: int
+    group_size: int
+    split: int
+    piece: int
+    plain_block: int
+    softcap: bool
+    sinks: bool
+    asm: bool
+    pdl: bool
+    stages: int
+    precision: str
+
+
 @triton.jit
 def _attend_coded(
-    q0, q1, q2, q3, table_ptr, page, end_page, kv_head,
-    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    q, table_ptr, page, end_page, kv_head,
+    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap, FORM: tl.constexpr,
 ):  # fmt: skip
     """Sums [M] in log2, and the result of whole pages, slices [D/4, M], still rotated."""
-    HEADS: tl.constexpr = q0.shape[1] // 2
+    WIDTH: tl.constexpr = FORM.dim // 4
+    HEADS: tl.constexpr = q[0].shape[1] // 2
     largest = tl.full([HEADS], -float("inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    acc0 = tl.zeros([DIM // 4, HEADS], tl.float32)
+    acc0 = tl.zeros([WIDTH, HEADS], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    tile = tl.load(table_ptr + page).to(tl.int64) * KV_HEADS + kv_head
-    for index in tl.range(page, end_page, num_stages=STAGES):
+    tile = tl.load(table_ptr + page).to(tl.int64) * FORM.kv_heads + kv_head
+    for index in tl.range(page, end_page, num_stages=FORM.stages):
         this_tile = tile
         # A page ahead, so that no load of codes waits for the table.
-        tile = tl.load(table_ptr + index + 1, mask=index + 1 < end_page, other=0).to(tl.int64) * KV_HEADS
+        tile = tl.load(table_ptr + index + 1, mask=index + 1 < end_page, other=0).to(tl.int64) * FORM.kv_heads
         tile += kv_head
         acc0, acc1, acc2, acc3, largest, total = attend_page_int8(
-            q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
+            q, (acc0, acc1, acc2, acc3), largest, total,
             this_tile, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
-            VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, ASM,
+            FORM.value_bits, FORM.group_size, FORM.dim, FORM.softcap, FORM.asm,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
     return largest + tl.log2(total), acc0 * by, acc1 * by, acc2 * by, acc3 * by
@@ -112,14 +138,14 @@ def _attend_plain_piece(
     total = tl.zeros([at_head.shape[0]], tl.float32)
     acc0 = tl.zeros([WIDTH, at_head.shape[0]], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    q0, q1, q2, q3 = load_columns(q_ptr, at_head, is_head, tl.arange(0, WIDTH), WIDTH)
+    q = load_columns(q_ptr, at_head, is_head, tl.arange(0, WIDTH), WIDTH)
     for first in tl.range(0, count, BLOCK, num_stages=STAGES):
         token = first + tl.arange(0, BLOCK)
         is_token = token < count
-        k0, k1, k2, k3 = load_slices(held_ptr, key_at + token * DIM, is_token, WIDTH)
-        v0, v1, v2, v3 = load_slices(held_ptr, value_at + token * DIM, is_token, WIDTH)
+        keys = load_slices(held_ptr, key_at + token * DIM, is_token, WIDTH)
+        values = load_slices(held_ptr, value_at + token * DIM, is_token, WIDTH)
         acc0, acc1, acc2, acc3, largest, total = attend_plain(
-            q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
+            q, (acc0, acc1, acc2, acc3), largest, total, keys, values,
             is_token[:, None], scale_log2, softcap, SOFTCAP, PRECISION,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
@@ -130,76 +156,70 @@ def _attend_plain_piece(
 def _attend_splits(
     q_ptr, turned_ptr, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, held_ptr,
     block_table_ptr, lengths_ptr, rows_ptr, partial_ptr, lse_ptr, out_ptr,
-    scale_log2, softcap, table_stride, max_splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr,
-    PLAIN_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    scale_log2, softcap, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of every `num_programs(0)`-th split; of an only one, the result.
-
-    GROUP: a power of two of heads, four at least
-    """
-    if PDL:
+    """Partial softmax sums of every `num_programs(0)`-th split; of an only one, the result."""
+    PRECISION: tl.constexpr = FORM.precision
+    if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    WIDTH: tl.constexpr = DIM // 4
-    PER_HEAD: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = FORM.dim // 4
+    PER_HEAD: tl.constexpr = FORM.heads // FORM.kv_heads
     request = tl.program_id(2)
     kv_head = tl.program_id(1)
     length = tl.load(lengths_ptr + request)
-    first_head = request * HEADS + kv_head * PER_HEAD
+    first_head = request * FORM.heads + kv_head * PER_HEAD
     channel = tl.arange(0, WIDTH)
-    pages_at_once, coded = _coded_splits(length, SPLIT, GROUP_SIZE)
+    pages_at_once, coded = _coded_splits(length, FORM.split, FORM.group_size)
     split = tl.program_id(0)
 
     if split < coded:
-        end_page = (length - 1) // GROUP_SIZE
+        end_page = (length - 1) // FORM.group_size
         table_ptr = block_table_ptr + request * table_stride
-        column = tl.arange(0, 2 * GROUP) // 2
-        at_column = (first_head + column).to(tl.int64) * DIM
-        q0, q1, q2, q3 = load_columns(turned_ptr, at_column, column < PER_HEAD, channel, WIDTH)
+        column = tl.arange(0, 2 * FORM.group) // 2
+        at_column = (first_head + column).to(tl.int64) * FORM.dim
+        q = load_columns(turned_ptr, at_column, column < PER_HEAD, channel, WIDTH)
         while split < coded:
             page = 1 + split * pages_at_once
             lse, r0, r1, r2, r3 = _attend_coded(
-                q0, q1, q2, q3, table_ptr, page, tl.minimum(page + pages_at_once, end_page), kv_head,
-                words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
-                KV_HEADS, DIM, VALUE_BITS, GROUP_SIZE, SOFTCAP, ASM, STAGES,
+                q, table_ptr, page, tl.minimum(page + pages_at_once, end_page), kv_head,
+                words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap, FORM,
             )  # fmt: skip
-            group = tl.arange(0, GROUP)
+            group = tl.arange(0, FORM.group)
             at = (first_head + group) * max_splits + split
             tl.store(lse_ptr + at, lse, mask=group < PER_HEAD)
-            to = at.to(tl.int64) * DIM
+            to = at.to(tl.int64) * FORM.dim
             store_columns(partial_ptr, to, group < PER_HEAD, r0, r1, r2, r3, channel, WIDTH)
             split += tl.num_programs(0)
 
     # Anew, so that nothing of it takes a register before.
     length = tl.load(lengths_ptr + request)
-    _, coded = _coded_splits(length, SPLIT, GROUP_SIZE)
-    _, end = kvarn_splits(length, SPLIT, GROUP_SIZE)
+    _, coded = _coded_splits(length, FORM.split, FORM.group_size)
+    _, end = kvarn_splits(length, FORM.split, FORM.group_size)
     row = tl.load(rows_ptr + request)
     # Matrix units take eight columns.
-    group = tl.arange(0, max(8, GROUP))
+    group = tl.arange(0, max(8, FORM.group))
     head = first_head + group
-    at_head = head.to(tl.int64) * DIM
-    first_pieces = tl.cdiv(tl.minimum(length, GROUP_SIZE), PIECE)
+    at_head = head.to(tl.int64) * FORM.dim
+    first_pieces = tl.cdiv(tl.minimum(length, FORM.group_size), FORM.piece)
     while split < end:
         piece = split - coded
         is_first = piece < first_pieces
-        page_start = tl.where(is_first, 0, (length - 1) // GROUP_SIZE * GROUP_SIZE)
-        start = page_start + tl.where(is_first, piece, piece - first_pieces) * PIECE
-        count = tl.minimum(tl.where(is_first, tl.minimum(length, GROUP_SIZE), length) - start, PIECE)
-        key_at = held_at(row, start, 0, kv_head, KV_HEADS, DIM, GROUP_SIZE)
-        value_at = held_at(row, start, 1, kv_head, KV_HEADS, DIM, GROUP_SIZE)
+        page_start = tl.where(is_first, 0, (length - 1) // FORM.group_size * FORM.group_size)
+        start = page_start + tl.where(is_first, piece, piece - first_pieces) * FORM.piece
+        page_end = tl.where(is_first, tl.minimum(length, FORM.group_size), length)
+        count = tl.minimum(page_end - start, FORM.piece)
+        key_at = held_at(row, start, 0, kv_head, FORM.kv_heads, FORM.dim, FORM.group_size)
+        value_at = held_at(row, start, 1, kv_head, FORM.kv_heads, FORM.dim, FORM.group_size)
         lse, r0, r1, r2, r3 = _attend_plain_piece(
             q_ptr, at_head, group < PER_HEAD, held_ptr, key_at, value_at, count, scale_log2, softcap,
-            PLAIN_BLOCK, DIM, SOFTCAP, PRECISION, STAGES,
+            FORM.plain_block, FORM.dim, FORM.softcap, PRECISION, FORM.stages,
         )  # fmt: skip
-        if (end == 1) & (not SINKS):
+        if (end == 1) & (not FORM.sinks):
             store_columns(out_ptr, at_head, group < PER_HEAD, r0, r1, r2, r3, channel, WIDTH)
         else:
             at = head * max_splits + split
             tl.store(lse_ptr + at, lse, mask=group < PER_HEAD)
-            to = at.to(tl.int64) * DIM
+            to = at.to(tl.int64) * FORM.dim
             store_columns(partial_ptr, to, group < PER_HEAD, r0, r1, r2, r3, channel, WIDTH)
         split += tl.num_programs(0)
 
@@ -251,12 +271,10 @@ def kvarn_decode(
     workspace: DecodeWorkspace,
     *,
     value_bits: int,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    options: AttentionOptions,
     out: Tensor,
 ) -> None:
-    """Write `out`; arguments as in the file's docstring, options as in `decode_attention.py`.
+    """Write `out`; arguments as in the file's docstring.
 
     The workspace has `plain_splits` further splits.
     """
@@ -265,20 +283,34 @@ def kvarn_decode(
     splits = programs_of_splits(workspace.max_splits, batch * kv_heads)
     capability = compute_capability(query.device)
     pdl, is_narrow = capability >= (9, 0), dim <= 128
-    of_splits = {"HEADS": heads, "DIM": dim, "SPLIT": workspace.split_tokens, "GROUP_SIZE": group_size}
     piece = min(PIECE.value, group_size)
+    form = Form(
+        heads=heads,
+        kv_heads=kv_heads,
+        group=max(4, triton.next_power_of_2(heads // kv_heads)),
+        dim=dim,
+        value_bits=value_bits,
+        group_size=group_size,
+        split=workspace.split_tokens,
+        piece=piece,
+        plain_block=min(PLAIN_BLOCK, piece),
+        softcap=bool(options.softcap),
+        sinks=options.sinks is not None,
+        asm=capability >= (8, 0),
+        pdl=pdl,
+        stages=STAGES,
+        precision=precision_of(query),
+    )
     _attend_splits[(splits, kv_heads, batch)](
         query, turned_q, *vars(pages).values(), held,
         block_table, lengths, request_rows, workspace.partial, workspace.lse, out,
-        scale * LOG2_E, softcap * LOG2_E, block_table.stride(0), workspace.max_splits,
-        **of_splits, KV_HEADS=kv_heads, GROUP=max(4, triton.next_power_of_2(heads // kv_heads)),
-        VALUE_BITS=value_bits, PIECE=piece, PLAIN_BLOCK=min(PLAIN_BLOCK, piece), SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, ASM=capability >= (8, 0), PDL=pdl, STAGES=STAGES,
-        PRECISION=precision_of(query), num_warps=1 if is_narrow else 2, num_stages=STAGES,
+        options.scale_log2, options.softcap_log2, block_table.stride(0), workspace.max_splits, form,
+        num_warps=1 if is_narrow else 2, num_stages=STAGES,
         maxnreg=REGISTERS[value_bits] if is_narrow else None,
     )  # fmt: skip
     _merge_splits[(heads, batch)](
-        workspace.partial, workspace.lse, lengths, sinks, out, workspace.max_splits,
-        **of_splits, LOG_DIM=log2(dim), SPLITS_AT_ONCE=8, SINKS=sinks is not None, PDL=pdl,
+        workspace.partial, workspace.lse, lengths, options.sinks, out, workspace.max_splits,
+        HEADS=heads, DIM=dim, LOG_DIM=log2(dim), SPLIT=workspace.split_tokens, GROUP_SIZE=group_size,
+        SPLITS_AT_ONCE=8, SINKS=options.sinks is not None, PDL=pdl,
         num_warps=1 if is_narrow else 2, launch_pdl=pdl,
     )  # fmt: skip

@@ -212,16 +212,18 @@ def _value_sum(
 
 @triton.jit
 def attend_page_int8(
-    q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
+    q, acc, largest, total,
     tile, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap,
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Tile number `tile`, int64, seen by all heads [H].
 
-    q0 .. q3 fp16 [D/4, 2H], each head in two columns; acc0 .. acc3 fp32 [D/4, H]. Matrix units add up 32
+    q: four slices, fp16 [D/4, 2H], each head in two columns; acc: fp32 [D/4, H]. Matrix units add up 32
     bytes at least, so pages have 64 tokens or more there, and heads 64 channels.
     """
+    q0, q1, q2, q3 = q
+    acc0, acc1, acc2, acc3 = acc
     WIDTH: tl.constexpr = DIM // 4
     HALF: tl.constexpr = GROUP_SIZE // 2
     bytes_k_ptr = words_k_ptr.to(tl.pointer_type(tl.int8)) + tile * (GROUP_SIZE * 2 * WIDTH)

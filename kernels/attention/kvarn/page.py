@@ -63,15 +63,17 @@ def _value_sum(
 
 @triton.jit
 def attend_page(
-    q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
+    q, acc, largest, total,
     tile, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, is_seen, scale_log2, softcap,
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Tile number `tile`, int64, seen by the queries [M] that `is_seen` says.
 
-    q0 .. q3 fp16 [D/4, M]; acc0 .. acc3 fp32 alike. Every query must have seen a key.
+    q, acc: four slices [D/4, M] each, fp16 and fp32. Every query must have seen a key.
     """
+    q0, q1, q2, q3 = q
+    acc0, acc1, acc2, acc3 = acc
     WIDTH: tl.constexpr = DIM // 4
     HALF: tl.constexpr = GROUP_SIZE // 2
     token = tl.arange(0, HALF)

@@ -15,6 +15,8 @@ packed, as in decoding. What is not coded comes first. Where codes follow, queri
 rotated for them, and results back at the end.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from ...device import compute_capability
 from ...hadamard import _matrix, rotate_slices
 from ...triton_imports import tl, triton
 from ..coded.softmax import attend_plain, load_columns, load_slices, precision_of, store_columns
-from ..decode import LOG2_E
+from ..options import AttentionOptions
 from ..prefill import TILE
 from .held import held_at
 from .page import attend_page
@@ -47,34 +49,57 @@ def _older_or_new(
     return o0 + n0, o1 + n1, o2 + n2, o3 + n3
 
 
+class Form(NamedTuple):
+    """What `_attend_tiles` is compiled for; tokens: of a program; plain_block: uncoded keys at a time.
+
+    group: query heads of a kv head, as a power of two
+    """
+
+    heads: int
+    kv_heads: int
+    group: int
+    tokens: int
+    dim: int
+    value_bits: int
+    group_size: int
+    plain_block: int
+    softcap: bool
+    sinks: bool
+    asm: bool
+    precision: str
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_tiles(
-    q_ptr, key_ptr, value_ptr, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, held_ptr, matrix_ptr,
+    q_ptr, key_ptr, value_ptr, pages, held_ptr, matrix_ptr,
     block_table_ptr, tiles_ptr, seq_lens_ptr, starts_ptr, rows_ptr, sinks_ptr, out_ptr,
-    scale_log2, softcap, key_stride, value_stride, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, PLAIN_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+    scale_log2, softcap, key_stride, value_stride, table_stride, FORM: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of a tile with one kv head's group of query heads."""
-    WIDTH: tl.constexpr = DIM // 4
+    """FORM.tokens tokens of a tile with one kv head's group of query heads.
+
+    pages: the parts of a `KVarNTile`
+    """
+    ROWS: tl.constexpr = FORM.tokens * FORM.group
+    PRECISION: tl.constexpr = FORM.precision
+    words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr = pages
+    WIDTH: tl.constexpr = FORM.dim // 4
     tile = tiles_ptr + tl.program_id(2) * 4
-    offset = tl.program_id(1) * TOKENS
+    offset = tl.program_id(1) * FORM.tokens
     kv_head = tl.program_id(0)
-    count = tl.minimum(tl.load(tile + 1) - offset, TOKENS)
+    count = tl.minimum(tl.load(tile + 1) - offset, FORM.tokens)
     if count <= 0:
         return
     first = tl.load(tile) + offset
     start = tl.load(tile + 2)
     request = tl.load(tile + 3)
-    line = tl.arange(0, TOKENS * GROUP)
-    token = line // GROUP
-    group = line % GROUP
-    head = kv_head * (HEADS // KV_HEADS) + group
-    is_row = (token < count) & (group < HEADS // KV_HEADS)
-    at_row = ((first + token).to(tl.int64) * HEADS + head) * DIM
+    line = tl.arange(0, ROWS)
+    token = line // FORM.group
+    group = line % FORM.group
+    head = kv_head * (FORM.heads // FORM.kv_heads) + group
+    is_row = (token < count) & (group < FORM.heads // FORM.kv_heads)
+    at_row = ((first + token).to(tl.int64) * FORM.heads + head) * FORM.dim
     channel = tl.arange(0, WIDTH)
-    acc0 = tl.zeros([WIDTH, TOKENS * GROUP], tl.float32)
+    acc0 = tl.zeros([WIDTH, ROWS], tl.float32)
     if start < 0:
         store_columns(out_ptr, at_row, is_row, acc0, acc0, acc0, acc0, channel, WIDTH)
         return
@@ -87,38 +112,40 @@ def _attend_tiles(
     row = tl.load(rows_ptr + request)
     table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
     q0, q1, q2, q3 = load_columns(q_ptr, at_row, is_row, channel, WIDTH)
-    largest = tl.full([TOKENS * GROUP], -float("inf"), tl.float32)
-    total = tl.zeros([TOKENS * GROUP], tl.float32)
-    if SINKS:
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if FORM.sinks:
         largest = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
 
     # Page 0, then the pages that the rows are on; every row sees token 0, so none is without a key after it.
-    own_from = tl.maximum(start // GROUP_SIZE, 1) * GROUP_SIZE
-    blocks_of_first = tl.cdiv(tl.minimum(end, GROUP_SIZE), PLAIN_BLOCK)
-    blocks = blocks_of_first + tl.cdiv(tl.maximum(end - own_from, 0), PLAIN_BLOCK)
+    own_from = tl.maximum(start // FORM.group_size, 1) * FORM.group_size
+    blocks_of_first = tl.cdiv(tl.minimum(end, FORM.group_size), FORM.plain_block)
+    blocks = blocks_of_first + tl.cdiv(tl.maximum(end - own_from, 0), FORM.plain_block)
     for index in range(0, blocks):
         block = tl.where(
-            index < blocks_of_first, index * PLAIN_BLOCK, own_from + (index - blocks_of_first) * PLAIN_BLOCK
+            index < blocks_of_first,
+            index * FORM.plain_block,
+            own_from + (index - blocks_of_first) * FORM.plain_block,
         )
-        key = block + tl.arange(0, PLAIN_BLOCK)
-        k0, k1, k2, k3 = _older_or_new(
+        key = block + tl.arange(0, FORM.plain_block)
+        keys = _older_or_new(
             held_ptr, key_ptr, row, key, 0, first_in_step, key_stride, chunk_start, kv_head, key < end,
-            KV_HEADS, DIM, GROUP_SIZE,
+            FORM.kv_heads, FORM.dim, FORM.group_size,
         )  # fmt: skip
-        v0, v1, v2, v3 = _older_or_new(
+        values = _older_or_new(
             held_ptr, value_ptr, row, key, 1, first_in_step, value_stride, chunk_start, kv_head, key < end,
-            KV_HEADS, DIM, GROUP_SIZE,
+            FORM.kv_heads, FORM.dim, FORM.group_size,
         )  # fmt: skip
-        in_plain = (key[:, None] < GROUP_SIZE) | (
-            key[:, None] // GROUP_SIZE == position[None, :] // GROUP_SIZE
+        in_plain = (key[:, None] < FORM.group_size) | (
+            key[:, None] // FORM.group_size == position[None, :] // FORM.group_size
         )
         acc0, acc1, acc2, acc3, largest, total = attend_plain(
-            q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total, k0, k1, k2, k3, v0, v1, v2, v3,
-            in_plain & (key[:, None] <= position[None, :]), scale_log2, softcap, SOFTCAP, PRECISION,
+            (q0, q1, q2, q3), (acc0, acc1, acc2, acc3), largest, total, keys, values,
+            in_plain & (key[:, None] <= position[None, :]), scale_log2, softcap, FORM.softcap, PRECISION,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
-    last_page = (end - 1) // GROUP_SIZE
+    last_page = (end - 1) // FORM.group_size
     if last_page <= 1:
         store_columns(out_ptr, at_row, is_row, acc0 * by, acc1 * by, acc2 * by, acc3 * by, channel, WIDTH)
         return
@@ -134,13 +161,13 @@ def _attend_tiles(
     back = total[None, :]
     acc0, acc1, acc2, acc3 = acc0 * back, acc1 * back, acc2 * back, acc3 * back
     # Rows past the tile's end count as its last one.
-    own_page = tl.minimum(position, end - 1) // GROUP_SIZE
+    own_page = tl.minimum(position, end - 1) // FORM.group_size
     for page in range(1, last_page):
         acc0, acc1, acc2, acc3, largest, total = attend_page(
-            q0, q1, q2, q3, acc0, acc1, acc2, acc3, largest, total,
-            tl.load(table_ptr + page).to(tl.int64) * KV_HEADS + kv_head,
+            (q0, q1, q2, q3), (acc0, acc1, acc2, acc3), largest, total,
+            tl.load(table_ptr + page).to(tl.int64) * FORM.kv_heads + kv_head,
             words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, page < own_page, scale_log2, softcap,
-            VALUE_BITS, GROUP_SIZE, DIM, SOFTCAP, ASM,
+            FORM.value_bits, FORM.group_size, FORM.dim, FORM.softcap, FORM.asm,
         )  # fmt: skip
     by = (1.0 / total)[None, :]
     r0, r1, r2, r3 = rotate_slices(acc0 * by, acc1 * by, acc2 * by, acc3 * by, matrix_ptr, WIDTH)
@@ -160,9 +187,7 @@ def kvarn_prefill(
     request_rows: Tensor,
     *,
     value_bits: int,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    options: AttentionOptions,
     out: Tensor,
 ) -> None:
     """Write the tiles' tokens of `out`; arguments as in the file's docstring."""
@@ -170,12 +195,24 @@ def kvarn_prefill(
     kv_heads, group_size = held.shape[3:5]
     group = triton.next_power_of_2(heads // kv_heads)
     tokens = max(1, QUERIES // group)
+    form = Form(
+        heads=heads,
+        kv_heads=kv_heads,
+        group=group,
+        tokens=tokens,
+        dim=dim,
+        value_bits=value_bits,
+        group_size=group_size,
+        plain_block=min(PLAIN_BLOCK, group_size),
+        softcap=bool(options.softcap),
+        sinks=options.sinks is not None,
+        asm=compute_capability(query.device) >= (8, 0),
+        precision=precision_of(query),
+    )
     _attend_tiles[(kv_heads, TILE // tokens, len(tiles))](
-        query, key, value, *vars(pages).values(), held, _matrix(dim // 4, query.device, torch.float16),
-        block_table, tiles, seq_lens, query_start_loc, request_rows, sinks, out,
-        scale * LOG2_E, softcap * LOG2_E, key.stride(0), value.stride(0), block_table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, DIM=dim, VALUE_BITS=value_bits,
-        GROUP_SIZE=group_size, PLAIN_BLOCK=min(PLAIN_BLOCK, group_size), SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, ASM=compute_capability(query.device) >= (8, 0),
-        PRECISION=precision_of(query), num_warps=4, num_stages=2,
+        query, key, value, tuple(vars(pages).values()), held,
+        _matrix(dim // 4, query.device, torch.float16),
+        block_table, tiles, seq_lens, query_start_loc, request_rows, options.sinks, out,
+        options.scale_log2, options.softcap_log2, key.stride(0), value.stride(0), block_table.stride(0), form,
+        num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -126,14 +126,17 @@ def prepared(q0, q1, q2, q3, NVFP4: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    q0, q1, q2, q3, q_sum, acc0, acc1, acc2, acc3, zeros, largest, total,
+    q, q_sum, acc, zeros, largest, total,
     slot, keep, visible, words_k_ptr, words_v_ptr, scales_k_ptr, scales_v_ptr, scale_log2, softcap,
     NVFP4: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [N, 1 or M].
 
-    Results are to be made with `finished`; `zeros` [M] is what zero points add to every channel.
+    q, acc: their four slices, fp16 and fp32 [D/4, M]; `finished` makes results of acc
+    zeros: fp32 [M], what zero points add to every channel
     """
+    q0, q1, q2, q3 = q
+    acc0, acc1, acc2, acc3 = acc
     word = tl.arange(0, DIM // 4)
     at = slot[:, None] * (DIM // 4) + word[None, :]
     # Values as columns already here: a transposition before their product would go through shared memory.

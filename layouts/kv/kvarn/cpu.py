@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ....kernels.attention import reference
 from ....kernels.attention.kvarn.cpu.compiled import kernels, numbers
-from ....kernels.attention.reference import AttentionOptions, TokenGroup
+from ....kernels.attention.options import AttentionOptions
+from ....kernels.attention.reference import TokenGroup
 from ..attention_metadata import AttentionMetadata, RequestTokens
 from ..cpu import on_host, with_padding
 from ..layer import Workspaces, widened
@@ -67,12 +69,13 @@ class KVarNCpuLayerKV:
         count, padded, value_dim = on_host(metadata).num_tokens, len(query), value.shape[2]
         query, key, value = (widened(x[:count], self.storage.dim).contiguous() for x in (query, key, value))
         step, output = self._steps.of(metadata, query), torch.empty_like(query)
+        options = replace(options, sinks=sinks)
         for run in step.runs:
-            self._decode(run, step.lengths, (query, key, value, output), options, sinks)
+            self._decode(run, step.lengths, (query, key, value, output), options)
         for chunk, groups in step.prompts:
             tokens = slice(chunk.first_token, chunk.first_token + chunk.count)
             of_chunk = query[tokens], key[tokens], value[tokens], output[tokens]
-            self._prefill(chunk, groups, *of_chunk, options, sinks)
+            self._prefill(chunk, groups, *of_chunk, options)
         return with_padding(output[..., :value_dim], padded)
 
     def _decode(
@@ -81,13 +84,13 @@ class KVarNCpuLayerKV:
         lengths: np.ndarray,
         tokens: tuple[Tensor, ...],
         options: AttentionOptions,
-        sinks: Tensor | None,
     ) -> None:
         """Store a run's tokens, attend, and quantize the pages that are full afterwards.
 
         tokens: query, key, value and output of the step
         """
         heads, group, dim = self.storage.held.shape[3:]
+        sinks = options.sinks
         logits = np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
         before = *map(numbers, tokens), self._held, *self._pages, run.table, run.rows, run.starts, lengths
         behind = options.scale, options.softcap or 0.0, logits
@@ -110,7 +113,6 @@ class KVarNCpuLayerKV:
         value: Tensor,
         output: Tensor,
         options: AttentionOptions,
-        sinks: Tensor | None,
     ) -> None:
         """Attend for one prefill chunk, page by page, over dequantized earlier pages."""
         held, start, end = self.storage.held[chunk.row], chunk.start, chunk.start + chunk.count
@@ -132,7 +134,7 @@ class KVarNCpuLayerKV:
         for group in groups:
             stop = start + len(query[group.tokens])
             output[group.tokens] = reference.attend_group(
-                query[group.tokens], seen[:1, :stop], seen[1:, :stop], group, options, sinks
+                query[group.tokens], seen[:1, :stop], seen[1:, :stop], group, options
             )
             for page in range(max(start // size, 1), stop // size):
                 of_page = seen[:, page * size : (page + 1) * size]

@@ -1,20 +1,20 @@
 """One layer's KVarN pages on a GPU. Not for the kernels, which are in `kernels/attention/kvarn/`."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.choose_prefill import prompt_attention
+from ....kernels.attention.choose_prefill import attend_prefill
 from ....kernels.attention.decode import DecodeWorkspace
 from ....kernels.attention.kvarn.decode import kvarn_decode, plain_splits
 from ....kernels.attention.kvarn.flush import addresses, flush_decoded, flush_prompts
 from ....kernels.attention.kvarn.held import append_held, hold
 from ....kernels.attention.kvarn.prefill import kvarn_prefill
 from ....kernels.attention.kvarn.widen import widen_kvarn
+from ....kernels.attention.options import AttentionOptions
 from ....kernels.attention.prefill import tiles_of
-from ....kernels.attention.reference import AttentionOptions
 from ..attention_metadata import AttentionMetadata, HostMetadata
 from ..cuda import to_device
 from ..layer import KVShape, PoolSize, Workspaces, by_token, widened
@@ -143,11 +143,7 @@ class KVarNCudaLayerKV:
         query, key, value = (by_token(widened(x, storage.dim)) for x in (query, key, value))
         query = query.contiguous()
         output = torch.empty_like(query)
-        settings: dict[str, Any] = {
-            "scale": options.scale,
-            "softcap": options.softcap or 0.0,
-            "sinks": sinks,
-        }
+        options = replace(options, sinks=sinks)
         tiles = metadata.prefill_tiles
         decodes = metadata.host is None or metadata.host.num_decodes > 0
         if tiles is not None and decodes:
@@ -156,11 +152,11 @@ class KVarNCudaLayerKV:
         elif tiles is not None:
             self._write_pages(key, value, metadata)
         if decodes:
-            self._decode(query, key, value, metadata, output, settings)
+            self._decode(query, key, value, metadata, output, options)
         if tiles is not None and decodes:
             self._beside.join()
         if tiles is not None:
-            self._prefill(query, key, value, metadata, tiles, output, settings)
+            self._prefill(query, key, value, metadata, tiles, output, options)
         return output[..., :value_dim]
 
     def _write_pages(self, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> None:
@@ -176,7 +172,7 @@ class KVarNCudaLayerKV:
         value: Tensor,
         metadata: AttentionMetadata,
         output: Tensor,
-        settings: dict[str, Any],
+        options: AttentionOptions,
     ) -> None:
         storage, lengths = self.storage, metadata.decode_seq_lens
         # Zeros for requests that do not decode; those of prompts are written over.
@@ -195,8 +191,8 @@ class KVarNCudaLayerKV:
             metadata.request_rows,
             self._workspace,
             value_bits=storage.value_bits,
+            options=options,
             out=output[:rows],
-            **settings,
         )
 
     def _prefill(
@@ -207,7 +203,7 @@ class KVarNCudaLayerKV:
         metadata: AttentionMetadata,
         tiles: Tensor,
         output: Tensor,
-        settings: dict[str, Any],
+        options: AttentionOptions,
     ) -> None:
         storage = self.storage
         pages, held, value_bits = storage.pages, storage.held, storage.value_bits
@@ -217,7 +213,7 @@ class KVarNCudaLayerKV:
             # A step so large that it is no graph reads each page many times: it is decoded once.
             spans, table, tiles = self._plain_pages.of(host, len(query), query.device)
             plain = widen_kvarn(spans, key, value, pages, held, value_bits)
-            prompt_attention(query, *plain, table, tiles, out=output, one_form=False, **settings)
+            attend_prefill(query, *plain, table, tiles, options, output, one_form=False)
         else:
             kvarn_prefill(
                 query,
@@ -231,8 +227,8 @@ class KVarNCudaLayerKV:
                 metadata.query_start_loc,
                 metadata.request_rows,
                 value_bits=value_bits,
+                options=options,
                 out=output,
-                **settings,
             )
         where = metadata.positions, metadata.slot_mapping, metadata.token_rows, metadata.decode_seq_lens
         hold(key, value, *where, held, self._layers.written)

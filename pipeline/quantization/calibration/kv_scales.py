@@ -15,7 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ....base.errors import UserError
 from ....base.progress import progress_bar
-from ....kernels.attention.reference import AttentionOptions, softmax_by_hand
+from ....kernels.attention.options import AttentionOptions
+from ....kernels.attention.reference import softmax_by_hand
 from ....layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from ...checkpoints.checkpoint import Checkpoint
 from ...model_loader.layer_stream import LayerStream
@@ -110,7 +111,7 @@ def _attention(
         )
     else:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        output = softmax_by_hand(query, key, value, mask, AttentionOptions(scale, None, softcap), s_aux)
+        output = softmax_by_hand(query, key, value, mask, AttentionOptions(scale, None, softcap, s_aux))
     return output.transpose(1, 2), None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import triton
 from scalegate.kernels.attention.decode import DecodeWorkspace, decode_attention, decode_attention_reference
+from scalegate.kernels.attention.options import AttentionOptions
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 CACHE_BYTES = 256 << 20
@@ -77,20 +78,16 @@ def measure(batch: int, context: int, dtype: torch.dtype, max_context: int) -> d
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, max_context, "cuda")
-    scale = HEAD_DIM**-0.5
+    options = AttentionOptions(HEAD_DIM**-0.5, **scales)
     calls = [
-        lambda table=table: decode_attention(
-            q, keys, values, table, lengths, workspace, scale=scale, **scales
-        )
+        lambda table=table: decode_attention(q, keys, values, table, lengths, workspace, options)
         for table in tables
     ]
     microseconds = graph_microseconds(calls * max(1, 8 // copies))
     few = slice(0, min(batch, 2))
     workspace.partial.fill_(float("nan"))
     got = calls[0]()[few].double()
-    want = decode_attention_reference(
-        q[few], keys, values, tables[0, few], lengths[few], scale=scale, **scales
-    )
+    want = decode_attention_reference(q[few], keys, values, tables[0, few], lengths[few], options)
     return {
         "batch": batch,
         "context": context,

@@ -16,6 +16,7 @@ from scalegate.base.atomic_files import write_json
 from scalegate.kernels.attention.decode import DecodeWorkspace
 from scalegate.kernels.attention.kvarn.decode import kvarn_decode, plain_splits
 from scalegate.kernels.attention.kvarn.flush import addresses, flush_decoded
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.per_token.decode import token_decode
 from scalegate.layouts.kv.format import KV_FORMATS, KVFormat
 from scalegate.layouts.kv.kvarn.kvarn import KVarN
@@ -56,14 +57,16 @@ def measure(name: str, batch: int, context: int, copy: float) -> dict:
     further = plain_splits(page) if is_kvarn else 0
     workspace = DecodeWorkspace.allocate(batch, HEADS, HEAD_DIM, MAX_CONTEXT, "cuda", further)
 
+    options = AttentionOptions(0.05)
+
     def call(table: torch.Tensor) -> None:
         if isinstance(form, KVarN):
             storage = layer.storage
             where = storage.pages, storage.held, table, lengths, rows, workspace
-            kvarn_decode(q, turned_q, *where, value_bits=form.value_bits, scale=0.05, out=out)
+            kvarn_decode(q, turned_q, *where, value_bits=form.value_bits, options=options, out=out)
         else:
             where = layer.keys, layer.values, table, lengths, workspace
-            token_decode(q, *where, rotated=layer.rotated, scale=0.05, out=out)
+            token_decode(q, *where, rotated=layer.rotated, options=options, out=out)
 
     calls = [lambda table=table: call(table) for table in tables]
     microseconds = graph_microseconds(calls * max(1, 8 // copies))

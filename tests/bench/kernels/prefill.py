@@ -27,6 +27,7 @@ from scalegate.base.atomic_files import write_json
 from scalegate.kernels.attention import hopper_prefill as prefill
 from scalegate.kernels.attention.e4m3_queries import rounded_queries
 from scalegate.kernels.attention.hopper_prefill import hopper_prefill
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
 from scalegate.kernels.attention.widen_pages import widen_pages
 from scalegate.tests.bench.engine.kv_profile import milliseconds
@@ -42,15 +43,15 @@ CHECKED = 3
 """Tokens, each a tile by itself."""
 
 
-def over_widened(q, keys, values, table, tiles, **settings) -> None:
+def over_widened(q, keys, values, table, tiles, options, out) -> None:
     pages, table = step_pages(table)
-    hopper_prefill(q, widen_pages(keys, pages), widen_pages(values, pages), table, tiles, **settings)
+    hopper_prefill(q, widen_pages(keys, pages), widen_pages(values, pages), table, tiles, options, out)
 
 
-def over_e4m3_keys(q, keys, values, table, tiles, **settings) -> None:
+def over_e4m3_keys(q, keys, values, table, tiles, options, out) -> None:
     pages, own_table = step_pages(table)
     values = widen_pages(values, pages)
-    hopper_prefill(q, keys, values, own_table, tiles, key_table=table, **settings)
+    hopper_prefill(q, keys, values, own_table, tiles, options, out, key_table=table)
 
 
 @functools.cache
@@ -78,15 +79,15 @@ def kernel_cell(name: str, requests: int, tokens: int, history: int, pages_dtype
     chunks = [(tokens, history, row) for row in range(requests)]
     tiles = torch.from_numpy(tiles_of(0, chunks, 0)).cuda()
     scales = {name: torch.rand(KV_HEADS, device="cuda") + 0.5 for name in ("key_scale", "value_scale")}
-    settings = {"scale": HEAD_DIM**-0.5, **({} if dtype == torch.bfloat16 else scales)}
+    options = AttentionOptions(HEAD_DIM**-0.5, **({} if dtype == torch.bfloat16 else scales))
     out = torch.empty_like(q)
     microseconds = graph_microseconds(
-        [lambda: KERNELS[pages_dtype][name](q, *pages, table, tiles, out=out, **settings)] * 2, replays=7
+        [lambda: KERNELS[pages_dtype][name](q, *pages, table, tiles, options, out)] * 2, replays=7
     )
     places = torch.linspace(0, tokens - 1, CHECKED).long().tolist()
     few = torch.tensor([[place, 1, history + place, 0] for place in places], dtype=torch.int32)
     seen = rounded_queries(q.float()) if name == "e4m3 keys" else q
-    want = prefill_attention_reference(seen, *pages, table, few, **settings)[places]
+    want = prefill_attention_reference(seen, *pages, table, few, options)[places]
     error = float((out[places].double() - want).norm() / want.norm())
     operations = 4 * requests * HEADS * HEAD_DIM * tokens * (history + tokens / 2)
     return {

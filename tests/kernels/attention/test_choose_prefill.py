@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scalegate.kernels.attention import choose_prefill as prompt_attention
+from scalegate.kernels.attention import choose_prefill
 from scalegate.kernels.attention.choose_prefill import Step, hopper_takes
+from scalegate.kernels.attention.options import AttentionOptions
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LARGE = Step(4096, 4, 128, 64, (BF16, BF16, BF16), 0, False)
@@ -59,29 +60,30 @@ class Called:
     """Stands for both kernels, widening and the GPU, and keeps what a kernel was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, hopper_runs: bool = True):
-        monkeypatch.setattr(prompt_attention, "compute_capability", lambda device: HOPPER)
-        monkeypatch.setattr(prompt_attention, "hopper_runs", lambda *of: hopper_runs)
-        monkeypatch.setattr(prompt_attention, "widen_pages", lambda stored, pages: stored[pages].half())
+        monkeypatch.setattr(choose_prefill, "compute_capability", lambda device: HOPPER)
+        monkeypatch.setattr(choose_prefill, "hopper_runs", lambda *of: hopper_runs)
+        monkeypatch.setattr(choose_prefill, "widen_pages", lambda stored, pages: stored[pages].half())
         for name in ("hopper_prefill", "prefill_attention"):
-            monkeypatch.setattr(prompt_attention, name, self.kernel(name))
+            monkeypatch.setattr(choose_prefill, name, self.kernel(name))
 
     def kernel(self, name: str):
-        def keep(q, keys, values, table, tiles, **options):
-            self.name, self.keys, self.values, self.table, self.options = name, keys, values, table, options
+        def keep(q, keys, values, table, tiles, options, out, last):
+            """last: the table of keys, or whether bits are kept."""
+            self.name, self.keys, self.values, self.table = name, keys, values, table
+            self.options, self.last = options, last
 
         return keep
 
     def attend(self, dtype: torch.dtype, scale_shape: tuple[int, ...], one_form: bool) -> None:
+        scale = torch.arange(6.0)[: scale_shape[0]].view(-1, *scale_shape[1:])
         stored = torch.arange(6).view(6, 1, 1, 1).expand(6, 2, 64, 128)
-        prompt_attention.prompt_attention(
+        choose_prefill.attend_prefill(
             torch.zeros(4096, 8, 128, dtype=BF16),
             stored.to(dtype),
             stored.to(dtype),
             torch.tensor([[5, 3]]),
             torch.zeros(1, 4),
-            scale=1.0,
-            key_scale=torch.arange(6.0)[: scale_shape[0]].view(-1, *scale_shape[1:]),
-            value_scale=torch.arange(6.0)[: scale_shape[0]].view(-1, *scale_shape[1:]),
+            AttentionOptions(1.0, key_scale=scale, value_scale=scale),
             out=torch.zeros(0),
             one_form=one_form,
             widened=(torch.tensor([5, 3]), torch.tensor([[0, 1]])),
@@ -94,13 +96,13 @@ def test_keys_of_e4m3_stay_where_they_lie_and_values_are_widened(monkeypatch: py
     assert called.name == "hopper_prefill"
     assert called.keys.dtype == E4M3 and len(called.keys) == 6
     assert called.values.dtype == FP16 and called.values[:, 0, 0, 0].tolist() == [5, 3]
-    assert called.options["key_table"].tolist() == [[5, 3]] and called.table.tolist() == [[0, 1]]
+    assert called.last.tolist() == [[5, 3]] and called.table.tolist() == [[0, 1]]
 
 
 def test_where_the_kernel_for_hopper_does_not_run_the_other_one_takes_its_steps(monkeypatch):
     called = Called(monkeypatch, hopper_runs=False)
     called.attend(E4M3, (2,), one_form=False)
-    assert called.name == "prefill_attention" and not called.options["one_form"]
+    assert called.name == "prefill_attention" and not called.last
     assert called.keys.dtype == called.values.dtype == FP16
 
 
@@ -110,24 +112,24 @@ def test_that_it_does_not_run_is_said_once_with_the_reason(
     def does_not_compile(*tensors, **options):
         raise RuntimeError("at 41:13:\nresult shared-memory footprint exceeds the source view\n")
 
-    monkeypatch.setattr(prompt_attention, "hopper_prefill", does_not_compile)
+    monkeypatch.setattr(choose_prefill, "hopper_prefill", does_not_compile)
     asked = torch.device("cpu"), (BF16, BF16, BF16), 256
-    prompt_attention.hopper_runs.cache_clear()
-    assert not prompt_attention.hopper_runs(*asked)
-    assert not prompt_attention.hopper_runs(*asked)
+    choose_prefill.hopper_runs.cache_clear()
+    assert not choose_prefill.hopper_runs(*asked)
+    assert not choose_prefill.hopper_runs(*asked)
     said = capsys.readouterr().err
     assert said.count("RuntimeError: result shared-memory footprint exceeds") == 1
-    monkeypatch.setattr(prompt_attention, "hopper_prefill", lambda *tensors, **options: None)
-    assert not prompt_attention.hopper_runs(*asked), "it is tried once"
-    prompt_attention.hopper_runs.cache_clear()
-    assert prompt_attention.hopper_runs(*asked)
-    prompt_attention.hopper_runs.cache_clear()
+    monkeypatch.setattr(choose_prefill, "hopper_prefill", lambda *tensors, **options: None)
+    assert not choose_prefill.hopper_runs(*asked), "it is tried once"
+    choose_prefill.hopper_runs.cache_clear()
+    assert choose_prefill.hopper_runs(*asked)
+    choose_prefill.hopper_runs.cache_clear()
 
 
 def test_where_bits_are_kept_keys_and_values_are_widened(monkeypatch: pytest.MonkeyPatch):
     called = Called(monkeypatch)
     called.attend(E4M3, (2,), one_form=True)
-    assert called.name == "prefill_attention" and called.options["one_form"]
+    assert called.name == "prefill_attention" and called.last is True
     assert called.keys.dtype == called.values.dtype == FP16
     assert called.keys[:, 0, 0, 0].tolist() == [5, 3] and called.table.tolist() == [[0, 1]]
 
@@ -136,4 +138,4 @@ def test_int8_is_widened_with_the_scales_of_its_pages(monkeypatch: pytest.Monkey
     called = Called(monkeypatch)
     called.attend(torch.int8, (6, 1, 1), one_form=False)
     assert called.name == "prefill_attention" and called.keys.dtype == FP16
-    assert called.options["key_scale"].flatten().tolist() == [5, 3]
+    assert called.options.key_scale.flatten().tolist() == [5, 3]

@@ -38,10 +38,25 @@ def test_every_kind_of_page_compiles(pages: str, scales: int, sinks: bool):
         **dict.fromkeys(["scale_log2", "softcap"], "fp32"),
         **dict.fromkeys(["window", "table_stride", "max_splits"], "i32"),
     }
-    sizes = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "DIM": 128, "GROUP": 16, "PAGE": 64, "SPLIT": 256}
-    flags = {"SCALES": scales, "SOFTCAP": False, "WINDOW": False, "SINKS": sinks, "ASM": True, "PDL": True}
-    flags |= {"BLOCK": 64, "FINE": scales == 0, "PRECISION": "tf32x3" if activations == "*fp32" else "tf32"}
-    kernel = compiled(decode_attention._attend_splits, types, {**sizes, **flags}, num_warps=4)
+    form = decode_attention.Form(
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        dim=128,
+        group=16,
+        page=64,
+        split=256,
+        block=64,
+        fine=scales == 0,
+        scales=scales,
+        softcap=False,
+        window=False,
+        sinks=sinks,
+        asm=True,
+        pdl=True,
+        precision="tf32x3" if activations == "*fp32" else "tf32",
+    )
+    kernel = compiled(decode_attention._attend_splits, types, {"FORM": form}, num_warps=4)
     assert kernel.asm["cubin"]
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from scalegate.kernels.attention.choose_prefill import prompt_attention
+from scalegate.kernels.attention.choose_prefill import attend_prefill
 from scalegate.kernels.attention.e4m3_queries import rounded_queries
 from scalegate.kernels.attention.hopper_prefill import hopper_prefill
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -32,17 +33,17 @@ class Case:
         tokens = sum(count for count, _, _ in chunks)
         self.q = torch.randn(tokens, heads, dim, generator=generator, device="cuda").bfloat16()
         self.tiles = torch.from_numpy(tiles_of(0, chunks, 0)).cuda()
-        self.settings = {"scale": dim**-0.5}
+        self.scale = dim**-0.5
 
     def attended(self, tiles=None, **options):
         out = torch.full_like(self.q, 7.0)
         tiles = self.tiles if tiles is None else tiles
-        hopper_prefill(self.q, *self.pages, self.table, tiles, out=out, **self.settings, **options)
+        hopper_prefill(self.q, *self.pages, self.table, tiles, AttentionOptions(self.scale, **options), out)
         return out
 
     def error(self, **options) -> float:
         want = prefill_attention_reference(
-            self.q, *self.pages, self.table, self.tiles, **self.settings, **options
+            self.q, *self.pages, self.table, self.tiles, AttentionOptions(self.scale, **options)
         )
         return float((self.attended(**options).double() - want).norm() / want.norm())
 
@@ -63,11 +64,11 @@ def test_any_page_size(page: int):
 def test_window_softcap_and_sinks(dim: int, option: str):
     sinks = torch.linspace(-2, 5, 8, device="cuda")
     options = {
-        "window": {"window": 40},
-        "wide window": {"window": 300},
+        "window": {"sliding_window": 40},
+        "wide window": {"sliding_window": 300},
         "softcap": {"softcap": 3.0},
         "sinks": {"sinks": sinks},
-        "all": {"window": 100, "softcap": 5.0, "sinks": sinks},
+        "all": {"sliding_window": 100, "softcap": 5.0, "sinks": sinks},
     }[option]
     case = Case(dim=dim)
     assert case.error(**options) < 4e-3
@@ -116,12 +117,14 @@ class E4M3Case(Case):
         out = torch.full_like(self.q, 7.0)
         pages = self.pages[0], self.moved, self.moved_table
         tiles = self.tiles if tiles is None else tiles
-        hopper_prefill(self.q, *pages, tiles, key_table=self.table, out=out, **self.settings, **options)
+        hopper_prefill(self.q, *pages, tiles, AttentionOptions(self.scale, **options), out, self.table)
         return out
 
     def error(self, rounded=True, **options) -> float:
         q = rounded_queries(self.q.float()) if rounded else self.q
-        want = prefill_attention_reference(q, *self.pages, self.table, self.tiles, **self.settings, **options)
+        want = prefill_attention_reference(
+            q, *self.pages, self.table, self.tiles, AttentionOptions(self.scale, **options)
+        )
         return float((self.attended(**options).double() - want).norm() / want.norm())
 
 
@@ -144,7 +147,7 @@ def test_e4m3_keys_with_a_scale_a_head_window_softcap_and_sinks(dim: int):
     assert case.error(**scales) < 4e-3
     assert case.error(**scales, softcap=3.0) < 4e-3
     sinks = torch.linspace(-2, 5, 8, device="cuda")
-    assert case.error(**scales, window=100, softcap=5.0, sinks=sinks) < 4e-3
+    assert case.error(**scales, sliding_window=100, softcap=5.0, sinks=sinks) < 4e-3
 
 
 def test_the_error_would_show_queries_that_are_not_rounded_or_have_one_scale():
@@ -179,17 +182,12 @@ def test_a_large_step_over_stored_e4m3_takes_keys_as_they_lie_unless_bits_are_ke
     scales = {name: torch.rand(2, device="cuda") + 0.5 for name in ("key_scale", "value_scale")}
     pages = torch.arange(len(stored[0]), device="cuda").flip(0)
     widened = pages, pages.argsort().int()[case.table.long()]
-    outs = {}
+    outs, options = {}, AttentionOptions(case.scale, **scales)
     for one_form in (False, True):
         outs[one_form] = torch.empty_like(case.q)
-        prompt_attention(
-            case.q, *stored, case.table, case.tiles, out=outs[one_form], one_form=one_form, widened=widened,
-            **case.settings, **scales,
-        )  # fmt: skip
+        attend_prefill(case.q, *stored, case.table, case.tiles, options, outs[one_form], one_form, widened)
     assert torch.equal(outs[False], case.attended(**scales))
     want = torch.empty_like(case.q)
-    wide = [one.half() for one in stored]
-    prefill_attention(
-        case.q, *wide, case.table, case.tiles, out=want, one_form=True, **case.settings, **scales
-    )
+    wide = [pages.half() for pages in stored]
+    prefill_attention(case.q, *wide, case.table, case.tiles, options, want, one_form=True)
     assert torch.equal(outs[True], want)

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.attention.decode import LOG2_E
 from scalegate.kernels.attention.kvarn import decode as kvarn_decode
 from scalegate.kernels.attention.kvarn import held
 from scalegate.kernels.attention.kvarn.decode import plain_splits
+from scalegate.kernels.attention.options import LOG2_E
 from scalegate.kernels.hadamard import log2, rotate_reference
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.attention.kvarn_contexts import Contexts, contexts_of

@@ -87,6 +87,7 @@ TYPES = {
     **dict.fromkeys(("scale_log2", "softcap"), "fp32"),
     **dict.fromkeys((*NUMBERS, *STRIDES), "i32"),
     "out_ptr": "*bf16",
+    "pages": ("*i16", "*i16", "*fp16", "*fp16"),
 }
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128}
 KVARN = {"VALUE_BITS": 2, "GROUP_SIZE": 128}
@@ -99,13 +100,20 @@ DECODE = {"GROUP": 8, "SPLIT": 256, "MERGED": True, "SINKS": False, "PDL": True}
 PREFILL = {"GROUP": 4, "TOKENS": 16, "SINKS": False, "sinks_ptr": None}
 
 
-def compiled(kernel, constants: dict[str, object], warps: int, stages: int, registers=None, **types: str):
+def compiled(
+    kernel, constants: dict[str, object], warps: int, stages: int, registers=None, form=None, **types: str
+):
+    """form: of the kernel's settings, a constant each, makes the one argument that some kernels take."""
+    if form:
+        constants |= {"FORM": form(**{name: constants[name.upper()] for name in form._fields})}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = {**TYPES, **types}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
     places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    divided = [n for n, kind in signature.items() if kind.startswith("*") or n in STRIDES]
-    aligned = {places[n]: [["tt.divisibility", 16]] for n in divided}
+    divided = [place for n, place in places.items() if signature[n][0] == "*" or n in STRIDES]
+    for name, kind in signature.items():
+        divided += [(*places[name], index) for index in range(len(kind)) if isinstance(kind, tuple)]
+    aligned = {place: [["tt.divisibility", 16]] for place in divided}
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
@@ -124,9 +132,9 @@ def spills_in_shortest_loop(kernel, tmp_path: Path, products: int) -> int:
     for end, line in enumerate(lines):
         branch = re.search(r"\bBRA (0x[0-9a-f]+)", line)
         inside = lines[int(branch[1], 16) // 16 : end + 1] if branch else []
-        if sum("IMMA" in one for one in inside) >= products:
+        if sum("IMMA" in line for line in inside) >= products:
             loops.append(inside)
-    return sum("LDL" in one or "STL" in one for one in min(loops, key=len))
+    return sum("LDL" in line or "STL" in line for line in min(loops, key=len))
 
 
 @pytest.mark.parametrize(
@@ -137,16 +145,20 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
         block = token_decode.NVFP4_BLOCK
         constants = {**HEADS, **TOKENS, **PLAIN, **DECODE, "NVFP4": True, "BLOCK": block}
         types = {"q_ptr": "*bf16", **dict.fromkeys(PAIRS, "*i16")}
-        kernel = compiled(token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS, **types)
+        kernel = compiled(
+            token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS, token_decode.Form, **types
+        )
     elif name == "int4":
         constants = {**HEADS, **TOKENS, **PLAIN, **DECODE, **INT4}
-        kernel = compiled(token_decode._attend_splits, constants, 1, 2, token_decode.REGISTERS)
+        registers, form = token_decode.REGISTERS, token_decode.Form
+        kernel = compiled(token_decode._attend_splits, constants, 1, 2, registers, form)
     else:
         stages = kvarn_decode.STAGES
         constants = {**HEADS, **KVARN, **PLAIN, **DECODE, "VALUE_BITS": int(name[-1]), "STAGES": stages}
         constants["GROUP"] = 4
         registers = kvarn_decode.REGISTERS[int(name[-1])]
-        kernel = compiled(kvarn_decode._attend_splits, constants, 1, stages, registers, **AS_IT_CAME)
+        form = kvarn_decode.Form
+        kernel = compiled(kvarn_decode._attend_splits, constants, 1, stages, registers, form, **AS_IT_CAME)
     operations = operations_of(kernel, tmp_path)
     assert operations["HMMA"] >= 32 and operations["LDGSTS"] > 0
     # KVarN's sums become fp32, no codes do.
@@ -167,8 +179,10 @@ def test_decoding_multiplies_codes_as_they_are(name: str, tmp_path: Path):
 
 
 def test_the_other_kernels_compile(tmp_path: Path):
-    compiled(token_prefill._attend_tiles, {**HEADS, **TOKENS, **PLAIN, **PREFILL, **INT4}, 4, 2)
-    compiled(kvarn_prefill._attend_tiles, {**HEADS, **KVARN, **PLAIN, **PREFILL}, 4, 2, **AS_IT_CAME)
+    constants = {**HEADS, **TOKENS, **PLAIN, **PREFILL, **INT4}
+    compiled(token_prefill._attend_tiles, constants, 4, 2, form=token_prefill.Form)
+    constants = {**HEADS, **KVARN, **PLAIN, **PREFILL}
+    compiled(kvarn_prefill._attend_tiles, constants, 4, 2, form=kvarn_prefill.Form, **AS_IT_CAME)
     compiled(kvarn_widen._widen, {**HEADS, **KVARN, "TOKENS": 64}, 4, 3, **AS_IT_CAME)
     compiled(held._hold, {**HEADS, **KVARN, "TOKENS": 32}, 4, 3, **AS_IT_CAME)
     appending = {**HEADS, **KVARN, "PER_HEAD": 4, "GROUP": 4, "LOG_DIM": 7, "PDL": True}

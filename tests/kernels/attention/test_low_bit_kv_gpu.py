@@ -10,9 +10,9 @@ import pytest
 import torch
 from scalegate.kernels.attention.coded.words import unpack
 from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.per_token import int4, nvfp4
 from scalegate.kernels.attention.per_token.store import TokenPages
-from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.kvarn.kvarn import KVarN

@@ -1,17 +1,13 @@
 """The paged reference against attention written out one query at a time, over pages in any order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from scalegate.kernels.attention import reference as paged_attention
-from scalegate.kernels.attention.reference import (
-    AttentionOptions,
-    GatheredPages,
-    append,
-    attend,
-    decode_groups,
-    prefill_group,
-)
+from scalegate.kernels.attention.options import AttentionOptions
+from scalegate.kernels.attention.reference import GatheredPages, append, attend, decode_groups, prefill_group
 
 PAGE, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM = 4, 2, 3, 8, 6
 LENGTHS = [1, 3, 4, 5, 17, 70, 300]
@@ -70,7 +66,7 @@ def test_decode_over_rows_of_all_lengths(stored, variant: str):
     sinks = torch.randn(KV_HEADS * GROUP) if with_sinks else None
     query = torch.randn(len(LENGTHS), KV_HEADS * GROUP, KEY_DIM)
     groups = decode_groups(table, np.array(LENGTHS), PAGE, options.sliding_window, query)
-    found = attend(query, key_pages, value_pages, groups, options, sinks)
+    found = attend(query, key_pages, value_pages, groups, replace(options, sinks=sinks))
     for row, length in enumerate(LENGTHS):
         expected = by_hand(query[row], keys[row], values[row], length - 1, options, sinks)
         torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-4)
@@ -97,7 +93,7 @@ def test_a_prefill_chunk_of_two_prompts(stored, variant: str, start: int, block:
         prefill_group(0, start, 9, table[5], PAGE, options.sliding_window, query),
         prefill_group(9, 3, 14, table[4], PAGE, options.sliding_window, query),
     ]
-    found = attend(query, key_pages, value_pages, groups, options, sinks)
+    found = attend(query, key_pages, value_pages, groups, replace(options, sinks=sinks))
     token = 0
     for row, first, count in chunks:
         for position in range(first, first + count):

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from scalegate.kernels.attention.prefill import MANY_ROWS, _attend_tiles, program_sizes
+from scalegate.kernels.attention.prefill import MANY_ROWS, Form, _attend_tiles, program_sizes
 from scalegate.tests.exhaustive import exhaustive_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -84,11 +84,23 @@ def compiled(
     }
     group = 4
     rows, block = program_sizes(count, head_dim, ITEMSIZE[activations], ITEMSIZE[pages])
-    constants = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "DIM": head_dim, "GROUP": group}
-    constants |= {"PAGE": 64, "TOKENS": rows // group, "BLOCK": block, "SCALES": scales}
-    constants |= {"SOFTCAP": False, "WINDOW": window, "SINKS": False, "BY_LENGTH": by_length}
-    constants |= {"PRECISION": "tf32x3" if pages == "*fp32" else "tf32"}
-    constants |= {name: None for name, kind in types.items() if kind is None}
+    form = Form(
+        heads=32,
+        kv_heads=8,
+        head_dim=head_dim,
+        dim=head_dim,
+        group=group,
+        tokens=rows // group,
+        page=64,
+        block=block,
+        scales=scales,
+        softcap=False,
+        window=window,
+        sinks=False,
+        precision="tf32x3" if pages == "*fp32" else "tf32",
+        by_length=by_length,
+    )
+    constants = {"FORM": form} | {name: None for name, kind in types.items() if kind is None}
     names = _attend_tiles.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(

@@ -8,6 +8,7 @@ from scalegate.kernels.attention.decode import (
     decode_attention_reference,
     decode_split_tokens,
 )
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.tests.exhaustive import exhaustive_but
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,16 +50,16 @@ def make_case(heads=4, kv_heads=2, head_dim=64, page=16, lengths=(1, 17, 300), k
     return [t.to(DEVICE) for t in case], {name: t.to(DEVICE) for name, t in scales.items()}
 
 
-def relative_error(case, max_context=1024, **options):
-    scale = case[0].shape[-1] ** -0.5
+def relative_error(case, max_context=1024, **settings):
+    options = AttentionOptions(case[0].shape[-1] ** -0.5, **settings)
     workspace = DecodeWorkspace.allocate(
         case[0].shape[0], case[0].shape[1], case[0].shape[2], max_context, DEVICE
     )
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     out = torch.full_like(case[0], float("nan"))
-    got = decode_attention(*case, workspace, scale=scale, out=out, **options).double()
-    want = decode_attention_reference(*case, scale=scale, **options)
+    got = decode_attention(*case, workspace, options, out).double()
+    want = decode_attention_reference(*case, options)
     return float((got - want).norm() / want.norm())
 
 
@@ -72,11 +73,11 @@ def test_any_head_size_and_grouping(head_dim, heads, kv_heads):
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 40},
-        {"window": 270},
+        {"sliding_window": 40},
+        {"sliding_window": 270},
         {"softcap": 3.0},
         {"sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
-        {"window": 100, "softcap": 5.0, "sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
+        {"sliding_window": 100, "softcap": 5.0, "sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
     ],
     ids=["window", "window-over-two-splits", "softcap", "sinks", "all"],
 )
@@ -85,12 +86,12 @@ def test_window_softcap_and_sinks(options):
     assert relative_error(case, **options) < 1e-3
 
 
-@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
+@pytest.mark.parametrize("option", ["sliding_window", "softcap", "sinks"])
 def test_each_option_changes_the_result(option):
-    values = {"window": 40, "softcap": 1.0, "sinks": torch.full((4,), 3.0, device=DEVICE)}
+    values = {"sliding_window": 40, "softcap": 1.0, "sinks": torch.full((4,), 3.0, device=DEVICE)}
     case, _ = make_case(lengths=(300,))
-    plain = decode_attention_reference(*case, scale=0.125)
-    changed = decode_attention_reference(*case, scale=0.125, **{option: values[option]})
+    plain = decode_attention_reference(*case, AttentionOptions(0.125))
+    changed = decode_attention_reference(*case, AttentionOptions(0.125, **{option: values[option]}))
     assert float((plain - changed).norm() / plain.norm()) > 0.03
 
 
@@ -103,7 +104,7 @@ def test_eight_bit_pages(kv):
 def test_an_empty_row_of_a_padded_batch_is_zero():
     case, _ = make_case(lengths=(20, 0, 3))
     workspace = DecodeWorkspace.allocate(3, 4, 64, 1024, DEVICE)
-    out = decode_attention(*case, workspace, scale=0.125)
+    out = decode_attention(*case, workspace, AttentionOptions(0.125))
     assert torch.equal(out[1], torch.zeros_like(out[1])) and out[0].abs().sum() > 0
 
 
@@ -111,9 +112,9 @@ def test_an_empty_row_of_a_padded_batch_is_zero():
 def test_a_longer_neighbour_does_not_change_the_bits(length):
     case, _ = make_case(lengths=(length, 900))
     workspace = DecodeWorkspace.allocate(2, 4, 64, 1024, DEVICE)
-    together = decode_attention(*case, workspace, scale=0.125)
+    together = decode_attention(*case, workspace, AttentionOptions(0.125))
     alone = decode_attention(
-        *(t[:1] if i in (0, 3, 4) else t for i, t in enumerate(case)), workspace, scale=0.125
+        *(t[:1] if i in (0, 3, 4) else t for i, t in enumerate(case)), workspace, AttentionOptions(0.125)
     )
     assert torch.equal(together[:1], alone)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scalegate.base.errors import UserError
-from scalegate.kernels.attention.reference import AttentionOptions
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.layouts.kv.cuda import CudaLayerKV
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.layer import KVScales, KVShape, PoolSize, StoredPages, Workspaces

@@ -11,6 +11,7 @@ from scalegate.kernels.attention.decode import DecodeWorkspace
 from scalegate.kernels.attention.kvarn import decode as decoding
 from scalegate.kernels.attention.kvarn.decode import kvarn_decode, plain_splits
 from scalegate.kernels.attention.kvarn.prefill import kvarn_prefill
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import tiles_of
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.tests.exhaustive import exhaustive_but
@@ -39,7 +40,7 @@ def decoded(contexts: Contexts, lengths: list[int], bits: int, sinks=None, **opt
     kvarn_decode(
         query, rotate_reference(query).half(), contexts.pages, contexts.held, contexts.table,
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE), contexts.rows, workspace,
-        value_bits=bits, scale=dim**-0.5, sinks=sinks, out=out, **options,
+        value_bits=bits, options=AttentionOptions(dim**-0.5, sinks=sinks, **options), out=out,
     )  # fmt: skip
     return out
 
@@ -134,7 +135,7 @@ def prefilled(
         torch.from_numpy(tiles_of(before, pieces, padding)).to(DEVICE),
         torch.tensor([end for _, end in chunks], dtype=torch.int32, device=DEVICE),
         starts.int().to(DEVICE), contexts.rows,
-        value_bits=bits, scale=query.shape[2] ** -0.5, sinks=sinks, out=out, **options,
+        value_bits=bits, options=AttentionOptions(query.shape[2] ** -0.5, sinks=sinks, **options), out=out,
     )  # fmt: skip
     return out[before:]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.per_token.store import TokenPages
-from scalegate.kernels.attention.reference import AttentionOptions
 from scalegate.layouts.kv.coded_cpu import CodedCpuLayerKV
 from scalegate.layouts.kv.coded_cuda import CodedCudaLayerKV
 from scalegate.layouts.kv.format import KV_FORMATS

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
 from scalegate.tests.exhaustive import exhaustive_but
 
@@ -21,11 +22,11 @@ def make_prefill(chunks=CHUNKS, padding=3, heads=4, kv_heads=2, head_dim=64, pag
     return [q, case[1], case[2], case[3], tiles], scales
 
 
-def relative_error(case, **options):
-    scale = case[0].shape[-1] ** -0.5
+def relative_error(case, **settings):
+    options = AttentionOptions(case[0].shape[-1] ** -0.5, **settings)
     out = torch.full_like(case[0], float("nan"))
-    prefill_attention(*case, scale=scale, out=out, **options)
-    want = prefill_attention_reference(*case, scale=scale, **options)
+    prefill_attention(*case, options, out)
+    want = prefill_attention_reference(*case, options)
     return float((out.double() - want).norm() / want.norm())
 
 
@@ -50,11 +51,11 @@ def test_any_page_size(page):
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 40},
-        {"window": 100},
+        {"sliding_window": 40},
+        {"sliding_window": 100},
         {"softcap": 3.0},
         {"sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
-        {"window": 100, "softcap": 5.0, "sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
+        {"sliding_window": 100, "softcap": 5.0, "sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
     ],
     ids=["window", "window-over-blocks", "softcap", "sinks", "all"],
 )
@@ -63,12 +64,12 @@ def test_window_softcap_and_sinks(options):
     assert relative_error(case, **options) < 1e-5
 
 
-@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
+@pytest.mark.parametrize("option", ["sliding_window", "softcap", "sinks"])
 def test_each_option_changes_the_result(option):
-    values = {"window": 40, "softcap": 1.0, "sinks": torch.full((4,), 3.0, device=DEVICE)}
+    values = {"sliding_window": 40, "softcap": 1.0, "sinks": torch.full((4,), 3.0, device=DEVICE)}
     case, _ = make_prefill()
-    plain = prefill_attention_reference(*case, scale=0.125)
-    changed = prefill_attention_reference(*case, scale=0.125, **{option: values[option]})
+    plain = prefill_attention_reference(*case, AttentionOptions(0.125))
+    changed = prefill_attention_reference(*case, AttentionOptions(0.125, **{option: values[option]}))
     assert float((plain - changed).norm() / plain.norm()) > 0.03
 
 
@@ -82,7 +83,7 @@ def test_padding_gets_zeros_and_other_tokens_are_left_alone():
     case, _ = make_prefill(padding=5)
     case[4] = case[4][case[4][:, 2] != 8]
     out = torch.full_like(case[0], 7.0)
-    prefill_attention(*case, scale=0.125, out=out)
+    prefill_attention(*case, AttentionOptions(0.125), out)
     assert torch.equal(out[-5:], torch.zeros_like(out[-5:]))
     assert bool((out[1:10] == 7).all()) and not bool((out[10:-5] == 7).any())
 
@@ -101,26 +102,26 @@ def test_the_longest_contexts_come_first():
 def test_tokens_on_their_own_get_the_bits_they_get_in_company():
     case, _ = make_prefill()
     together = torch.empty_like(case[0])
-    prefill_attention(*case, scale=0.125, out=together)
+    prefill_attention(*case, AttentionOptions(0.125), together)
     for tile in case[4]:
         alone = torch.full_like(case[0], float("nan"))
-        prefill_attention(*case[:4], tile[None], scale=0.125, out=alone)
+        prefill_attention(*case[:4], tile[None], AttentionOptions(0.125), alone)
         rows = slice(int(tile[0]), int(tile[0] + tile[1]))
         assert torch.equal(alone[rows], together[rows])
 
 
 @pytest.mark.parametrize("kv", ["float32", "int8"])
-@pytest.mark.parametrize("options", [{}, {"window": 40}], ids=["full", "window"])
-def test_a_token_by_itself_gets_what_it_had_in_its_chunk(kv, options):
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 40}], ids=["full", "window"])
+def test_a_token_by_itself_gets_what_it_had_in_its_chunk(kv, settings):
     case, scales = make_prefill(((70, 0, 0), (9, 81, 1)), padding=0, kv=kv)
     q, pages, tiles = case[0], case[1:4], case[4]
     chunk, alone = torch.empty_like(q), torch.full_like(q[[69, 78]], float("nan"))
-    scale = q.shape[-1] ** -0.5
-    prefill_attention(q, *pages, tiles, scale=scale, out=chunk, **scales, **options)
+    options = AttentionOptions(q.shape[-1] ** -0.5, **scales, **settings)
+    prefill_attention(q, *pages, tiles, options, chunk)
     lengths = torch.tensor([70, 90], dtype=torch.int32, device=DEVICE)
-    prefill_attention(q[[69, 78]], *pages, lengths, scale=scale, out=alone, **scales, **options)
+    prefill_attention(q[[69, 78]], *pages, lengths, options, alone)
     # To the bit on a GPU; the interpreter's products are numpy's, whose order follows a row's place.
     assert torch.allclose(alone, chunk[[69, 78]], rtol=1e-4, atol=1e-5)
     nobody = torch.full_like(alone, float("nan"))
-    prefill_attention(q[:2], *pages, torch.zeros_like(lengths), scale=scale, out=nobody, **scales, **options)
+    prefill_attention(q[:2], *pages, torch.zeros_like(lengths), options, nobody)
     assert not nobody.any()

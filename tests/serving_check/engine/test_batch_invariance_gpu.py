@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from scalegate.base.batch_invariance import INVARIANCE_MODES
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import prefill_attention, tiles_of
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
@@ -127,21 +128,21 @@ def test_a_tokens_attention_does_not_follow_the_cut_of_its_prompt(cut: int, one_
     q = torch.randn(tokens, heads, dim, device="cuda").bfloat16()
     pages = [torch.randn(count, kv_heads, page, dim, device="cuda").bfloat16() for _ in range(2)]
     table = torch.arange(count, dtype=torch.int32, device="cuda")[None]
+    options = AttentionOptions(dim**-0.5)
 
     def attended(size: int) -> torch.Tensor:
         out = torch.empty_like(q)
         for start in range(0, tokens, size):
             part = slice(start, min(start + size, tokens))
             tiles = torch.from_numpy(tiles_of(0, [(part.stop - start, start, 0)], 0)).cuda()
-            settings = {"scale": dim**-0.5, "out": out[part], "one_form": one_form}
-            prefill_attention(q[part], *pages, table, tiles, **settings)
+            prefill_attention(q[part], *pages, table, tiles, options, out[part], one_form)
         return out
 
     whole, found = attended(1024), attended(cut)
     assert torch.equal(found, whole)
     last = torch.empty_like(q[:1])
     length = torch.tensor([tokens], dtype=torch.int32, device="cuda")
-    prefill_attention(q[-1:].contiguous(), *pages, table, length, scale=dim**-0.5, out=last, one_form=True)
+    prefill_attention(q[-1:].contiguous(), *pages, table, length, options, last, one_form=True)
     assert torch.equal(last, whole[-1:])
 
 

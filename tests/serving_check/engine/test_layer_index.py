@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels.attention.reference import AttentionOptions
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.layouts.kv.attention_metadata import AttentionMetadata
 from scalegate.serving_check.engine.attention import LAYER_INDEX, attention_layers
 from scalegate.serving_check.engine.compiling.compiled_layers import TUNINGS

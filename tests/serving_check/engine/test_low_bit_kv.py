@@ -10,13 +10,14 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.kernels.attention.kvarn import reference as kvarn
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.per_token import int4, nvfp4
 from scalegate.kernels.hadamard import rotate_reference
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.layouts.kv.layer import KVScales, KVShape
 from scalegate.serving_check.engine import kv_pool
-from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
+from scalegate.serving_check.engine.attention import AttentionLayer
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

@@ -8,11 +8,12 @@ import copy
 
 import pytest
 import torch
+from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.layouts.kv.attention_metadata import AttentionMetadata
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.layer import KVScales, KVShape, PoolSize, Workspaces
 from scalegate.serving_check.engine import kv_pool
-from scalegate.serving_check.engine.attention import AttentionLayer, AttentionOptions
+from scalegate.serving_check.engine.attention import AttentionLayer
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams

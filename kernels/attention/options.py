@@ -1,0 +1,53 @@
+"""What one layer's attention does beside softmax(q·k)·v; every kernel and every reference takes it.
+
+Not for what a kernel is compiled for (its `Form`), nor for where keys and values lie.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What distinguishes one layer's attention from plain softmax(q·k)·v; tensors are not compared."""
+
+    scale: float
+    sliding_window: int | None = None
+    """A query sees this many keys, its own included; None sees all."""
+    softcap: float | None = None
+    """Bounds the scores: softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = field(default=None, compare=False, repr=False)
+    """[H]: a logit that each head's softmax counts but gives no value."""
+    key_scale: Tensor | None = field(default=None, compare=False, repr=False)
+    """Of stored keys: fp32, one a head [H_kv] for e4m3, one a token and head (three dimensions) for int8."""
+    value_scale: Tensor | None = field(default=None, compare=False, repr=False)
+    """Of stored values, alike."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query sees all keys before it, and the softmax is of their scores alone."""
+        return self.sliding_window is None and self.softcap is None and self.sinks is None
+
+    @property
+    def window(self) -> int:
+        """As kernels take it: 0 where a query sees all keys."""
+        return self.sliding_window or 0
+
+    @property
+    def scale_log2(self) -> float:
+        return self.scale * LOG2_E
+
+    @property
+    def softcap_log2(self) -> float:
+        """In log2 as the scores of kernels are; 0 without."""
+        return (self.softcap or 0.0) * LOG2_E
+
+    @property
+    def scales(self) -> int:
+        """As kernels take it: 0 without scales, 1 with one a head, 2 with one a token and head."""
+        if self.key_scale is None:
+            return 0
+        return 2 if self.key_scale.ndim == 3 else 1
