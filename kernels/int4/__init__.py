@@ -1,4 +1,4 @@
-"""INT4 weights: `packing.py` is the bytes, `decoder.py` and `portable.py` their ways to a product.
+"""INT4 weights: `packing.py` is the bytes, `decoder.py` their way to a product on Hopper.
 
-And INT8, as two of them: `planes.py`.
+`planes.py` makes INT8 of two of them.
 """

@@ -1,7 +1,6 @@
 """INT4 weights in the order of wgmma's register operand ("swap AB"): byte layout, packing, reference.
 
-`decoder.py` reads these bytes for `kernels/hopper/`, `portable.py` on any GPU that Triton compiles for. Not
-for activations in fp32.
+`decoder.py` reads these bytes for `kernels/hopper/`. Not for activations in fp32.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 

@@ -3,26 +3,26 @@
 What the bytes are and why they are fast is in `kernels/int4/packing.py`; here are the layouts that read them.
 Not for the CPU.
 
-    swap_ab, swap_ab_invariant  Hopper (`hopper.py`)
-    swap_ab_portable            any GPU from compute capability 8.0 on, through plain Triton; slow, and not
-                                registered
+    swap_ab            fastest: how K is split depends on the number of rows of x
+    swap_ab_invariant  batch-invariant: a row's bits do not depend on the other rows
+
+Both run on Hopper alone (`hopper.py`).
 """
 
 import torch
 from torch import Tensor
 
 from ...kernels.hopper.packed_operand import PackedOperand
-from ...kernels.int4 import packing, portable
+from ...kernels.int4 import packing
 from ...kernels.int4.decoder import Int4Decoder
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.weight_format import Weight
 from .hopper import HopperLayout
 from .int4_affine import int4_of, require_int4
-from .layout import PackedWeight, Problem, Serves
+from .layout import PackedWeight, Problem
 
 GROUP_SIZES = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
-PORTABLE = (8, 0)
 
 
 class Int4Packing:
@@ -55,28 +55,6 @@ class Int4Packing:
 PACKING = Int4Packing()
 
 
-class SwapABPortable:
-    """The plain Triton kernel on the packed bytes."""
-
-    name = "swap_ab_portable"
-    kernel = "int4_swap_ab_kernel"
-
-    def refuses(self, problem: Problem) -> str | None:
-        return Serves((Int4,), "cuda", DTYPES, capability=PORTABLE).refuses(problem) or PACKING.refuses(
-            problem
-        )
-
-    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
-        return PackedWeight(self.name, weight.spec, weight.shape, dtype, *PACKING.pack(weight, dtype))
-
-    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, attributes = packed.tensors, packed.attributes
-        return portable.matmul(
-            x.contiguous(), tensors["words"], tensors["scale_words"],
-            packed.shape[0], attributes["group_size"], bool(attributes["fractional"]),
-        )  # fmt: skip
-
-
 def refuses_groups(group_size: int) -> str | None:
     """Groups that do not divide a tile of 128 columns and are not divided by it."""
     if group_size in GROUP_SIZES or group_size % 128 == 0:
@@ -86,4 +64,3 @@ def refuses_groups(group_size: int) -> str | None:
 
 SWAP_AB = HopperLayout("swap_ab", PACKING, batch_invariant=False)
 SWAP_AB_INVARIANT = HopperLayout("swap_ab_invariant", PACKING, batch_invariant=True)
-SWAP_AB_PORTABLE = SwapABPortable()

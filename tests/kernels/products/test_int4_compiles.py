@@ -6,15 +6,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from scalegate.kernels.hopper import invariant_config, stream_k_config
-from scalegate.kernels.int4 import portable
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.hopper_compiler import assembler_notes, compiled, disassembled, name_of
 from scalegate.tests.kernels.triton_versions import bound
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 INVARIANT = [tile for tiles in invariant_config.BUCKETS.values() for tile in tiles]
 STREAM_K = list(stream_k_config.TILES)
@@ -112,23 +108,3 @@ def test_every_form_of_the_weight_compiles_without_spills(
     notes = assembler_notes(kernel, tmp_path)
     assert "0 bytes spill stores" in notes
     assert "serialized" not in notes
-
-
-@pytest.mark.parametrize(
-    ("capability", "product"), exhaustive_but([(80, "HMMA"), (89, "HMMA"), (100, None)], (80, "HMMA"))
-)
-def test_the_portable_kernel_compiles_for_other_chips(capability, product, tmp_path):
-    kernel = portable.int4_swap_ab_kernel
-    signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "x": "*bf16",
-        "words": "*i32",
-        "scale_words": "*i32",
-        "y": "*bf16",
-    }
-    constants = {"BM": 16, "GROUP": 128, "FRACTIONAL": False}
-    signature |= dict.fromkeys(constants, "constexpr")
-    places = {name: (kernel.arg_names.index(name),) for name in signature}
-    source = ASTSource(kernel, signature, {places[n]: v for n, v in constants.items()})
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    if product:
-        assert any(product in text for text in disassembled(built, tmp_path))

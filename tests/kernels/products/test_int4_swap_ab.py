@@ -1,9 +1,4 @@
-"""INT4 packing, its torch reference and the portable Triton kernels, the last under Triton's interpreter."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""INT4 packing, its torch reference, and what the Hopper kernels are launched with."""
 
 import numpy as np
 import pytest
@@ -14,10 +9,9 @@ from scalegate.kernels.hopper.tile import NUM_SMS
 from scalegate.kernels.int4 import packing
 from scalegate.kernels.int4.decoder import Int4Decoder
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from scalegate.layouts.packing.swap_ab import PACKING, SWAP_AB, SWAP_AB_PORTABLE
+from scalegate.layouts.packing.swap_ab import PACKING, SWAP_AB
 
 INT4 = Int4Decoder(half=False, group_size=128, fractional=False)
-INTERPRETED = Path(__file__).with_name("interpreted_int4.py")
 # n, k, group size, fractional zeros: whole tiles, ragged N, ragged K, groups over a tile
 SHAPES = [
     (64, 128, 128, False),
@@ -57,7 +51,7 @@ def test_a_word_holds_the_pairs_that_the_matrix_unit_wants_in_one_register():
 @pytest.mark.parametrize(("n", "k", "group_size", "fractional"), SHAPES)
 def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group_size, fractional, dtype):
     weight = random_weight(n, k, group_size, fractional)
-    packed = SWAP_AB_PORTABLE.pack(weight, dtype)
+    packed = SWAP_AB.pack(weight, dtype)
     got = packing.reference_weight(
         packed.tensors["words"],
         packed.tensors["scale_words"],
@@ -72,20 +66,10 @@ def test_the_reference_is_the_weight_rounded_to_the_activations_type(n, k, group
 
 def test_padding_adds_nothing():
     weight = random_weight(65, 96, 32, False)
-    tensors = SWAP_AB_PORTABLE.pack(weight, torch.bfloat16).tensors
+    tensors = SWAP_AB.pack(weight, torch.bfloat16).tensors
     assert torch.all(tensors["scale_words"][:, 65:] == 0)
     whole = packing.reference_weight(tensors["words"], tensors["scale_words"], 32, False, torch.bfloat16)
     assert torch.all(whole[65:] == 0)
-
-
-def test_the_portable_kernel_agrees_with_the_reference_under_the_interpreter():
-    """The interpreter must be chosen before the kernel is imported, hence a process of its own."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-P", str(INTERPRETED)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "compared 5 shapes" in done.stdout
 
 
 def test_a_split_covers_every_tile_once_and_never_overfills_the_last_wave():
