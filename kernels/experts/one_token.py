@@ -60,13 +60,7 @@ class Tuning:
 
 
 TUNING = Tuning(gate_up_splits=2, down_splits=1, prefetch=True)
-"""What is served. `tests/bench/kernels/experts_one_token.py` times it beside CANDIDATES."""
-CANDIDATES = (
-    TUNING,
-    Tuning(gate_up_splits=2, down_splits=1, prefetch=False),
-    Tuning(gate_up_splits=4, down_splits=1, prefetch=True),
-    Tuning(gate_up_splits=2, down_splits=2, prefetch=True),
-)
+"""What is served. `tests/bench/kernels/experts_one_token.py` times it beside others."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class Int4Operand:
 def serves(gate_up: Int4Operand, down: Int4Operand) -> bool:
     """Whether the kernels take experts of these weights."""
     return (
-        all(one.group_size % MAX_GROUP == 0 for one in (gate_up, down))
+        all(operand.group_size % MAX_GROUP == 0 for operand in (gate_up, down))
         and gate_up.fractional == down.fractional
         and gate_up.n == 2 * down.k
     )
@@ -103,9 +97,9 @@ def experts_reference(
 
 
 def _dequantized(operand: Int4Operand, index: int, dtype: torch.dtype) -> Tensor:
-    one = slice(index, index + 1)
+    expert = slice(index, index + 1)
     rest = operand.n, operand.group_size, operand.fractional, dtype
-    weight = reference_weight(operand.words[one], operand.scale_words[one], *rest, rounded=False)
+    weight = reference_weight(operand.words[expert], operand.scale_words[expert], *rest, rounded=False)
     return weight[0, :, : operand.k].double()
 
 
@@ -166,11 +160,11 @@ def load_words(at, tile, k_tiles, STEPS: tl.constexpr, EVEN: tl.constexpr):
     words = ()
     for step in tl.static_range(STEPS):
         if EVEN:
-            one = tl.load(at + step * 1024, eviction_policy="evict_first")
+            tile_words = tl.load(at + step * 1024, eviction_policy="evict_first")
         else:
             inside = tile + step < k_tiles
-            one = tl.load(at + step * 1024, mask=inside, other=0, eviction_policy="evict_first")
-        words = words + (one,)  # type: ignore[assignment] # noqa: RUF005
+            tile_words = tl.load(at + step * 1024, mask=inside, other=0, eviction_policy="evict_first")
+        words = words + (tile_words,)  # type: ignore[assignment] # noqa: RUF005
     return words
 
 

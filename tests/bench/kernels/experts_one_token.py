@@ -17,7 +17,7 @@ import torch
 import triton
 from scalegate.base.atomic_files import write_json
 from scalegate.kernels.experts import gated, one_token, unquantized
-from scalegate.kernels.experts.one_token import CANDIDATES, Int4Operand, Tuning
+from scalegate.kernels.experts.one_token import Int4Operand, Tuning
 from scalegate.kernels.experts.routing import route
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from scalegate.tests.bench.kernels.experts import (
@@ -34,6 +34,7 @@ from scalegate.tests.bench.kernels.experts import (
     int4_weights,
     random_routings,
 )
+from scalegate.tests.kernels.experts.tunings import CANDIDATES
 from torch import Tensor
 
 MAX_ERROR = 4e-3

@@ -13,6 +13,7 @@ import triton
 from scalegate.kernels.experts import gated, int4, nvfp4, one_token, packed, routing, unquantized
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.experts.tunings import CANDIDATES
 from scalegate.tests.kernels.hopper_compiler import TOOLS, assembler_notes
 from scalegate.tests.kernels.triton_versions import bound
 from triton.backends.compiler import GPUTarget
@@ -298,7 +299,7 @@ def places(instructions: list[tuple[int, str]], opcode: str) -> list[int]:
     return [at for at, (_, line) in enumerate(instructions) if re.search(rf"(^|\s){opcode}", line)]
 
 
-@pytest.mark.parametrize("tuning", exhaustive_but(one_token.CANDIDATES, one_token.TUNING), ids=str)
+@pytest.mark.parametrize("tuning", exhaustive_but(CANDIDATES, one_token.TUNING), ids=str)
 def test_one_token_asks_for_all_words_before_it_multiplies_and_moves_none_of_them(tuning, tmp_path):
     for kernel, k, splits in zip(
         kernels_of(tuning),

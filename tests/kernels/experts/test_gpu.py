@@ -11,6 +11,7 @@ from scalegate.kernels.experts.routing import route, route_reference
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.routing import Routing
+from scalegate.tests.kernels.experts.tunings import CANDIDATES
 
 pytestmark = pytest.mark.gpu
 
@@ -238,7 +239,7 @@ def test_experts_of_one_token_are_right_whichever_and_however_many_it_takes(
         expert, weight = chosen(1, top_k=top_k), torch.rand(1, top_k, device="cuda").to(dtype)
         given = weight, gate_up, down
         expected = one_token.experts_reference(x, expert, *given).double()
-        for tuning in one_token.CANDIDATES if tuned and top_k == 8 else (one_token.TUNING,):
+        for tuning in CANDIDATES if tuned and top_k == 8 else (one_token.TUNING,):
             poison(top_k, inner, dtype)
             poison(1, hidden, dtype)
             y = one_token.experts(x, expert, *given, tuning)
