@@ -1,6 +1,6 @@
 """Append to the paged KV cache: new keys and values stored, quantized on the way; Triton, and its reference.
 
-Every KV dtype that `decode_attention.py` reads: 16 bit as it is, e4m3 with a given scale a head, int8 with a
+Every KV dtype that `decode.py` reads: 16 bit as it is, e4m3 with a given scale a head, int8 with a
 scale of its own for each token and head.
 
     key, value    [T, H_kv, D]          bf16 or fp16; T tokens of any requests

@@ -1,9 +1,9 @@
 """Prefill attention on Hopper over paged keys of 16 bits or e4m3, values of 16: TMA, wgmma, Gluon.
 
-What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
+What `prefill.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
 
     producer warp     TMA: blocks of keys and of values, a page at a time --> two rings in shared memory
-                      (`prefill_loads.py`)
+                      (`hopper_prefill_loads.py`)
     two warpgroups    64 rows of queries each, all query heads of a few tokens. The products of block i's keys
                       and of block i - 1's values are issued together; while the tensor cores compute them for
                       one warpgroup, the other one takes its softmax (ping-pong: named barriers pass the turn)
@@ -12,18 +12,18 @@ What `prefill_attention.py` computes, on FlashAttention-3's schedule (Shah et al
     value_pages  [P, H_kv, page, D]   bf16 or fp16, contiguous
     key_pages    [P, H_kv, page, D]   of the same dtype; or e4m3 [P', H_kv, page, D], where they are stored
     *_scale      None, or fp32 [H_kv]
-    block_table, tiles, out           as in `prefill_attention.py`
+    block_table, tiles, out           as in `prefill.py`
     key_table    int32 [R, pages]     block_table of e4m3 keys
 
-Persistent: each SM's program has one item (`prefill_items.py`) in every round of them, the longest first, and
-loads an item's first blocks while it ends the one before.
+Persistent: each SM's program takes one item (`hopper_prefill_items.py`) a round, the longest first, and loads
+an item's first blocks while it ends the one before.
 
 Of e4m3 keys, queries become e4m3 too, with a scale of each token and head (`e4m3_queries.py`), which joins
 the factor of the scores: their product takes half the time, and a key half the bytes. Hopper adds such
 products with about 14 bits, which loses less than rounding the operands does. Values need 16 bits: wgmma
 reads 8-bit operands along the sum only, and values lie across it.
 
-A token's bits depend on its own context alone, but are not those of `prefill_attention.py`, whose blocks are
+A token's bits depend on its own context alone, but are not those of `prefill.py`, whose blocks are
 shorter. Not for decoding, nor for stored int8, which a large step widens first (`widen_pages.py`).
 """
 

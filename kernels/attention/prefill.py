@@ -9,7 +9,7 @@ leaves the matrix units nothing to do and the context is what has to be split.
     tiles        int32 [N, 4]         first token in q, tokens (TILE at most), the first one's position in its
                                       context, row of block_table. Position -1: no context, the tokens get
                                       zeros. No tokens: nothing is done.
-    *_scale      as in decode_attention.py
+    *_scale      as in `decode.py`
     out          [T, H, D]            q's dtype; written where a tile says so
 
 A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read

@@ -7,7 +7,7 @@ rounded; scales stay what they are.
     pages        int64 [n]              which pages
     stored       [P, H_kv, page, D]     float8_e4m3fn or int8, keys or values, of any D
 
-Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys where `prompt_attention.py` multiplies them as they lie.
+Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys where `choose_prefill.py` multiplies them as they lie.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Bucket table and split heuristics of the stream-K kernel: which tile, how many CTAs, for M, N and K.
 
 Everything depends on the bucket of M and on N and K, so nothing compiles for a new M. Tiles, costs and
-thresholds were chosen by timing every candidate on one H200 in November 2026 (`int4_tuning.py` in
-`tests/bench/kernels/`, `int4_kernel_log.md` in its results). Costs are in columns of K: the time that the
-wgmmas of so many take. Not for batch-invariant serving: `invariant_config.py`.
+thresholds were chosen by timing every candidate on one H200 in November 2026
+(`tests/bench/kernels/int4_tuning.py`, `tests/bench/results/kernels/int4_kernel_log.md`). Costs are in columns
+of K: the time that the wgmmas of so many take. Not for batch-invariant serving: `invariant_config.py`.
 """
 
 import itertools

@@ -15,7 +15,7 @@ back. Plain ones are pieces of at most PIECE tokens of a held page. Coded splits
 take longest, and a program takes every n-th split. Splits follow from the request's context alone.
 
 A program is one warp, or two for heads of 256 channels, and takes one (request, kv head, run of splits)
-with all the query heads of the group, each in two columns of products over codes (`kvarn_int8_page.py`).
+with all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
 
 Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
 each of the tokens that are held.

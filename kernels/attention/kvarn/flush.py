@@ -1,6 +1,6 @@
 """Whole KVarN pages normalized, quantized and packed, all that are due in one launch; Triton.
 
-The reference is `quantize_reference` in `kvarn.py`. A page is due once its last token is there. Where the
+The reference is `quantize_reference` in `reference.py`. A page is due once its last token is there. Where the
 next token is a decoding request's, its step begins by writing the page before, in every layer at once
 (`flush_decoded`); nothing is read on the host, and a launch without a page due ends at once. Prompts write
 the pages that they fill while they are computed, since their own later tokens see them (`flush_prompts`).

@@ -1,6 +1,6 @@
 """Attention over one KVarN page by integer products, for a few queries at a time; Triton.
 
-The formulas are `kvarn_page.py`'s, where matrix units multiply codes as fp16 numbers. Their eight columns
+The formulas are `page.py`'s, where matrix units multiply codes as fp16 numbers. Their eight columns
 are more than a group of four query heads fills, so here each head takes two: queries times k_scale and
 probabilities times v_scale become 16-bit integers, relative to the largest of the head and page, and a
 column has their high bytes or their low ones. Codes are bytes: one mask for four of them, half as many

@@ -1,13 +1,13 @@
 """Attention of many queries over one KVarN page, codes multiplied as they are packed; Triton.
 
-With a tile's layout and arithmetic from `kvarn.py`:
+With a tile's layout and arithmetic from `reference.py`:
 
     score[t] = k_token[t] * (sum_d (q[d] * k_scale[d]) * k_code[d, t] + sum_d q[d] * k_zero[d])
     out[d]   = v_channel[d] * (sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t])
 
-Scales of channels go into q and those of tokens into p, once a page for all the query heads of a group; what
-is left for each code is one mask for two of them (`words.py`). Codes count 2^-24, so sums are scaled back.
-Decoding, which has few queries, attends by `kvarn_int8_page.py`.
+q is multiplied by the channels' scales and p by the tokens' scales, once a page for all query heads of a group.
+Each pair of codes then costs one mask (`../coded/words.py`). Codes count 2^-24, so sums are scaled back.
+Decoding, which has few queries, uses `int8_page.py`.
 """
 
 from ...triton_imports import tl, triton

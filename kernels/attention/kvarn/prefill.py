@@ -2,8 +2,8 @@
 
     query                          [T, H, D]      the step's tokens, not rotated, contiguous; any float dtype
     key, value                     [T, H_kv, D]   alike, a token's heads contiguous
-    pages, held, block_table       as in `kvarn_decode.py`; pages that the chunk fills are written already
-    tiles                          int32 [N, 4] as in `prefill_attention.py`
+    pages, held, block_table       as in `decode.py`; pages that the chunk fills are written already
+    tiles                          int32 [N, 4] as in `../prefill.py`
     seq_lens, query_start_loc      int32 [R], [R + 1]: context of each request, and its tokens in the step
     out                            [T, H, D]      written where a tile says so
 

@@ -1,7 +1,7 @@
 """KVarN pages back in 16 bits, for a step that reads each of them many times; Triton.
 
 A step with many tokens of prompts would decode a page for every tile of queries. Here each page is decoded
-once, into a run of plain ones that `prompt_attention.py` takes as they are.
+once, into a run of plain ones that `choose_prefill.py` takes as they are.
 
     spans         int32 [n, 6]      one plain page each: stored page or -1, row of `held`, first position in
                                     the context; the chunk's first position, where it ends, its first token

@@ -1,10 +1,10 @@
 """Decode attention over pages of int4 or NVFP4 tokens, split-KV; Triton.
 
     q            [B, H, D]          rotated where the pages are (fp16), else any float dtype
-    keys, values TokenPages         as in `token_store.py`
+    keys, values TokenPages         as in `store.py`
     out          [B, H, D]          rotated back where the pages are rotated
 
-Block table, lengths, splits, workspace and merge are those of `decode_attention.py`; D is a power of two.
+Block table, lengths, splits, workspace and merge are those of `../decode.py`; D is a power of two.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Prefill attention over pages of int4 or NVFP4 tokens: a prompt's chunk over its context; Triton.
 
     q       [T, H, D]      rotated where the pages are (fp16), else any float dtype
-    tiles   int32 [N, 4]   as in `prefill_attention.py`
+    tiles   int32 [N, 4]   as in `../prefill.py`
     out     [T, H, D]      still rotated where the pages are; written where a tile says so
 
 The chunk's own tokens are in their pages already. A program takes up to 64 queries, all heads of a group
