@@ -124,11 +124,11 @@ def reference_weight(
 def unpack_asm(group_size, fractional, half):
     """PTX from two words of a row, and its words of scale_words, to the eight registers of its slices."""
     kind = "f16x2" if half else "bf16x2"
-    code, one, centre = (
+    code, unit, centre = (
         ("0x64006400", "0x3C003C00", "0xE408E408") if half else ("0x43004300", "0x3F803F80", "0xC308C308")
     )
     lines = [".reg .b32 t, scale, low, one, centre, nothing;"]
-    lines += [f"mov.b32 one, {one};", f"mov.b32 centre, {centre};", "mov.b32 nothing, 0x80008000;"]
+    lines += [f"mov.b32 one, {unit};", f"mov.b32 centre, {centre};", "mov.b32 nothing, 0x80008000;"]
     for j in range(8):
         if j * 16 % group_size == 0:
             scale_words = f"${10 + 2 * (j * 16 // group_size)}"

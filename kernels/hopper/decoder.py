@@ -104,5 +104,5 @@ class Decoder(ABC):
     @property
     def cache_key(self) -> str:
         """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
-        functions = [one for one in vars(type(self)).values() if isinstance(one, JITFunction)]
-        return "-".join([repr(self), *(one.cache_key for one in functions)])
+        functions = [function for function in vars(type(self)).values() if isinstance(function, JITFunction)]
+        return "-".join([repr(self), *(function.cache_key for function in functions)])

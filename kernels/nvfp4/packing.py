@@ -99,8 +99,8 @@ def words_of_codes(codes: Tensor) -> Tensor:
     for slice_ in range(4):
         for half in range(2):
             for bit in range(4):
-                one = (codes[..., slice_, half] >> bit & 1).int()
-                words |= one << bit_position(slice_, half, bit)
+                code_bits = (codes[..., slice_, half] >> bit & 1).int()
+                words |= code_bits << bit_position(slice_, half, bit)
     return words
 
 
@@ -130,8 +130,8 @@ def codes_of_words(words: Tensor) -> Tensor:
     for slice_ in range(4):
         for half in range(2):
             for bit in range(4):
-                one = (words >> bit_position(slice_, half, bit)) & 1
-                codes[..., slice_, half] |= one << CODE_BITS[3 - bit]
+                code_bits = (words >> bit_position(slice_, half, bit)) & 1
+                codes[..., slice_, half] |= code_bits << CODE_BITS[3 - bit]
     return codes.to(torch.int16).view(torch.bfloat16)
 
 
@@ -141,6 +141,6 @@ def scales_of_words(words: Tensor) -> Tensor:
     for second in range(2):
         for below in range(2):
             for bit in range(8):
-                one = (words >> scale_position(second, below, bit)) & 1
-                scales[..., second, below] |= one << (SCALE_BIT + bit)
+                scale_bits = (words >> scale_position(second, below, bit)) & 1
+                scales[..., second, below] |= scale_bits << (SCALE_BIT + bit)
     return scales.to(torch.int16).view(torch.bfloat16)

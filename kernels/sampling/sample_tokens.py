@@ -105,8 +105,8 @@ def _sample(
         scale = LOG2_E / temperature
         lowest = tl.load(numbers_ptr + settings * 3 + 2) * LOG2_E
         token = tl.arange(0, BLOCK)
-        one = tl.full([], 1, tl.uint32)
-        near = one << (BITS - 6)
+        bit = tl.full([], 1, tl.uint32)
+        near = bit << (BITS - 6)
         bound = tl.full([], 0xFFFFFFFF >> SHIFT, tl.uint32)
         if top_k > 0:
             # Fewer than k lie nearer than `found`, which grows from its upper bits down.
@@ -114,8 +114,8 @@ def _sample(
             for start in tl.range(0, VOCAB, BLOCK, loop_unroll_factor=2):
                 below = _below(_block(logits_ptr, start, VOCAB, BLOCK), greatest, SHIFT)
                 count += _eighths((below < near).to(tl.int32), BLOCK)
-            step = tl.where(tl.sum(count, axis=0) < top_k, one << (BITS - 2), near >> 2)
-            found = one - one
+            step = tl.where(tl.sum(count, axis=0) < top_k, bit << (BITS - 2), near >> 2)
+            found = bit - bit
             while step > 0:
                 count = tl.zeros([BLOCK // 8], tl.int32)
                 count_2 = count
@@ -146,9 +146,9 @@ def _sample(
             # What lies nearer than `found` has less than top_p of the mass.
             wanted = top_p * total
             sum_1 = tl.sum(near_mass, axis=0)
-            step = tl.where(sum_1 < wanted, one << (BITS - 2), near >> 2)
+            step = tl.where(sum_1 < wanted, bit << (BITS - 2), near >> 2)
             total = tl.where(sum_1 < wanted, total, sum_1)
-            found = one - one
+            found = bit - bit
             while step > 0:
                 if step <= bound:
                     mass = tl.zeros([BLOCK // 8], tl.float32)

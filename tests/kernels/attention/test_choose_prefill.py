@@ -56,7 +56,7 @@ def test_other_gpus_keep_the_other_one(capability: tuple[int, int]):
     assert not hopper_takes(LARGE, capability)
 
 
-class Called:
+class KernelCalls:
     """Stands for both kernels, widening and the GPU, and keeps what a kernel was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, hopper_runs: bool = True):
@@ -91,19 +91,19 @@ class Called:
 
 
 def test_keys_of_e4m3_stay_where_they_lie_and_values_are_widened(monkeypatch: pytest.MonkeyPatch):
-    called = Called(monkeypatch)
-    called.attend(E4M3, (2,), one_form=False)
-    assert called.name == "hopper_prefill"
-    assert called.keys.dtype == E4M3 and len(called.keys) == 6
-    assert called.values.dtype == FP16 and called.values[:, 0, 0, 0].tolist() == [5, 3]
-    assert called.last.tolist() == [[5, 3]] and called.table.tolist() == [[0, 1]]
+    calls = KernelCalls(monkeypatch)
+    calls.attend(E4M3, (2,), one_form=False)
+    assert calls.name == "hopper_prefill"
+    assert calls.keys.dtype == E4M3 and len(calls.keys) == 6
+    assert calls.values.dtype == FP16 and calls.values[:, 0, 0, 0].tolist() == [5, 3]
+    assert calls.last.tolist() == [[5, 3]] and calls.table.tolist() == [[0, 1]]
 
 
 def test_where_the_kernel_for_hopper_does_not_run_the_other_one_takes_its_steps(monkeypatch):
-    called = Called(monkeypatch, hopper_runs=False)
-    called.attend(E4M3, (2,), one_form=False)
-    assert called.name == "prefill_attention" and not called.last
-    assert called.keys.dtype == called.values.dtype == FP16
+    calls = KernelCalls(monkeypatch, hopper_runs=False)
+    calls.attend(E4M3, (2,), one_form=False)
+    assert calls.name == "prefill_attention" and not calls.last
+    assert calls.keys.dtype == calls.values.dtype == FP16
 
 
 def test_that_it_does_not_run_is_said_once_with_the_reason(
@@ -127,15 +127,15 @@ def test_that_it_does_not_run_is_said_once_with_the_reason(
 
 
 def test_where_bits_are_kept_keys_and_values_are_widened(monkeypatch: pytest.MonkeyPatch):
-    called = Called(monkeypatch)
-    called.attend(E4M3, (2,), one_form=True)
-    assert called.name == "prefill_attention" and called.last is True
-    assert called.keys.dtype == called.values.dtype == FP16
-    assert called.keys[:, 0, 0, 0].tolist() == [5, 3] and called.table.tolist() == [[0, 1]]
+    calls = KernelCalls(monkeypatch)
+    calls.attend(E4M3, (2,), one_form=True)
+    assert calls.name == "prefill_attention" and calls.last is True
+    assert calls.keys.dtype == calls.values.dtype == FP16
+    assert calls.keys[:, 0, 0, 0].tolist() == [5, 3] and calls.table.tolist() == [[0, 1]]
 
 
 def test_int8_is_widened_with_the_scales_of_its_pages(monkeypatch: pytest.MonkeyPatch):
-    called = Called(monkeypatch)
-    called.attend(torch.int8, (6, 1, 1), one_form=False)
-    assert called.name == "prefill_attention" and called.keys.dtype == FP16
-    assert called.options.key_scale.flatten().tolist() == [5, 3]
+    calls = KernelCalls(monkeypatch)
+    calls.attend(torch.int8, (6, 1, 1), one_form=False)
+    assert calls.name == "prefill_attention" and calls.keys.dtype == FP16
+    assert calls.options.key_scale.flatten().tolist() == [5, 3]

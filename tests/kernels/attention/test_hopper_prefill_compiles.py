@@ -73,7 +73,7 @@ def loops_over_blocks(instructions: list[str]) -> list[list[str]]:
     for end, text in enumerate(instructions):
         branch = re.search(r"\bBRA (0x[0-9a-f]+)", text)
         loop = instructions[int(branch[1], 16) // 16 : end + 1] if branch else []
-        if sum("WARPGROUP.DEPBAR" in one for one in loop) == 2 and any("BAR.ARV" in one for one in loop):
+        if sum("WARPGROUP.DEPBAR" in line for line in loop) == 2 and any("BAR.ARV" in line for line in loop):
             loops.append(loop)
     return loops
 
@@ -100,14 +100,14 @@ def test_e4m3_keys_are_multiplied_as_such_and_take_half_the_bytes(dim: int):
     wide, narrow = (compiled(dim, **(E4M3 | {"e4m3": e4m3})).asm["ptx"] for e4m3 in (False, True))
     block = block_of(dim)
     products = re.findall(r"wgmma\S*m64n(\d+)k(\d+)\.f32\.(\w+)\.", narrow)
-    by_keys = [one for one in products if one[2] == "e4m3"]
-    by_values = [one for one in products if one[2] == "f16"]
+    by_keys = [product for product in products if product[2] == "e4m3"]
+    by_values = [product for product in products if product[2] == "f16"]
     assert set(by_keys) == {(str(block), "32", "e4m3")} and set(by_values) == {(str(dim), "16", "f16")}
     # Steps along the sum: dim of keys, block of values.
     assert len(by_keys) * 32 * block == len(by_values) * 16 * dim
     assert len(re.findall(r"wgmma\S*\.f32\.f16", wide)) == 2 * len(by_keys) + len(by_values)
-    sizes = {one: [int(size) for size in re.findall(r"expect_tx[^;]*, (\d+);", ptx)]
-             for one, ptx in (("wide", wide), ("narrow", narrow))}  # fmt: skip
+    sizes = {width: [int(size) for size in re.findall(r"expect_tx[^;]*, (\d+);", ptx)]
+             for width, ptx in (("wide", wide), ("narrow", narrow))}  # fmt: skip
     assert set(sizes["wide"]) == {2 * block * dim}
     assert set(sizes["narrow"]) == {block * dim, 2 * block * dim}
     assert narrow.count("add.f32") == wide.count("add.f32")

@@ -85,12 +85,12 @@ def test_a_token_is_held_where_it_belongs_and_its_bits_are_those_alone():
         hold(want[row], contexts.keys[request], contexts.values[request], length)
         at = (row, min(page, 1), slice(None), slice(None), offset)
         assert torch.equal(contexts.held[at], want[at])
-        one = slice(request, request + 1)
+        itself = slice(request, request + 1)
         alone = Contexts(
-            contexts.queries[one], contexts.keys[one], contexts.values[one], [],
-            contexts.pages, contexts.held, contexts.table[one], contexts.rows[one], 64,
+            contexts.queries[itself], contexts.keys[itself], contexts.values[itself], [],
+            contexts.pages, contexts.held, contexts.table[itself], contexts.rows[itself], 64,
         )  # fmt: skip
-        assert torch.equal(decoded(alone, lengths[one])[0], together[request])
+        assert torch.equal(decoded(alone, lengths[itself])[0], together[request])
 
 
 def uneven(group: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -160,9 +160,9 @@ def test_halves_and_bfloat16_are_rounded_as_torch_rounds():
             lanes.store(shorts, at, lanes.load(x, at))
             lanes.store(others, at, lanes.load(x, at))
             lanes.store(others, at, lanes.load(others, at))
-        for one in range(len(x)):
-            halves[one] = kvarn_tile_cpu.to_half(x[one])
-            x[one] = kvarn_tile_cpu.of_half(halves[one])
+        for index in range(len(x)):
+            halves[index] = kvarn_tile_cpu.to_half(x[index])
+            x[index] = kvarn_tile_cpu.of_half(halves[index])
 
     back, halves, shorts = x.clone(), np.empty(len(x), np.uint16), np.empty(len(x), np.int16)
     others = np.empty_like(halves)

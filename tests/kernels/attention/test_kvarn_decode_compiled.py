@@ -1,4 +1,4 @@
-"""KVarN's decode attention as compiled for Hopper, run by `ptx_emulator.py`, beside attention in fp64."""
+"""KVarN's decode attention as compiled for Hopper, run by `../ptx/emulator.py`, beside attention in fp64."""
 
 import functools
 import math
@@ -88,7 +88,7 @@ class Split:
 
 
 def splits_of(length: int, case: Case) -> list[Split]:
-    """As `kvarn_decode.py` says in words."""
+    """As `decode.py` says in words."""
     if length == 0:
         return []
     page = case.page
@@ -114,7 +114,7 @@ def from_bf16(x: Array) -> Array:
 
 
 @dataclass
-class Decoded:
+class DecodeResult:
     """What a step wrote; bf16 as int16."""
 
     held: Array
@@ -126,7 +126,7 @@ class Decoded:
 
 def decoded(
     contexts: Contexts, case: Case, programs: list[tuple[str, int]], late_copies: bool = True
-) -> Decoded:
+) -> DecodeResult:
     """Of each context's last token, which `held` does not have yet."""
     query, key, value = (
         torch.stack([x[-1] if len(x) else x.new_zeros(x.shape[1:]) for x in part])
@@ -179,7 +179,7 @@ def decoded(
     merge.launch((case.heads, batch, 1), [*at(f"partial lse lengths {'sinks' * case.sinks} out"), max_splits])
     out = memory.read("out")
     out = from_bf16(out) if case.dtype == torch.bfloat16 else out.view(np.float16)
-    return Decoded(*(memory.read(name) for name in ("held", "turned", "partial", "lse")), out)
+    return DecodeResult(*(memory.read(name) for name in ("held", "turned", "partial", "lse")), out)
 
 
 def in_fp64(contexts: Contexts, request: int, split: Split, softcap: float) -> tuple[Array, Array]:
@@ -216,7 +216,7 @@ class Errors:
     turned: float = 0.0
 
 
-def errors_of(contexts: Contexts, case: Case, found: Decoded) -> Errors:
+def errors_of(contexts: Contexts, case: Case, found: DecodeResult) -> Errors:
     errors = Errors()
     for request, key in enumerate(contexts.keys):
         length = len(key)

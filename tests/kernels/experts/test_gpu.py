@@ -113,7 +113,7 @@ def test_nvfp4_products_are_right_at_every_number_of_tokens(name):
     (n, k), layout = PROJECTIONS[name], LAYOUTS["grouped_nvfp4"]
     weights = [NVFP4().random(n, k, torch.device("cuda")) for _ in range(EXPERTS)]
     packed = layout.pack_experts(weights, torch.bfloat16)
-    weight = torch.stack([one.dequantize(torch.float32) for one in weights])
+    weight = torch.stack([expert.dequantize(torch.float32) for expert in weights])
     for tokens in TOKENS:
         expert = chosen(tokens)
         routing = Routing.of(expert, EXPERTS)

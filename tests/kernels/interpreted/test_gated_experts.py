@@ -38,7 +38,9 @@ def packed(experts: nn.Module, spec: Int4, mode="tuned") -> tuple[dict[str, list
     """Random INT4 weights, and the module with them packed for the grouped product."""
     weights = {
         name: [spec.random(n, k, DEVICE) for _ in range(count)]
-        for name, (count, n, k) in ((name, one.shape) for name, one in parameters_of(experts).items())
+        for name, (count, n, k) in (
+            (name, parameter.shape) for name, parameter in parameters_of(experts).items()
+        )
     }
     pack = LAYOUTS["grouped_int4"].pack_experts
     parts = {name: [ExpertsPart(pack(ws, torch.float16))] for name, ws in weights.items()}
@@ -53,7 +55,9 @@ def test_a_layer_served_whole_computes_what_the_dequantized_module_does(tokens: 
     assert ours.is_served_whole
     theirs = qwen3_moe().float()
     for name, of_experts in weights.items():
-        theirs.get_parameter(name).copy_(torch.stack([one.dequantize(torch.float32) for one in of_experts]))
+        theirs.get_parameter(name).copy_(
+            torch.stack([weight.dequantize(torch.float32) for weight in of_experts])
+        )
     x = torch.randn(tokens, HIDDEN, device=DEVICE).half()
     expert = torch.rand(tokens, EXPERTS, device=DEVICE).topk(2).indices
     share = torch.rand(tokens, 2, device=DEVICE).half()

@@ -43,7 +43,7 @@ WAYS = {
 }
 
 
-class Replayed:
+class GraphStandIn:
     """Stands for a CUDA graph: what it captured is called again, into the tensors it gave at first."""
 
     def __init__(self, run: Callable[[], tuple[Tensor, Tensor]], result: tuple[Tensor, Tensor]):
@@ -65,7 +65,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def record(self, run):
         result = tuple(tensor.clone() for tensor in run())
-        return Replayed(run, result), result
+        return GraphStandIn(run, result), result
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
@@ -149,7 +149,7 @@ def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
 
 def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):
     asked = ({"temperature": 0.8}, {"temperature": 0.0}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50})
-    params = [SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **one) for one in asked]
+    params = [SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **settings) for settings in asked]
     expected = Engine(model, EngineOptions(**SIZES), frozenset()).generate(prompts, params)
     answers = engine_on_kernels(model, **WAYS["overlapped"]).generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]

@@ -102,8 +102,8 @@ def test_every_expert_is_weighed_by_its_own_share():
     for index in range(3):
         weight = torch.zeros(1, 3, device=DEVICE)
         weight[0, index] = 2.0
-        one = expert[:, index : index + 1], weight[:, index : index + 1]
-        alone = experts_reference(x, *one, gate_up, down)
+        chosen = expert[:, index : index + 1], weight[:, index : index + 1]
+        alone = experts_reference(x, *chosen, gate_up, down)
         assert error(experts(x, expert, weight, gate_up, down), alone) < bound(torch.float16)
 
 

@@ -38,8 +38,8 @@ def settings_of(sequences: list[Sequence]) -> list[torch.Tensor]:
 def drawn(logits: torch.Tensor, sequences: list[Sequence], positions: torch.Tensor) -> torch.Tensor:
     """By the kernel, with the settings of each row lying somewhere else."""
     rows = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(5))
-    settings = [torch.empty_like(one).index_copy(0, rows, one) for one in settings_of(sequences)]
-    inputs = (one.to(DEVICE) for one in (logits, rows, positions, *settings))
+    settings = [torch.empty_like(setting).index_copy(0, rows, setting) for setting in settings_of(sequences)]
+    inputs = (tensor.to(DEVICE) for tensor in (logits, rows, positions, *settings))
     return sample_tokens(*inputs).cpu()
 
 
@@ -59,8 +59,8 @@ def test_tokens_are_those_that_torch_draws(dtype: torch.dtype, spread: float, pa
     logits = (spread * torch.randn(len(params), VOCAB, generator=generator)).to(dtype)
     logits[:, 100:110] = -math.inf
     sequences = [
-        Sequence("", [1], 1, one, seed, 9)
-        for one, seed in zip(
+        Sequence("", [1], 1, sampling, seed, 9)
+        for sampling, seed in zip(
             params, torch.randint(0, 2**63 - 1, (len(params),), generator=generator).tolist(), strict=True
         )
     ]
@@ -69,7 +69,7 @@ def test_tokens_are_those_that_torch_draws(dtype: torch.dtype, spread: float, pa
     found = drawn(logits, sequences, positions)
     # Sums in another order may move a boundary across a draw, once in some hundred thousand.
     assert torch.equal(found, wanted)
-    greedy = torch.tensor([one.temperature == 0 for one in params])
+    greedy = torch.tensor([sampling.temperature == 0 for sampling in params])
     assert (found != logits.argmax(dim=-1))[~greedy].any(), "every row draws its best token: nothing is shown"
 
 

@@ -25,8 +25,8 @@ def int4(group_size: int = 128, fractional: bool = False, half: bool = False) ->
     return Int4Decoder(half, group_size, fractional)
 
 
-def form_of(one) -> str:
-    return ("tails" if one else "stream-k") if isinstance(one, bool) else name_of(one)
+def form_of(value) -> str:
+    return ("tails" if value else "stream-k") if isinstance(value, bool) else name_of(value)
 
 
 EVERY_STREAM_K = pytest.mark.parametrize(
@@ -48,7 +48,7 @@ EVERY_STREAM_K = pytest.mark.parametrize(
         (stream_k_config.TILE_128X128, {}),
         (SEQUENTIAL[0], {"sequential": True}),
     ),
-    ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
+    ids=lambda form: "-".join(form) if isinstance(form, dict) else name_of(form),
 )
 def test_hopper_tiles_use_wgmma_asynchronously_and_convert_and_spill_nothing(tile, form, tmp_path):
     kernel = compiled(tile, int4(), **form)
@@ -99,7 +99,7 @@ def test_the_ring_lies_where_the_ptx_looks_for_it(tile, tails):
         ],
         (stream_k_config.TILE_256X64, True, *FORMS[0]),
     ),
-    ids=lambda one: name_of(one) if hasattr(one, "ctas_per_sm") else None,
+    ids=lambda value: name_of(value) if hasattr(value, "ctas_per_sm") else None,
 )
 def test_every_form_of_the_weight_compiles_without_spills(
     tile, tails, group_size, fractional, half, tmp_path

@@ -29,7 +29,7 @@ WRAPPED = re.compile(r"%column\w* = arith\.subi \S+, %(x_desc_1|arg\d+) ")
         (stream_k_config.TILE_128X128, {}),
         (INVARIANT[0], {}),
     ),
-    ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
+    ids=lambda form: "-".join(form) if isinstance(form, dict) else name_of(form),
 )
 def test_both_planes_are_read_without_spills(tile, form, tmp_path):
     notes = assembler_notes(compiled(tile, planes.decoder(128, half=False), **form), tmp_path)

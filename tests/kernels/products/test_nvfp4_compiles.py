@@ -39,7 +39,7 @@ MOST_INSTRUCTIONS = {8: 2.8, 16: 2.8, 32: 2.9}
         (stream_k_config.TILE_128X128, {}),
         (INVARIANT[0], {}),
     ),
-    ids=lambda one: "-".join(one) if isinstance(one, dict) else name_of(one),
+    ids=lambda form: "-".join(form) if isinstance(form, dict) else name_of(form),
 )
 def test_nvfp4_is_decoded_without_conversions_or_spills(tile, form, tmp_path):
     kernel = compiled(tile, DECODER, factor=True, odd_rows=True, **form)

@@ -32,7 +32,7 @@ def _hopper():
         pytest.skip(refusal)
 
 
-@pytest.mark.parametrize("layout", [NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT], ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", [NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT], ids=lambda layout: layout.name)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_the_product_is_right_and_its_bits_are_the_same_again(layout, n, k):
     weight = random_weight(n, k)

@@ -70,7 +70,7 @@ def decoded(words: torch.Tensor, scales: torch.Tensor, first: int, slices: int) 
         of_slices += [both, both]
     arguments = [words[..., 0], words[..., 1], *of_slices]
     registers = execute(decoder.decode_asm(first, slices), 2 * slices, arguments)
-    halves = [torch.stack((one & 0xFFFF, one >> 16), -1) for one in registers]
+    halves = [torch.stack((register & 0xFFFF, register >> 16), -1) for register in registers]
     stacked = torch.stack(torch.broadcast_tensors(*halves), -2).unflatten(-2, (slices, 2))
     return (stacked << 16).int().view(torch.float32)
 

@@ -140,7 +140,7 @@ class Arithmetic(Registers):
         if parts[1:] != ["b32"]:
             raise ValueError(parts)
         to = self._to(operands[0], "b32").view(np.uint8).reshape(self._lanes, 4)
-        a, b, select = (self._of(one, "b32") for one in operands[1:])
+        a, b, select = (self._of(operand, "b32") for operand in operands[1:])
         nibbles = 4 * np.arange(4, dtype=np.uint32)
 
         def permute() -> None:
@@ -178,7 +178,7 @@ class Arithmetic(Registers):
 
     def _selp(self, parts: list[str], operands: list[str]) -> Step:
         kind = parts[1]
-        to, x, y = (self._of(one, kind) for one in operands[:3])
+        to, x, y = (self._of(operand, kind) for operand in operands[:3])
         choice = self._of(operands[3], "pred")
         return lambda: np.copyto(to, np.where(choice, x, y))
 
@@ -211,7 +211,7 @@ class Arithmetic(Registers):
             if source != "f32" or "rn" not in parts:
                 raise ValueError(parts)
             both = self._to(operands[0], "b32").view(np.uint16).reshape(self._lanes, 2)
-            high, low = (self._of(one, "f32") for one in operands[1:])
+            high, low = (self._of(operand, "f32") for operand in operands[1:])
             narrow = to_bf16 if target == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
 
             def convert_pair() -> None:

@@ -2,7 +2,7 @@
 
 Interpreters of Triton run what a kernel says; this runs what it became: layouts of registers, fragments of
 matrix units, addresses in shared memory, inline assembly. After the PTX ISA, its instructions one by one:
-those of `ptx_arithmetic.py`, `ptx_memory.py` and `ptx_mma.py`. One that is not there raises
+those of `arithmetic.py`, `memory.py` and `mma.py`. One that is not there raises
 UnknownInstructionError with its line. Other than on a GPU:
 
     branches       lanes that disagree raise DivergenceError
@@ -72,7 +72,7 @@ class Kernel(Arithmetic, Transfers, MatrixUnits):
     def _joined(lines: Sequence[str]) -> list[str]:
         """Without what says nothing to do."""
         skipped = (".loc", ".pragma")
-        return [one for one in lines if one.strip(" \t{}") and not one.strip().startswith(skipped)]
+        return [line for line in lines if line.strip(" \t{}") and not line.strip().startswith(skipped)]
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[int | float]) -> None:
         """All programs of the grid one after another; arguments in the order of the parameters."""

@@ -33,11 +33,11 @@ def _access(name: str, parts: list[str], registers: dict[str, Tensor], shared: T
     names = values.strip("{}").split(",")
     if (first % (4 * len(names))).any():
         raise ValueError(f"misaligned: {name} {place}")
-    for i, one in enumerate(names):
+    for i, part in enumerate(names):
         if store:
-            shared[first // 4 + i] = registers[one]
+            shared[first // 4 + i] = registers[part]
         else:
-            registers[one] = shared[first // 4 + i]
+            registers[part] = shared[first // 4 + i]
 
 
 def _step(line: str, registers: dict[str, Tensor], shared: Tensor | None) -> None:
@@ -52,10 +52,10 @@ def _step(line: str, registers: dict[str, Tensor], shared: Tensor | None) -> Non
         registers[low], registers[high] = value & 0xFFFF, value >> 16
         return
     if name == "mov.b32" and parts[1].startswith("{"):
-        low, high = (registers[one] for one in parts[1].strip("{}").split(","))
+        low, high = (registers[part] for part in parts[1].strip("{}").split(","))
         registers[parts[0]] = low | high << 16
         return
-    values = [registers[one] if one in registers else torch.tensor(int(one, 0)) for one in parts[1:]]
+    values = [registers[part] if part in registers else torch.tensor(int(part, 0)) for part in parts[1:]]
     registers[parts[0]] = INSTRUCTIONS[name](*values) & MASK
 
 

@@ -134,8 +134,10 @@ class Transfers(Registers):
         space, kind = parts[1], parts[-1]
         if space not in ("global", "shared"):
             raise ValueError(space)
-        names = [one.strip() for one in values.strip("{} ").split(",")]
-        registers = [self._registers[one] if one in self._registers else self._of(one, kind) for one in names]
+        names = [name.strip() for name in values.strip("{} ").split(",")]
+        registers = [
+            self._registers[name] if name in self._registers else self._of(name, kind) for name in names
+        ]
         dtype = dtype_of(kind)
         width = dtype.itemsize
         if any(register.dtype.itemsize < width for register in registers):

@@ -87,8 +87,8 @@ class Registers:
         return lambda: base + by
 
     def _several(self, text: str, kind: str) -> list[Array]:
-        names = [one.strip() for one in text.strip("{} ").split(",")]
-        return [self._of(one, kind) for one in names]
+        names = [name.strip() for name in text.strip("{} ").split(",")]
+        return [self._of(name, kind) for name in names]
 
     @staticmethod
     def _allow(parts: list[str], allowed: str) -> None:
@@ -98,7 +98,7 @@ class Registers:
             raise ValueError(str(unknown))
 
     def _plain(self, kind: str, operands: list[str], operation: Callable[..., Array]) -> Step:
-        to, values = self._to(operands[0], kind), [self._of(one, kind) for one in operands[1:]]
+        to, values = self._to(operands[0], kind), [self._of(operand, kind) for operand in operands[1:]]
 
         def step() -> None:
             to[:] = operation(*values)

@@ -26,7 +26,11 @@ def test_every_kind_of_logits_compiles(logits: str, bits: int):
     constants = {"VOCAB": 151936, "BLOCK": BLOCK, "BITS": bits}
     names = _sample.arg_names
     # What a launch tells the compiler: of a vocabulary of 151,936 that rows, too, begin on 16 bytes.
-    aligned = [one.name for one in _sample.params if one.name in types and not one.do_not_specialize]
+    aligned = [
+        parameter.name
+        for parameter in _sample.params
+        if parameter.name in types and not parameter.do_not_specialize
+    ]
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
         _sample,

@@ -3,7 +3,7 @@
 One request and head of keys at a time: its first page as it is held, coded pages, its own page as it is held.
 All query heads of the group go together, so that a code is unpacked once, into a block of a few tokens in
 fp32 that stays in the nearest cache. Scales of channels go into the query and those of tokens into the
-probabilities (`kvarn_page.py`), the query is rotated once and so is what codes give. Nothing depends on the
+probabilities (`../page.py`), the query is rotated once and so is what codes give. Nothing depends on the
 other requests of a step, and sums have one order: a token's bits follow from its own context.
 """
 
@@ -107,8 +107,8 @@ def _score_codes(queries: Any, pages: Any, page: int, head: int, at: int) -> Non
     for token in range(group):
         by = of_half(pages.tokens[of_tokens + token])
         for m in range(queries.heads):
-            one = m * queries.room + at + token
-            queries.scores[one] = (queries.scores[one] + zeros[m]) * by
+            place = m * queries.room + at + token
+            queries.scores[place] = (queries.scores[place] + zeros[m]) * by
 
 
 @njit(error_model="numpy")
@@ -121,9 +121,9 @@ def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page:
         scale = of_half(pages.tokens[of_tokens + group + token])
         zero = of_half(pages.tokens[of_tokens + 2 * group + token])
         for m in range(queries.heads):
-            one = m * queries.room + at + token
-            zeros[m] += queries.scores[one] * zero
-            queries.scores[one] *= scale
+            place = m * queries.room + at + token
+            zeros[m] += queries.scores[place] * zero
+            queries.scores[place] *= scale
     of_page[:] = ZERO
     size = len(queries.block) // queries.row
     for token in range(0, group, size):
@@ -131,35 +131,35 @@ def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page:
         _add_block(queries, size, at + token, of_page)
     for m in range(queries.heads):
         for d in range(0, dim, WIDTH):
-            one, by = m * queries.row + d, load(pages.channels, of_channels + d)
-            store(sums, one, fma(load(of_page, one) + splat(zeros[m]), by, load(sums, one)))
+            place, by = m * queries.row + d, load(pages.channels, of_channels + d)
+            store(sums, place, fma(load(of_page, place) + splat(zeros[m]), by, load(sums, place)))
 
 
 @njit(error_model="numpy")
 def _soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bool, sink: Any) -> None:
     """Softmax of scores[at : at + length], which have room for whole vectors. cap: 0 for none"""
     if cap > ZERO:
-        for one in range(at, at + length):
-            scores[one] = np.tanh(scores[one] / cap) * cap
-    for one in range(at + length, at + room):
-        scores[one] = -np.inf
+        for place in range(at, at + length):
+            scores[place] = np.tanh(scores[place] / cap) * cap
+    for place in range(at + length, at + room):
+        scores[place] = -np.inf
     most = load(scores, at)
-    for one in range(at + WIDTH, at + room, WIDTH):
-        most = max(most, load(scores, one))
+    for place in range(at + WIDTH, at + room, WIDTH):
+        most = max(most, load(scores, place))
     highest = largest(most)
     if has_sink:
         highest = max(highest, sink)
     sums, above = splat(ZERO), splat(-highest)
-    for one in range(at, at + room, WIDTH):
-        weights = exponential(load(scores, one) + above)
-        store(scores, one, weights)
+    for place in range(at, at + room, WIDTH):
+        weights = exponential(load(scores, place) + above)
+        store(scores, place, weights)
         sums = sums + weights
     weight = total(sums)
     if has_sink:
         weight += np.exp(sink - highest)
     by = splat(ONE / weight)
-    for one in range(at, at + room, WIDTH):
-        store(scores, one, load(scores, one) * by)
+    for place in range(at, at + room, WIDTH):
+        store(scores, place, load(scores, place) * by)
 
 
 @njit(error_model="numpy")
@@ -175,11 +175,11 @@ def _attend(
     dim, group, row = pages.dim, pages.group, queries.row
     page, side = (length - 1) // group, pages.heads * group * dim
     size, numbers = len(queries.block) // row, queries.heads * row
-    for one in range(page + 1):
-        if 0 < one < page:
-            _score_codes(queries, pages, table[one], head, one * group)
+    for index in range(page + 1):
+        if 0 < index < page:
+            _score_codes(queries, pages, table[index], head, index * group)
             continue
-        keys, first = begin + (2 * side if one else 0), one * group
+        keys, first = begin + (2 * side if index else 0), index * group
         for token in range(0, min(group, length - first), size):
             count = min(size, length - first - token)
             _fill(queries.block, held, keys + token * dim, count, dim, row)
@@ -192,11 +192,11 @@ def _attend(
         np.zeros(numbers, np.float32),
         np.empty(numbers, np.float32),
     )
-    for one in range(page + 1):
-        if 0 < one < page:
-            _add_codes(queries, pages, table[one], head, one * group, of_page, of_codes)
+    for index in range(page + 1):
+        if 0 < index < page:
+            _add_codes(queries, pages, table[index], head, index * group, of_page, of_codes)
             continue
-        values, first = begin + side + (2 * side if one else 0), one * group
+        values, first = begin + side + (2 * side if index else 0), index * group
         for token in range(0, min(group, length - first), size):
             count = min(size, length - first - token)
             _fill(queries.block, held, values + token * dim, count, dim, row)
@@ -226,7 +226,7 @@ def _queries_of(query: Any, at: int, count: int, dim: int, length: int, group: i
 
 
 def decode(sources: str) -> Callable[..., None]:
-    """sources: a digest of what is compiled into it, as in `kvarn_cpu.py`."""
+    """sources: a digest of what is compiled into it, as in `compiled.py`."""
 
     def decode(
         query: Any, key: Any, value: Any, out: Any, held: Any,

@@ -16,7 +16,7 @@ from numba.extending import models, overload, register_model
 
 WIDTH = 16
 FLOAT, SHORT, INT = ir.FloatType(), ir.IntType(16), ir.IntType(32)
-FLOATS, SHORTS, INTS = (ir.VectorType(one, WIDTH) for one in (FLOAT, SHORT, INT))
+FLOATS, SHORTS, INTS = (ir.VectorType(kind, WIDTH) for kind in (FLOAT, SHORT, INT))
 
 FROM_HALF = 2.0**112
 """Between the exponents of fp16 and of fp32."""
@@ -53,7 +53,7 @@ def _broadcast(builder: ir.IRBuilder, kind: ir.VectorType, number: ir.Value) -> 
 def _call(
     builder: ir.IRBuilder, name: str, result: Any, *arguments: ir.Value, reassociated: bool = False
 ) -> Any:
-    kind = ir.FunctionType(result, [one.type for one in arguments])
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, arguments, fastmath=("reassoc",) if reassociated else ())
 
@@ -145,7 +145,7 @@ def field(typing: Any, words: Any, shift: Any, mask: Any) -> Any:
     """(words >> shift) & mask as fp32."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        by, kept = (_broadcast(builder, INTS, builder.trunc(one, INT)) for one in arguments[1:])
+        by, kept = (_broadcast(builder, INTS, builder.trunc(argument, INT)) for argument in arguments[1:])
         return builder.sitofp(builder.and_(builder.lshr(arguments[0], by), kept), FLOATS)
 
     return LANES(WORDS, types.intp, types.intp), code

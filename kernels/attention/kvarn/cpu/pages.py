@@ -1,6 +1,6 @@
 """KVarN's pages on a CPU, all heads of them: coded from keys and values as they came, and read; in numba.
 
-Not for attention, which multiplies codes as they are (`kvarn_decode_cpu.py`). Arrays are as there.
+Not for attention, which multiplies codes as they are (`decode.py`). Arrays are as there.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .tile import code_tile, of_half, pages_of, rotate, to_half, widen
 
 
 def code_page(sources: str) -> Callable[..., None]:
-    """sources: a digest of what is compiled into it, as in `kvarn_cpu.py`; so are those below."""
+    """sources: a digest of what is compiled into it, as in `compiled.py`; so are those below."""
 
     def code_page(
         key: Any, value: Any, key_at: int, value_at: int, head_stride: int, token_stride: int, page: int,
@@ -32,8 +32,8 @@ def code_page(sources: str) -> Callable[..., None]:
                     at = begin + head * head_stride + token * token_stride + d
                     store(x, token * dim + d, load(numbers, at))
                 rotate(x, token * dim, dim)
-            for one in range(group * dim):
-                x[one] = of_half(to_half(x[one]))
+            for index in range(group * dim):
+                x[index] = of_half(to_half(x[index]))
             by_channel, by_token = channels[page, head], tokens[page, head]
             words, bits = (pages.key_words, 4) if of_keys else (pages.value_words, pages.value_bits)
             code_tile(
@@ -59,8 +59,8 @@ def read_pages(sources: str) -> Callable[..., None]:
         stored = pages_of(key_words, value_words, channels, tokens)
         heads, group, dim = stored.heads, stored.group, stored.dim
         x, half = np.empty(group * dim, np.float32), group // 2
-        for one in range(2 * heads * len(pages)):
-            index, head, of_keys = one // (2 * heads), one // 2 % heads, one % 2 == 0
+        for task in range(2 * heads * len(pages)):
+            index, head, of_keys = task // (2 * heads), task // 2 % heads, task % 2 == 0
             tile, to = pages[index] * heads + head, (key if of_keys else value).reshape(-1)
             widen(stored, tile, of_keys, 0, half, x[: half * dim], dim)
             widen(stored, tile, of_keys, half, half, x[half * dim :], dim)

@@ -1,6 +1,6 @@
 """KVarN tiles on a CPU: a page's keys or values of one head coded, and codes read; in numba.
 
-The arithmetic is that of `kvarn.py`, up to the rounding of sums: scales are kept themselves where the
+The arithmetic is that of `../reference.py`, up to the rounding of sums: scales are kept themselves where the
 reference keeps their logs, since a CPU takes 100 us for the logarithms of a tile.
 
     x  fp32 [G * D], a tile's numbers, flat
@@ -117,10 +117,10 @@ def widen(pages: Any, tile: int, of_keys: bool, first: int, count: int, x: Any, 
                 store(x, of_x + 2 * width, field(lanes, shift + 2 * bits, mask))
                 store(x, of_x + 3 * width, field(lanes, shift + 3 * bits, mask))
             else:
-                for one in range(width):
+                for word in range(width):
                     for j in range(4):
-                        code = (words[of_words + one] >> (shift + j * bits)) & mask
-                        x[of_x + j * width + one] = np.float32(code)
+                        code = (words[of_words + word] >> (shift + j * bits)) & mask
+                        x[of_x + j * width + word] = np.float32(code)
 
 
 @njit(error_model="numpy")
@@ -159,16 +159,16 @@ def _std(sum_: Any, squares: Any, count: int) -> Any:
 @njit(error_model="numpy")
 def _even(by: Any, std: Any) -> None:
     """Divisors' inverses a turn further; std: of the vectors without them."""
-    for one in range(len(by)):
-        scaled = min(max(std[one] * by[one], LOWEST_STD), HIGHEST_STD)
-        by[one] = ONE / min(max(scaled / by[one], LEAST_SCALE), LARGEST_SCALE)
+    for index in range(len(by)):
+        scaled = min(max(std[index] * by[index], LOWEST_STD), HIGHEST_STD)
+        by[index] = ONE / min(max(scaled / by[index], LEAST_SCALE), LARGEST_SCALE)
 
 
 @njit(error_model="numpy")
 def _spread(std: Any, by: Any) -> Any:
     least = largest = std[0] * by[0]
-    for one in range(1, len(by)):
-        least, largest = min(least, std[one] * by[one]), max(largest, std[one] * by[one])
+    for index in range(1, len(by)):
+        least, largest = min(least, std[index] * by[index]), max(largest, std[index] * by[index])
     return largest / max(least, DIVISOR)
 
 
@@ -246,12 +246,12 @@ def code_tile(
     else:
         _range_of_tokens(x, by_token, by_channel, low, high)
     by_ours, by_other = (by_channel, by_token) if of_channels else (by_token, by_channel)
-    for one in range(ours):
-        step = max((high[one] - low[one]) / np.float32((1 << bits) - 1), STEP)
-        inverses[one] = ONE / step
-        scales[one], zeros[one] = to_half(step / by_ours[one]), to_half(low[one] / by_ours[one])
-    for one in range(other):
-        others[one] = to_half(ONE / by_other[one])
+    for index in range(ours):
+        step = max((high[index] - low[index]) / np.float32((1 << bits) - 1), STEP)
+        inverses[index] = ONE / step
+        scales[index], zeros[index] = to_half(step / by_ours[index]), to_half(low[index] / by_ours[index])
+    for index in range(other):
+        others[index] = to_half(ONE / by_other[index])
     for token in range(group):
         for d in range(0, dim, WIDTH):
             if of_channels:
@@ -278,10 +278,10 @@ def _pack(codes: Any, words: Any, at: int, bits: int, group: int, dim: int) -> N
                         lanes = with_codes(lanes, load(codes, of_field), (4 * half + j) * bits)
                 store_words(words, at + row * width + d, lanes)
             else:
-                for one in range(width):
+                for column in range(width):
                     word: Any = 0
                     for half in range(halves):
                         for j in range(4):
-                            code = np.int32(codes[(row + half * rows) * dim + j * width + one])
+                            code = np.int32(codes[(row + half * rows) * dim + j * width + column])
                             word |= code << ((4 * half + j) * bits)
-                    words[at + row * width + one] = word
+                    words[at + row * width + column] = word
