@@ -1,4 +1,4 @@
-"""What the device that kernels run on can do."""
+"""Properties of the device that kernels run on."""
 
 import functools
 

@@ -7,11 +7,10 @@ Not for packed weights, which have `hopper/invariant.py`, nor where bits may dep
     y        [M, N]   x's dtype
 
 "Swap AB": the weight is the first operand of the matrix instruction, acc[BN, BM] += w[BN, BK] . x[BM, BK]^T,
-so that sixteen rows of x cost an instruction of N = 16. Sums run over K sixteen columns at a time (what one
-instruction takes), whatever the tile. K is cut in splits that follow from the weight's shape alone: with few
-rows each split has a CTA, and the one that ends last adds the partial sums in the order of K; with many rows
-one CTA goes through all splits and adds them in that order. So tile, stages and warps may follow M, and a
-row's bits cannot.
+so sixteen rows of x cost an instruction of N = 16. Sums run over K sixteen columns at a time, which is one
+instruction, whatever the tile. Splits of K follow from the weight's shape alone. With few rows each has a
+CTA, and the last CTA to finish adds the partial sums in the order of K; with many rows one CTA takes all
+splits in that order. So M may decide the tile, stages and warps, but not the bits of a row.
 
 Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay in L2.
 """

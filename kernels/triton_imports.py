@@ -1,7 +1,7 @@
 """Triton and Gluon under the names that our kernels use, or a stand-in where Triton is not installed.
 
-With the stand-in, on macOS and Windows, files of kernels can be imported for their torch references and for
-what they compute on the host; a kernel cannot be launched, and no layout that would is chosen without CUDA.
+With the stand-in, kernel files can be imported on macOS and Windows for their torch references and host code.
+Kernels cannot be launched there; without CUDA no layout is chosen that would.
 """
 
 from typing import Any

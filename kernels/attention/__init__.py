@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: decode, prefill, and rooms for pages of coded ones."""
+"""Attention over paged keys and values: decode, prefill, and folders for coded pages."""

@@ -3,10 +3,10 @@
 `prefill.py`, in Triton, takes every step on every GPU; `hopper_prefill.py` is faster in large steps on
 Hopper. Their bits differ, so batch-invariant serving uses the first kernel for every step.
 
-A large step reads each page of eight bits many times, and widens it once (`widen_pages.py`). The Hopper
-kernel takes e4m3 keys as they lie, with queries rounded to e4m3 (`e4m3_queries.py`); values it takes widened.
-Where it does not compile, with a Triton that it was not tested with, Triton's takes all steps, and a warning
-says so.
+A large step reads each eight-bit page many times, so it widens the page to 16 bits first, once
+(`widen_pages.py`). The Hopper kernel needs widened values, but reads stored e4m3 keys directly, with queries
+rounded to e4m3 (`e4m3_queries.py`). If the Hopper kernel does not compile with the installed Triton, the
+Triton kernel takes every step and a warning says so.
 """
 
 from dataclasses import dataclass, replace

@@ -10,11 +10,11 @@ One query token per request. Not for prefill, and not for formats that pack more
     out          [B, H, D]            q's dtype
 
 A program takes one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so K
-and V are read and decoded once. A split is a number of tokens that follows from the request's context alone,
-counted from its start: a request's bits depend on its own tokens, whoever shares its batch (pegainfer #438).
-Short contexts are split finer, since a program's time is then latency, tile after tile; not those of
-eight-bit pages, whose programs need longer runs of tiles to keep loads in flight. Scales never touch the
-pages' values: K's multiplies the scores, V's the probabilities (int8) or the result (e4m3).
+and V are read and decoded once. Splits are counted from the start of the context, and their size depends on
+that request's length alone. So a request's bits do not depend on who shares its batch (pegainfer #438). Short
+contexts are split finer, because there a program's time is the latency of one tile after another. Eight-bit
+pages are not split finer: their programs need long runs of tiles to keep loads in flight. Scales are never
+applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
 Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial sums add H * D * 4 * 2 / split.
 At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device's copy bandwidth.

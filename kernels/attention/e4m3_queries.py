@@ -1,10 +1,10 @@
-"""Queries rounded to e4m3 with a scale for each token and head, so that they multiply e4m3 keys as these lie.
+"""Queries rounded to e4m3, with one scale a token and head, to multiply stored e4m3 keys directly.
 
     q            [T, H, D]
     codes        float8_e4m3fn [T, H, D]   q * (448 / the largest magnitude of its head, or 1e-20)
     scale        fp32 [T, H]               that magnitude / 448, never zero; it belongs to the scores
 
-Not for keys and values, whose scale is one of a head that never changes.
+Not for keys and values: their scale is one a head and never changes.
 """
 
 import torch

@@ -18,12 +18,12 @@ What `prefill.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
 Persistent: each SM's program takes one item (`hopper_prefill_items.py`) a round, the longest first, and loads
 an item's first blocks while it ends the one before.
 
-Of e4m3 keys, queries become e4m3 too, with a scale of each token and head (`e4m3_queries.py`), which joins
-the factor of the scores: their product takes half the time, and a key half the bytes. Hopper adds such
-products with about 14 bits, which loses less than rounding the operands does. Values need 16 bits: wgmma
-reads 8-bit operands along the sum only, and values lie across it.
+With e4m3 keys, queries are rounded to e4m3 too, with one scale a token and head (`e4m3_queries.py`) that
+multiplies the scores. The product then takes half the time, and a key half the bytes. Hopper accumulates
+such products with about 14 bits, which loses less than rounding the operands does. Values stay 16 bits: wgmma
+reads 8-bit operands only along the sum, and values lie across it.
 
-A token's bits depend on its own context alone, but are not those of `prefill.py`, whose blocks are
+A token's bits depend on its own context alone, but differ from those of `prefill.py`, whose blocks are
 shorter. Not for decoding, nor for stored int8, which a large step widens first (`widen_pages.py`).
 """
 

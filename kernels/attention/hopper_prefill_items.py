@@ -1,6 +1,6 @@
-"""What programs of prefill attention (`prefill.py`) compute one after another: items, and who takes which.
+"""The work items of `hopper_prefill.py`, and which program takes which.
 
-An item is a kv head and as much of a tile as two warpgroups take. Not for how one is computed.
+An item is one kv head and as much of a tile as two warpgroups take. Not for how an item is computed.
 """
 
 from dataclasses import dataclass

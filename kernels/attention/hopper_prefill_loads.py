@@ -1,7 +1,7 @@
-"""TMA loads of prefill attention (`prefill.py`): the producer warp and the rings of keys and values it fills.
+"""TMA loads of `hopper_prefill.py`: the producer warp, and the rings of keys and values that it fills.
 
-The pages that a block table names lie anywhere, so a block of keys takes a load for each page that it
-touches, and for each group of columns that fit one load. Not for what is computed of them.
+Pages are scattered over memory, so a block of keys takes one load for each page it touches and for each group
+of columns that fits in one load. Not for what the consumers compute.
 """
 
 from ..triton_imports import aggregate, gl, gluon, mbarrier, tma_load

@@ -1,13 +1,13 @@
 """8-bit KV pages (e4m3, int8) widened to fp16, for a kernel that reads each of them many times; Triton.
 
 Prefill attention reads a context once for every 16 to 32 tokens of a prompt, and its products take 16-bit
-operands: codes are turned into them here once. Every e4m3 and int8 value is an fp16 one, so that nothing is
-rounded; scales stay what they are.
+operands, so pages are converted here once. fp16 holds every e4m3 and int8 value, so nothing is rounded;
+scales stay as they are.
 
     pages        int64 [n]              which pages
     stored       [P, H_kv, page, D]     float8_e4m3fn or int8, keys or values, of any D
 
-Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys where `choose_prefill.py` multiplies them as they lie.
+Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys that `hopper_prefill.py` reads directly.
 """
 
 import torch

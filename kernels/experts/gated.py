@@ -1,12 +1,12 @@
-"""A layer's INT4 experts whole, for any number of tokens; Triton kernels of what lies between the products.
+"""A whole layer of INT4 experts, for any number of tokens; Triton kernels for SiLU and the weighted sum.
 
     x        [T, K]          bf16 or fp16
     expert   int [T, top_k]  0 .. E-1
     weight   [T, top_k]      the router's, any floating type
     y        [T, N]          sum_j weight[t, j] * down_j(silu(gate_j(x[t])) * up_j(x[t])), x's type
 
-One token takes `one_token.py`, more take grouped products, with SiLU and the sum over a token's experts as
-kernels here: a graph that is traced once for any T can then leave the choice to the number of tokens.
+One token runs `one_token.py`; more tokens run grouped products with the kernels here between them. The choice
+is made when it is called, so a graph traced once serves every T.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The tile of a grouped product, by how many rows an expert gets on average: a bucket known on the host.
+"""The tile of a grouped product, by the average number of rows an expert gets: a bucket known on the host.
 
-Nothing compiles for a new number of tokens: it only picks one of these few forms.
+Nothing compiles for a new number of tokens: each bucket has one form.
 """
 
 from dataclasses import dataclass

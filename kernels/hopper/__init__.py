@@ -1,1 +1,1 @@
-"""Matrix products on Hopper whose weights are packed: `gemm.py` is the entry, `ptx.py` the lowest floor."""
+"""Matrix products on Hopper whose weights are packed: `gemm.py` is the entry, `ptx.py` the inline PTX."""

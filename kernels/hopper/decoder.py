@@ -1,7 +1,7 @@
-"""The decoder seam of the Hopper kernels: how a packed format's bytes in the ring become wgmma's operand.
+"""The decoder interface of the Hopper kernels: a packed format's bytes in the ring become wgmma's operand.
 
-One subclass for each format, in that format's folder; this file is the contract. Not for packing, which is
-beside each decoder, nor for scheduling, loading and summing, which know no format.
+Each format has one subclass, in its own folder. Not for packing, which lies beside each decoder, nor for
+scheduling, loading and summing, which are the same for all formats.
 """
 
 from abc import ABC, abstractmethod

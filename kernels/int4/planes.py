@@ -13,9 +13,9 @@ The planes lie one behind the other along K, each packed as in `packing.py`:
     words        int32 [N/64, 2 K/64, 512]    HIGH, then LOW
     scale_words  int32 [2 K/group, N]         16 scale and zero 8, then scale and zero 0
 
-x is not copied: at the second plane its TMA loads begin again at its first column (`hopper/tma_loads.py`).
-So a weight costs half of bf16's bytes and no kernel of its own. What it costs is twice the wgmmas, which
-matters where there are many rows of x. K is a multiple of 256, so that no stage is in both planes.
+x is not copied: its TMA loads start again at the first column for the second plane (`hopper/tma_loads.py`).
+INT8 thus needs no kernel of its own, and reads half of bf16's bytes. The price is twice the wgmmas, which
+matters with many rows of x. K is a multiple of 256, so that no stage lies in both planes.
 """
 
 import torch

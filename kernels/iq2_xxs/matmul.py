@@ -1,7 +1,7 @@
 """Which kernel and which tile multiply by an IQ2_XXS weight, for M, N and K; host side.
 
-One row of x has a kernel of its own, more of them the stream-K kernel that all formats share. What chose the
-tiles is in `tests/bench/results/kernels/iq2_xxs_log.md`.
+One row of x has its own kernel; more rows use the stream-K kernel that all formats share. How the tiles were
+chosen: `tests/bench/results/kernels/iq2_xxs_log.md`.
 """
 
 from functools import lru_cache

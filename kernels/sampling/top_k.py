@@ -4,9 +4,9 @@
     values   [R, k]   x's dtype, descending
     columns  [R, k]   int64; of equal values the lower column comes first
 
-torch's own takes two launches and a sort for it, 9 to 12 us where this takes 2. A program holds a row in
-registers as numbers of 64 bits that compare as wanted, the value in the high half, the column from the end in
-the low half, and takes their maximum k times.
+torch.topk takes two launches and a sort, 9 to 12 us; this takes 2 us. A program holds a row in registers as
+64-bit keys, the value in the high half and the column, counted from the end, in the low half, and takes the
+largest key k times.
 """
 
 import torch

@@ -1,1 +1,1 @@
-"""What kernels of all coded keys and values share."""
+"""What the kernels of all coded KV formats share."""

@@ -1,6 +1,6 @@
-"""What prompts' queries found among rotated keys and values, rotated back; Triton.
+"""Prefill attention's results over rotated pages, rotated back; Triton.
 
-Not for decoding requests' results, which the merge of their splits rotates back (`../decode.py`).
+Not for decoding requests: the merge of their splits rotates their results back (`../decode.py`).
 """
 
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""Attention over four slices of a head's channels: what kernels for codes have in common; Triton.
+"""Attention over four slices of a head's channels: what the kernels of coded pages share; Triton.
 
-A word holds codes of four channels, so queries, keys, values and results are cut into four slices of D/4
-channels: `channel`, int32 [D/4], names those of the first slice, and each further one begins STEP later.
-Keys, or values' channels, are rows of every product, and each query is a column: matrix units take eight
-columns at least and sixteen rows, and a group of query heads is small. Scores are in log2.
+A word holds the codes of four channels, so queries, keys, values and results are cut into four slices of D/4
+channels. `channel`, int32 [D/4], has the channels of the first slice; each further slice begins STEP later.
+In every product the keys (or the values' channels) are rows and the queries are columns: matrix units take
+sixteen rows and at least eight columns, and a group has few query heads. Scores are in log2.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Decode attention over KVarN pages, split-KV; what is not coded is attended to as it came; Triton.
+"""Decode attention over KVarN pages, split-KV, with the uncoded first and last page; Triton.
 
     query        [B, H, D]             one token a request, not rotated, contiguous; bf16, fp16 or fp32
     turned_q     fp16 [B, H, D]        rotated, of contexts that have codes (`held.py`)
@@ -9,16 +9,16 @@
     request_rows int64 [B]             the row of `held` that each request has
     out          [B, H, D]             query's dtype
 
-Of a context, page 0 and the page of the current token are read from `held`, all others as codes. Each of its
-splits is of one kind. Coded ones are runs of whole pages, of rotated queries; the merge rotates their sum
-back. Plain ones are pieces of at most PIECE tokens of a held page. Coded splits have the first numbers: they
-take longest, and a program takes every n-th split. Splits follow from the request's context alone.
+Page 0 and the page of the current token are read from `held`, all other pages as codes. A split is coded or
+plain. Coded splits are runs of whole pages and take rotated queries; the merge rotates their sum back. Plain
+splits are at most PIECE tokens of a held page. Coded splits are numbered first: they take longest, and a
+program takes every n-th split. Splits follow from the request's context alone.
 
 A program is one warp, or two for heads of 256 channels, and takes one (request, kv head, run of splits)
 with all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
 
 Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
-each of the tokens that are held.
+each held token.
 """
 
 from typing import NamedTuple

@@ -1,12 +1,13 @@
-"""Whole KVarN pages normalized, quantized and packed, all that are due in one launch; Triton.
+"""Writes KVarN pages: every page that is due is normalized, quantized and packed in one launch.
 
-The reference is `quantize_reference` in `reference.py`. A page is due once its last token is there. Where the
-next token is a decoding request's, its step begins by writing the page before, in every layer at once
-(`flush_decoded`); nothing is read on the host, and a launch without a page due ends at once. Prompts write
-the pages that they fill while they are computed, since their own later tokens see them (`flush_prompts`).
-Rows come as the model made them and are rotated here. Either way a page is made of the same numbers, rotated
-by the same products, so that it holds the same codes. From sm_80 on the
-kernels of `flush_pages.py` do it; those here are for older GPUs and for Triton's interpreter.
+The reference is `quantize_reference` in `reference.py`. A page is due as soon as it has its last token. A
+decoding request's next step writes that page first, in all layers at once (`flush_decoded`): nothing is read
+on the host, and a launch with no page due ends at once. Prefill writes the pages that it fills within the
+step, because later tokens of the prompt read them (`flush_prompts`). Both rotate the same rows by the same
+products, so a page holds the same codes either way.
+
+There are two writers. GPUs of compute capability 8.0 and more (A100, RTX 30 and newer) run the Gluon kernels
+of `flush_pages.py`. Older GPUs (V100, T4, RTX 20) and Triton's interpreter run the Triton kernels below.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
-"""The KVarN pages that are due, written by the programs of `flush_tile.py`; Gluon.
+"""Writes the KVarN pages that are due, on GPUs of compute capability 8.0 and more; Gluon.
 
-Which pages are due, and when, `flush.py` says.
+`flush.py` says when a page is due and has the writer of older GPUs; `flush_tile.py` codes one tile.
 """
 
 from ...triton_imports import gl, gluon

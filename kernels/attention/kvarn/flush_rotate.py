@@ -1,11 +1,11 @@
 """A page's rows times a Hadamard matrix, between the loads and the tile that is written; Gluon.
 
-What `rotate_reference` in `hadamard.py` does, rounded to fp16 once, where the rows lie in registers: nothing
-goes through shared memory, and no warp waits for another.
+The same as `rotate_reference` in `hadamard.py`, rounded to fp16 once. Rows stay in registers: nothing goes
+through shared memory, and no warp waits for another.
 
-A Hadamard matrix is a product over the bits of a channel's number, in any order. Four of them, with those
-that an operand of the matrix units spreads over lanes, are one product with +-1, which is exact; the others
-are a butterfly each, which adds and subtracts registers of one thread:
+A Hadamard matrix is a product over the bits of a channel's number, in any order. Four bits, among them those
+that a matrix operand spreads over lanes, are one product with +-1, which is exact. Each other bit is a
+butterfly, which adds and subtracts registers of one thread:
 
     bit    from 5 on    4, 3       2            1            0
     says   a register   the lane   a register   a register   a register's half

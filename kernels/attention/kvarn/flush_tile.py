@@ -1,9 +1,9 @@
 """One KVarN tile normalized, quantized and packed by a program of few registers; Gluon.
 
-What `flush.py` does with a tile, where matrix units take operands from registers (from sm_80 on). The tile
-lies in shared memory, from where both products, along tokens and along channels, take it as their left
-operand; squares are made of it between there and the matrix units. So programs share a multiprocessor, and
-one works while another waits.
+The same as a tile in `flush.py`, for matrix units that take operands from registers (from sm_80 on). The tile
+lies in shared memory, and both products, along tokens and along channels, load it from there as their left
+operand and square it on the way. This leaves room for several programs on a multiprocessor, so that one works
+while another waits.
 
     rows      of which each has a scale and a zero: channels of keys, tokens of values
     columns   the others, which have a scale alone and go first in each turn

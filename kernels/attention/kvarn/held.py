@@ -9,9 +9,9 @@
     query         [R, H, D]                contiguous; turned_q fp16, the same rotated
     written       int32 [rows]             the page that the request's last chunk ended with and filled, or -1
 
-A decoding request's token is kept before the step attends; where its context has codes, its query is rotated
-meanwhile. Of a prompt's, the ones on the first page and on
-the page where the chunk ends are kept once it has: until then that page may hold older tokens still needed.
+A decoding request's token is stored before the step attends; if its context has coded pages, the same launch
+rotates its query. A prompt's tokens on the first page and on the chunk's last page are stored after the step
+has attended: until then the older tokens of that page are still needed.
 """
 
 from torch import Tensor

@@ -1,16 +1,16 @@
 """Attention over one KVarN page by integer products, for a few queries at a time; Triton.
 
-The formulas are `page.py`'s, where matrix units multiply codes as fp16 numbers. Their eight columns
-are more than a group of four query heads fills, so here each head takes two: queries times k_scale and
-probabilities times v_scale become 16-bit integers, relative to the largest of the head and page, and a
-column has their high bytes or their low ones. Codes are bytes: one mask for four of them, half as many
-products, and a softmax over the group's own heads alone.
+The formulas are those of `page.py`, whose matrix units multiply codes as fp16 numbers. A group of four query
+heads fills only half of their eight columns, so here each head takes two columns: queries times k_scale and
+probabilities times v_scale become 16-bit integers, relative to the largest of the head and page. One column
+has the high bytes, the other the low bytes. Codes are bytes: one mask yields four, half as many products are
+needed, and the softmax is over the group's own heads alone.
 
     column 2h, 2h + 1      x = (256 * high + low) * unit, both signed; sums over either are exact, int32
     codes highest in a byte   (byte & mask) ^ 0x80 = (code - half of their range) * 2^shift, as a signed byte
 
-What that leaves out, half of the range times sums of queries or of probabilities, goes to the zero points.
-Codes of keys that are lowest are centered alike, by a product of -8, so that k_zero and they do not cancel.
+The zero points add what centering leaves out: half of the range times the sum of queries or probabilities.
+Key codes lowest in their byte are centered by a product with -8, so that they and k_zero do not cancel.
 """
 
 from ...triton_imports import constexpr_function, tl, triton

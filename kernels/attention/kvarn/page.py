@@ -5,7 +5,7 @@ With a tile's layout and arithmetic from `reference.py`:
     score[t] = k_token[t] * (sum_d (q[d] * k_scale[d]) * k_code[d, t] + sum_d q[d] * k_zero[d])
     out[d]   = v_channel[d] * (sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t])
 
-q is multiplied by the channels' scales and p by the tokens' scales, once a page for all query heads of a group.
+q is multiplied by the channels' scales and p by the tokens', once a page for all query heads of a group.
 Each pair of codes then costs one mask (`../coded/words.py`). Codes count 2^-24, so sums are scaled back.
 Decoding, which has few queries, uses `int8_page.py`.
 """

@@ -7,12 +7,12 @@
     seq_lens, query_start_loc      int32 [R], [R + 1]: context of each request, and its tokens in the step
     out                            [T, H, D]      written where a tile says so
 
-A token sees the pages before its own as codes, its own page and page 0 as they came: what is in the chunk
-from the step, what is older from `held`. So it does not matter how a prompt was cut into chunks.
+A token sees its own page and page 0 uncoded, all pages between as codes. Uncoded tokens come from the step if
+they are in the chunk, else from `held`. So it does not matter how a prompt was cut into chunks.
 
-A program takes up to 64 queries, all heads of a group for some tokens; pages are multiplied as they are
-packed, as in decoding. What is not coded comes first. Where codes follow, queries and results so far are
-rotated for them, and results back at the end.
+A program takes up to 64 queries: all heads of a group for some tokens. It attends to uncoded tokens first. If
+coded pages follow, it rotates the queries and the results so far, multiplies packed codes as decoding does,
+and rotates the results back at the end.
 """
 
 from typing import NamedTuple

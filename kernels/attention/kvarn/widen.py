@@ -1,7 +1,7 @@
 """KVarN pages back in 16 bits, for a step that reads each of them many times; Triton.
 
-A step with many tokens of prompts would decode a page for every tile of queries. Here each page is decoded
-once, into a run of plain ones that `choose_prefill.py` takes as they are.
+A large prefill step would decode each page once for every tile of queries. Here each page is decoded once,
+into plain pages for `choose_prefill.py`.
 
     spans         int32 [n, 6]      one plain page each: stored page or -1, row of `held`, first position in
                                     the context; the chunk's first position, where it ends, its first token
@@ -9,10 +9,10 @@ once, into a run of plain ones that `choose_prefill.py` takes as they are.
     key, value    [T, H_kv, D]      the step's, as in `held.py`
     keys, values  [n, H_kv, G, D]   of the same dtype
 
-A stored page is decoded and rotated back on the matrix units: H of D is H of four (x) H of D/4, so that all
-four slices of channels, as words hold them, are multiplied by the latter, then added and subtracted. A page
-that is not stored is what its request holds before the chunk, then what the chunk brings, then zeros. Bytes a
-page: 4 * H_kv * G * D written.
+A stored page is decoded and rotated back on the matrix units. H of D is H of four (x) H of D/4, so the four
+slices of channels are each multiplied by H of D/4, then added and subtracted. A page that is not stored yet
+is made of the tokens that its request holds, then of the chunk's, then of zeros. Bytes a page:
+4 * H_kv * G * D written.
 """
 
 import torch

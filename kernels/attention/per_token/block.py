@@ -1,12 +1,12 @@
 """Attention over a block of int4 or NVFP4 tokens, codes multiplied as they are packed; Triton.
 
-With the arithmetic of `int4.py`, whose scales and zeros belong to tokens, so that products take bare codes:
+int4's scales and zeros (`int4.py`) belong to tokens, so products take bare codes:
 
     score[t] = k_scale[t] * sum_d q[d] * k_code[d, t] + k_zero[t] * sum_d q[d]
     out[d]   = sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t]
 
-NVFP4's scales change along a token, so that codes are multiplied by them first: E2M1 times E4M3 has six
-significant bits, which fp16 holds. E2M1's bits in fp16's places are 2^-14 of the value.
+NVFP4's scales change along a token, so codes are multiplied by them first: E2M1 times E4M3 has six
+significant bits, which fp16 holds. E2M1's bits, moved to fp16's positions, are 2^-14 times the value.
 """
 
 from ...triton_imports import constexpr_function, tl, triton

@@ -4,8 +4,8 @@
     tiles   int32 [N, 4]   as in `../prefill.py`
     out     [T, H, D]      still rotated where the pages are; written where a tile says so
 
-The chunk's own tokens are in their pages already. A program takes up to 64 queries, all heads of a group
-for some tokens; codes are multiplied as they are packed, as in decoding.
+The chunk's own tokens are already in their pages. A program takes up to 64 queries: all heads of a group for
+some tokens. It multiplies packed codes, as decoding does.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""New keys and values into pages of int4 or NVFP4 tokens, rotated first where the format wants it; Triton.
+"""Stores new keys and values in pages of int4 or NVFP4 tokens, rotated first if the format asks; Triton.
 
     query         [T, H, D], key, value [T, H_kv, D]    a token's heads contiguous
     slots         int64 [T]              page * page_size + offset; -1 stores nothing

@@ -1,7 +1,7 @@
 """Pages of int4 or NVFP4 tokens back in 16 bits, for a step that reads each of them many times; Triton.
 
-Prefill attention reads a context once for every few tokens of a prompt. Here codes are turned once into the
-numbers they stand for, NVFP4's without the scale of its head, which they need not be rounded for.
+Prefill attention reads a context once for every few tokens of a prompt, so codes are decoded here once.
+NVFP4's are decoded without the head's scale: so they are exact in 16 bits.
 
     pages   int64 [n]   which pages
 

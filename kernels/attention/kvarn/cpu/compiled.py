@@ -1,8 +1,8 @@
 """The CPU kernels of KVarN, compiled for a model's dtype before anything is served.
 
-Not for what they compute, which is in `decode.py` and `pages.py`. Signatures are given,
-so nothing else is ever compiled: other arguments are an error. What was compiled stays on disk, beside the
-source or in the user's cache folder, where either can be written to.
+Not for what they compute: `decode.py` and `pages.py`. Signatures are fixed, so nothing compiles later and any
+other arguments are an error. Compiled code is kept on disk, beside the source or in the user's cache folder,
+whichever can be written to.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Decode attention over KVarN's pages on a CPU, with the new token stored first; in numba, without the GIL.
 
-One request and head of keys at a time: its first page as it is held, coded pages, its own page as it is held.
-All query heads of the group go together, so that a code is unpacked once, into a block of a few tokens in
-fp32 that stays in the nearest cache. Scales of channels go into the query and those of tokens into the
-probabilities (`../page.py`), the query is rotated once and so is what codes give. Nothing depends on the
-other requests of a step, and sums have one order: a token's bits follow from its own context.
+One request and kv head at a time: its first page and its last page uncoded, the pages between as codes. All
+query heads of the group go together, so a code is unpacked once, into a block of a few tokens in fp32 that
+stays in the nearest cache. The query is multiplied by the channels' scales and the probabilities by the
+tokens' scales (`../page.py`). The query is rotated once, and so is the result over coded pages. Sums have one
+order and nothing depends on other requests: a token's bits follow from its own context alone.
 """
 
 from collections.abc import Callable

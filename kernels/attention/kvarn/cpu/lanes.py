@@ -1,8 +1,8 @@
 """Sixteen fp32 numbers as one value inside numba's functions, for CPU kernels in explicit vectors.
 
-LLVM makes of them what a CPU has: one register with AVX-512, two with AVX2, four with NEON. Loops over single
-numbers are left to what its vectorizer recognizes: of KVarN's it made code from as fast to ten times as slow.
-Imported only where a CPU serves KVarN: numba takes half a second.
+LLVM maps them to the CPU's registers: one with AVX-512, two with AVX2, four with NEON. Plain loops depend on
+LLVM's vectorizer instead, which made some of KVarN's loops ten times as slow. Imported only if a CPU serves
+KVarN: importing numba takes half a second.
 """
 
 import operator

@@ -1,6 +1,6 @@
-"""KVarN's pages on a CPU, all heads of them: coded from keys and values as they came, and read; in numba.
+"""KVarN's whole pages on a CPU, written from plain keys and values, and read back; in numba.
 
-Not for attention, which multiplies codes as they are (`decode.py`). Arrays are as there.
+Not for attention, which multiplies packed codes (`decode.py`, where the arrays are described).
 """
 
 from collections.abc import Callable

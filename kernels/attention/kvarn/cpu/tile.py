@@ -1,7 +1,7 @@
-"""KVarN tiles on a CPU: a page's keys or values of one head coded, and codes read; in numba.
+"""KVarN tiles on a CPU: one head's keys or values of a page, coded and read back; in numba.
 
-The arithmetic is that of `../reference.py`, up to the rounding of sums: scales are kept themselves where the
-reference keeps their logs, since a CPU takes 100 us for the logarithms of a tile.
+The arithmetic is that of `../reference.py`, up to the rounding of sums. The reference keeps the logarithms of
+scales; this file keeps the scales, because the logarithms of a tile take a CPU 100 us.
 
     x  fp32 [G * D], a tile's numbers, flat
 """
