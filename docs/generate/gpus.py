@@ -41,7 +41,8 @@ def table() -> str:
 def _rows() -> list[tuple[str, Problem]]:
     rows = []
     for experts in (None, EXPERTS):
-        for _, weight_format in WEIGHT_FORMATS.items():
+        # Registries are in the order of imports.
+        for _, weight_format in sorted(WEIGHT_FORMATS.items()):
             spec = weight_format.variants()[0]
             problem = Problem(spec, *SHAPE, torch.bfloat16, torch.device("cuda", 0), experts)
             rows.append((f"{spec.label}{', experts' * bool(experts)}", problem))

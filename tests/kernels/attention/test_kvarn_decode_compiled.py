@@ -74,7 +74,7 @@ def programs_of(case: Case) -> list[tuple[str, int]]:
     types = {**dict.fromkeys(AS_IT_CAME, kind), "out_ptr": kind, "sinks_ptr": "*fp32"}
     kernels = [
         compiled(held._append, {**constants, "GROUP": group}, 1, 3, **types),
-        compiled(kvarn_decode._attend_splits, attend, warps, stages, registers, **types),
+        compiled(kvarn_decode._attend_splits, attend, warps, stages, registers, kvarn_decode.Form, **types),
         compiled(kvarn_decode._merge_splits, constants, warps, 3, **types),
     ]
     return [(kernel.asm["ptx"], kernel.metadata.shared) for kernel in kernels]

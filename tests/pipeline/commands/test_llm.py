@@ -115,9 +115,15 @@ def test_importing_the_package_imports_nothing_heavy():
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [
-        ("pipeline.push pipeline.verify pipeline.inspect", "transformers torchao torch._inductor matplotlib"),
-        ("pipeline.cli.serve pipeline.serve", "torch transformers"),
-        ("pipeline.served_checkpoint serving_check.server.engine_child", "fastapi uvicorn pydantic torch"),
+        (
+            "pipeline.commands.push pipeline.commands.verify pipeline.commands.inspect",
+            "transformers torchao torch._inductor matplotlib",
+        ),
+        ("pipeline.cli.serve pipeline.commands.serve", "torch transformers"),
+        (
+            "pipeline.model_loader.served_checkpoint serving_check.server.engine_child",
+            "fastapi uvicorn pydantic torch",
+        ),
     ],
     ids=["publishing and verifying", "answering HTTP", "the engine's process, of HTTP"],
 )

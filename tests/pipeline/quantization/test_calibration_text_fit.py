@@ -96,7 +96,7 @@ def test_half_as_many_sequences_are_read_where_no_rounding_is_learned(
 
     def read(name: str, sequences: torch.Tensor | None) -> dict:
         text = CalibrationText(name, (8, 16), sequences, {})
-        made = job_calibration.read_text(
+        made = job_calibration.calibration_sequences(
             text, wanted, CalibrationContext(checkpoint, quantizer, tmp_path / name, False)
         )
         assert made is not None and len(made.sequences) == made.facts["text"] + made.facts["own"]
