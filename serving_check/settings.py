@@ -65,7 +65,7 @@ class WorkloadSettings:
     )
     max_blocks: int = option(
         96,
-        "Blocks of two repeats, one of either side, at one M before giving up undecided.",
+        "Most blocks at one M, each a repeat of either side; after them an undecided M is inconclusive.",
         formerly="max_repeats",
         minimum=1,
     )

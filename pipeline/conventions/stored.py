@@ -38,7 +38,7 @@ def require_tensor(
     if shape is not None and tuple(info.shape) != shape:
         raise UserError(
             f"{checkpoint.source}: tensor {name} has shape {list(info.shape)}; "
-            f"the quantization config makes it {list(shape)}"
+            f"by the quantization config it has to be {list(shape)}"
         )
     return info
 

@@ -10,7 +10,7 @@ from .skeleton import model_config
 
 
 def refuse_unknown_tokens(ids: Tensor, tokenizer: Any, checkpoint: Checkpoint) -> None:
-    """UserError where one of `ids`, which `tokenizer` gave, is beyond the vocabulary of `checkpoint`."""
+    """UserError if a token id that the tokenizer gave is beyond the checkpoint's vocabulary."""
     size = model_config(checkpoint).get_text_config().vocab_size
     largest = int(ids.max()) if ids.numel() else 0
     if largest >= size:

@@ -58,25 +58,31 @@ class EngineOptions:
         choices=lambda: INVARIANCE_MODES,
     )
     max_num_seqs: int = option(128, "The most requests that decode together.", minimum=1)
-    max_model_len: int | None = option(None, "Prompt plus output, in tokens; default the model's.", minimum=2)
+    max_model_len: int | None = option(
+        None, "Prompt plus output, in tokens; by default the model's context.", minimum=2
+    )
     kv_cache_dtype: str = option(
         AUTO, "How keys and values are stored; auto is what the checkpoint declares.", choices=_kv_formats
     )
     page_size: int | None = option(
-        None, "Tokens a KV page holds; default what suits KV format and device.", minimum=1
+        None, "Tokens of a KV page; by default what suits the KV format and the device.", minimum=1
     )
-    kv_cache_tokens: int | None = option(None, "Tokens the KV pool holds; default what fits.", minimum=1)
+    kv_cache_tokens: int | None = option(
+        None, "Tokens that the KV pool holds; by default as many as fit.", minimum=1
+    )
     prefill_chunk: int | None = option(
         None,
-        f"Prompt tokens prefilled in one step; default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
+        f"Prompt tokens prefilled in one step; by default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
         f"{CPU_CHUNK_WHILE_DECODING} or {CUDA_CHUNK_WHILE_DECODING} while others decode.",
         minimum=1,
     )
     chunk_while_decoding: int | None = option(
-        None, "The same where other requests decode in that step; default as --prefill-chunk.", minimum=1
+        None,
+        "Prompt tokens prefilled in a step that also decodes; by default as --prefill-chunk says.",
+        minimum=1,
     )
     decode_buckets: tuple[int, ...] | None = option(
-        None, "Batch sizes that decode steps are padded to; default the device's own.", minimum=1
+        None, "Batch sizes that decode steps are padded to; by default those of the device.", minimum=1
     )
     compiled: bool = option(
         True, "On a GPU: fuse small operations, and the products of layers that share an input."

@@ -30,14 +30,14 @@ class StepClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step."""
+        """Counts the time inside as one step's."""
         started = time.perf_counter()
         yield
         self._step_seconds += time.perf_counter() - started
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for the device."""
+        """Counts the time inside as waiting for the device."""
         started = time.perf_counter()
         yield
         self._away_seconds += time.perf_counter() - started

@@ -87,7 +87,7 @@ class ServedText:
 
 
 def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigures:
-    """Count over one repeat's answers, as far as they were kept."""
+    """The figures of one repeat's answers; those that were not kept are left out."""
     records = [record for record in result.requests if _is_kept(record)]
     tokens = [_received(record, tokenizer) for record in records]
     told = all(record.answer and record.answer.token_ids is not None for record in records)

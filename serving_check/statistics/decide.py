@@ -14,7 +14,7 @@ The two errors are guarded separately:
   Berger 1982).
 
 Either is spent over a few looks, half of it on the last one. No assumption on how looks depend on each other
-is needed for that, so stopping as soon as it is decided stays honest. The error rates that come of it are in
+is needed for that, so stopping as soon as it is decided stays honest. The resulting error rates are in
 `tests/bench/results/gate/operating_characteristic.json`.
 
 Where servers take turns, a group of blocks counts as one, and a server is started anew in every group. What
@@ -59,7 +59,7 @@ TURN_LOOKS = (4, 6, 8, 12, 16)
 the machine cancels, since the sides change their order from group to group."""
 TURN_ERROR = 0.03
 """Spent on these looks, half of what is left on each: early limits have two degrees of freedom, and gain most
-by it. The errors that come of it are in `tests/bench/results/gate/turns_characteristic.json`."""
+by it. The resulting errors are in `tests/bench/results/gate/turns_characteristic.json`."""
 MOST_LOG = 700.0
 """Beyond it, what a logarithm stands for is infinite."""
 HOPELESS = 0.5

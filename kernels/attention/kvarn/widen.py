@@ -11,8 +11,8 @@ into plain pages for `choose_prefill.py`.
 
 A stored page is decoded and rotated back on the matrix units. H of D is H of four (x) H of D/4, so the four
 slices of channels are each multiplied by H of D/4, then added and subtracted. A page that is not stored yet
-is made of the tokens that its request holds, then of the chunk's, then of zeros. Bytes a page:
-4 * H_kv * G * D written.
+is made of the tokens that its request holds, then of the chunk's, then of zeros. A page's
+keys and values are 4 * H_kv * G * D bytes.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 What a model writes is what it knows best, so that its inputs are like those of the text it was trained on
 (LLM-QAT: Liu et al. 2023, arXiv 2305.17888). Half of what is read is its own, so that a text which shows few
-of those inputs, or others, does no harm. The whole model is in memory while it writes: as it is where it is
-small, otherwise with its linear layers in INT4.
+of those inputs, or others, does no harm. The whole model is in memory while it writes: in its own precision
+if it is small, otherwise with its linear layers in INT4.
 """
 
 from collections.abc import Mapping
