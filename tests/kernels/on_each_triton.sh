@@ -23,7 +23,7 @@ for version in "$@"; do
   echo "== Triton $version"
   # A cache for each: what one has compiled is nothing to another.
   PYTHONPATH=$PWD/$folder TRITON_CACHE_DIR=$PWD/.tritons/cache-$version "$PYTHON" -m pytest -q \
-    --numprocesses 2 --dist worksteal tests/kernels/test_*_compile*.py | tee "$log" | grep -E '^(FAILED|ERROR)'
+    --numprocesses 2 --dist worksteal tests/kernels/*/test_*compile*.py | tee "$log" | grep -E '^(FAILED|ERROR)'
   [ "${PIPESTATUS[0]}" = 0 ] || failed=1
   table+=("$(printf '%-8s %s' "$version" "$(grep -E ' (passed|failed)' "$log" | tail -n 1)")")
 done
