@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
+from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.gate import interleaving
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
+QUIET = StageClock(shown=False)
 RESULT = Path(__file__).parents[1] / "results" / "gate" / "operating_characteristic.json"
 ARTIFACT, BASELINE = Endpoint("http://artifact", "artifact"), Endpoint("http://baseline", "baseline")
 WORKLOAD = WorkloadSettings(input_len=1, output_len=64)
@@ -143,7 +145,7 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
             servers = Servers(ratios, noise, scale, generator)
             repeats = Repeats(servers, ARTIFACT, BASELINE, None)
             sides = interleaving.Servers(ARTIFACT, BASELINE, WORKLOAD, [0], repeats)
-            measured, decisions = interleaving.measure(sides, Bounds(throughput_floor=FLOOR), progress=False)
+            measured, decisions = interleaving.measure(sides, Bounds(throughput_floor=FLOOR), QUIET)
             statuses = {decision.status for decision in decisions}
             verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
             blocks += sum(len(one.blocks) for one in measured)
