@@ -125,11 +125,15 @@ def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
         )
 
 
+def weaker_than_policy(run: Run) -> list[str]:
+    """Why the result cannot be published, as far as that is known before anything is measured."""
+    kv_cache_dtype = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
+    return weaker_settings(run.workload, run.bounds, run.asked.quality_tokens, run.declared, kv_cache_dtype)
+
+
 def say_exploratory(run: Run) -> None:
     """Before hours of work, that its result will not be published; whoever has no manifest never asked to."""
-    kv_cache_dtype = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
-    weak = weaker_settings(run.workload, run.bounds, run.asked.quality_tokens, run.declared, kv_cache_dtype)
-    for line in first_lines(weak, {}) if run.manifest and run.progress else []:
+    for line in first_lines(weaker_than_policy(run), {}) if run.manifest and run.progress else []:
         logger.warning(line)
 
 

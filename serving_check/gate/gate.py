@@ -38,7 +38,7 @@ TOGETHER_S = 90.0
 PATIENCE_S = 25.0
 """Seconds without another stall after which serving both at once ends."""
 WATCHED_S = 5.0
-"""The least time, in seconds, that the artifact serves: a stall every two seconds could be missed in less."""
+"""Seconds: a stall every two seconds could be missed in less."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class GateRun:
     clock: StageClock
     runner: Runner = run_workload
     """Sends one repeat."""
+    watched_s: float = WATCHED_S
+    """The least time, in seconds, that the artifact serves, so that its stalls show."""
 
 
 def serve_and_measure(
@@ -107,7 +109,7 @@ def serve_and_measure(
     measured, decisions = measure(servers, run.bounds, run.clock, restart)
     failed = any(decision.status == "fail" for decision in decisions)
     with run.clock.stage("another look"):
-        together = None if failed else serve_together(servers, measured, run.bounds)
+        together = None if failed else serve_together(servers, measured, run)
         repeated = repeat_prompts(servers, measured)
     series, baseline_series = artifact.series, baseline.series
     return RunFigures(
@@ -157,20 +159,20 @@ def _canary_texts(
     return continuations(artifact, prompts, CANARY_LENGTH, run.tokenizer.encode, deadline), baseline_canary
 
 
-def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Bounds) -> MeasuredM | None:
+def serve_together(servers: Servers, measured: Sequence[MeasuredM], run: GateRun) -> MeasuredM | None:
     """Load both servers at once if the artifact's stalls may be the machine's, or if it served too briefly to
     show stalls; None if neither holds.
 
     It ends after a while without a stall of the artifact alone, or once there are enough to fail.
     """
-    in_doubt = m_in_doubt(measured, bounds)
+    in_doubt = m_in_doubt(measured, run.bounds)
     watched = math.fsum(repeat.duration for level in measured for repeat in level.artifact)
-    m = in_doubt or (m_to_watch(measured) if watched < WATCHED_S else None)
+    m = in_doubt or (m_to_watch(measured) if watched < run.watched_s else None)
     if m is None or any(block.errors for level in measured for block in level.blocks):
         return None
     together = MeasuredM(m)
     began = last = time.monotonic()
-    patience = PATIENCE_S if in_doubt else WATCHED_S - watched
+    patience = PATIENCE_S if in_doubt else run.watched_s - watched
     stalls = 0
     while (now := time.monotonic()) < min(last + patience, began + TOGETHER_S):
         servers.run_together(together)
@@ -178,11 +180,11 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], bounds: Boun
             # `no failed requests` judges a failed request, whichever repeat it was in.
             next(level for level in measured if level.m == m).blocks.append(together.blocks.pop())
             break
-        result = check_stalls(measured, bounds, together)
+        result = check_stalls(measured, run.bounds, together)
         if result.status == "fail":
             break
         if (found := int(result.figures["stalled_alone"] or 0)) > stalls:
-            stalls, last, patience = found, now, max(patience, WATCHED_S)
+            stalls, last, patience = found, now, max(patience, run.watched_s)
     return together
 
 
