@@ -10,7 +10,7 @@ from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures
 from scalegate.serving_check.evidence.quality_figures import Comparison
-from scalegate.serving_check.gate.gate import canary_prompts
+from scalegate.serving_check.gate.gate import GateRun, canary_prompts, serve_together
 from scalegate.serving_check.gate.interleaving import Servers, measure, workload_spec
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.gate.repeats import Repeats
@@ -70,6 +70,21 @@ def test_one_that_surely_stalls_gets_no_more_than_its_first_look(pauses: bool):
     measured, decisions = measured_by(run, WorkloadSettings(MS))
     assert all(len(one.blocks) == LOOKS[0] for one in measured) == pauses
     assert not pauses or "inconclusive" in {decision.status for decision in decisions}
+
+
+def test_an_artifact_that_served_briefly_is_watched_at_the_largest_m():
+    load = WorkloadSettings((1, 2))
+    servers = Servers(
+        ARTIFACT, BASELINE, load, TEXT, Repeats(simulated_run(lambda m: 1.0), ARTIFACT, BASELINE, None)
+    )
+    clock = StageClock(shown=False)
+    measured, _ = measure(servers, Bounds(), clock)
+    served = math.fsum(repeat.duration for level in measured for repeat in level.artifact)
+    run = GateRun(load, Bounds(), TEXT, None, clock, watched_s=served + 0.1)
+    together = serve_together(servers, measured, run)
+    assert together is not None and together.m == 2 and together.blocks
+    for enough in (served, 0.0):
+        assert serve_together(servers, measured, replace(run, watched_s=enough)) is None
 
 
 def test_one_that_is_slow_from_m_8_fails_there_with_a_diagnosis():
