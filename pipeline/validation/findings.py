@@ -71,16 +71,17 @@ def look(run: Run, keep_models: bool) -> Findings:
         window,
         run.workload.input_len,
     )
-    models: Models | None = None
+    with run.clock.stage("loading"):
+        models = None if needs_layers(run) else load_models(run.artifact, run.baseline, run.in_process)
+    # Before quality, which stores keys and values as they are served and so changes the model.
+    with run.clock.stage("other readers"):
+        readers = _other_readers(run, text, models)
     with run.clock.stage("quality"):
-        if needs_layers(run):
+        if models is None:
             run.clock.say("both models together do not fit in memory here: quality a layer at a time")
             figures = figures_by_layers(run, text)
         else:
-            models = load_models(run.artifact, run.baseline, run.in_process)
             figures = figures_of(models, text, run.in_process)
-    with run.clock.stage("other readers"):
-        readers = _other_readers(run, text, models)
     if not keep_models:
         models = None
         release_memory()

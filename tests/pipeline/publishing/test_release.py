@@ -138,7 +138,7 @@ def test_keys_and_values_alone_are_a_release_whose_card_says_how_to_serve_it(run
     # 352 tokens in, so that codes are read, and 64 out.
     assert timed == {(416, m) for m in OPTIONS["m"]}
     card = (tmp_path / "release" / "README.md").read_text()
-    assert "keys and values stored as `kvarn_k4v2_g128`" in card and "its weights as they are" in card
+    assert "keys and values stored as `kvarn_k4v2_g128`" in card and "with its weights unchanged" in card
     for said in (
         "pipeline serve release\n",
         "vllm serve release --kv-cache-dtype kvarn_k4v2_g128\n",

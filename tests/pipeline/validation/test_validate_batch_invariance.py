@@ -45,7 +45,7 @@ def test_the_claim_is_proved_on_the_served_artifact(claimed: tuple[Path, Verdict
     assert ours["batch_invariance"] == "pin" and theirs["batch_invariance"] == "tuned"
     assert "--batch-invariance pin" in verdict.command
     card = write_card(artifact, Artifact.read(artifact), verdict, "artifact", "someone/artifact")
-    assert "`--batch-invariance pin`" in card and "the ratios hold what it costs" in card
+    assert "`--batch-invariance pin`" in card and "the ratios include its cost" in card
 
 
 def drop_the_figures(value: dict) -> None:
