@@ -141,7 +141,7 @@ def test_the_model_is_loaded_with_what_the_weights_stand_for(artifact: Path):
     [
         (lambda t: t.pop(f"{GATE}.weight_scale"), f"{GATE}.weight_scale is missing"),
         (lambda t: t.update({f"{GATE}.weight_words": torch.zeros(8, 17, dtype=torch.int32)}), "no IQ2_XXS"),
-        (lambda t: t.update({f"{GATE}.weight_scale": torch.zeros(8, 1, dtype=torch.float16)}), "it has to be"),
+        (lambda t: t.update({f"{GATE}.weight_scale": torch.zeros(8, 1, dtype=torch.float16)}), "has to be"),
     ],
     ids=["missing", "words", "scale"],
 )  # fmt: skip
