@@ -84,7 +84,8 @@ class CudaLayerKV:
         # Narrower than the pages where queries and values differ in size, or are no power of two.
         query, key, value = (widened(x, self.key_pages.shape[3]) for x in (query, key, value))
         self._append(key, value, metadata.slot_mapping)
-        query, output = query.contiguous(), torch.empty_like(query)
+        query = query.contiguous()
+        output = torch.empty_like(query)
         if metadata.host is None or metadata.host.num_decodes:
             self._decode(query, metadata, output, options)
         if metadata.prefill_tiles is not None:

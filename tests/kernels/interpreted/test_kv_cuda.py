@@ -94,9 +94,12 @@ class NoEvent:
 
 
 def tokens(count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Query, key and value. Integers over powers of two: the interpreter rounds others to e4m3 wrongly."""
-    shapes = [(count, HEADS, DIM), (count, KV_HEADS, DIM), (count, KV_HEADS, DIM)]
-    return [torch.randint(-7, 8, shape, generator=generator) / 8 for shape in shapes]
+    """Query, key and value [count, heads, DIM]. In memory heads come first, as in many models.
+
+    Integers over powers of two: the interpreter rounds others to e4m3 wrongly.
+    """
+    shapes = [(HEADS, count, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, DIM)]
+    return [(torch.randint(-7, 8, shape, generator=generator) / 8).transpose(0, 1) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", ["unquantized", "fp8", "int8_per_token_head"])

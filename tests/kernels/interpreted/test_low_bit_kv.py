@@ -122,12 +122,16 @@ class Steps:
         return float((got - want).norm() / want.norm())
 
     def random(self, tokens: int, heads: int) -> torch.Tensor:
-        """[tokens, heads, D]. NVFP4 gets scales that E4M3 has: the interpreter rounds others wrongly."""
+        """[tokens, heads, D]; in memory heads come first, as in many models.
+
+        NVFP4 gets scales that E4M3 has: the interpreter rounds others wrongly.
+        """
         if not self.is_nvfp4:
-            return torch.randn(tokens, heads, DIM, generator=self.generator) * self.uneven
-        x = torch.randint(-24, 25, (tokens, heads, DIM), generator=self.generator) / 32
+            x = torch.randn(heads, tokens, DIM, generator=self.generator) * self.uneven
+            return x.transpose(0, 1)
+        x = torch.randint(-24, 25, (heads, tokens, DIM), generator=self.generator) / 32
         x[..., ::16] = 0.75
-        return x
+        return x.transpose(0, 1)
 
     def equal_codes(self) -> float:
         """The share of bytes of codes that are the same; of those that are written, nearly all are not 0."""
