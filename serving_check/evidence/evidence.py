@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from ..settings import DOCUMENTED
 from .artifact_figures import ReaderFigures, TextFigures, WeightFigures
+from .at_rest import AtRestFigures
 from .company import CompanyFigures
+from .in_use import FiguresInUse
 from .measurement import MeasuredM
 from .quality_figures import Comparison
 
@@ -113,6 +115,10 @@ class Evidence:
     """Blocks whose repeats ran on both servers at the same time; null if stalls left no doubt."""
     company: CompanyFigures | None = None
     """Prompts alone and in a batch; null if the artifact's server does not claim batch invariance."""
+    in_use: FiguresInUse | None = None
+    """Of a load as in use; null if none was sent, as in exploratory runs."""
+    at_rest: AtRestFigures | None = None
+    """Of both servers when all load had ended; null if nobody looked."""
     by_layers: bool = False
     """Whether quality and answers were computed a decoder layer at a time because the models did not fit in
     memory together: with dequantized weights, and unquantized keys and values."""
