@@ -78,7 +78,7 @@ class AnswerInUse:
     prompts_beside: int
     """Other requests that were sent while it decoded."""
     off: int
-    """Greedy tokens whose logit under the artifact is too far below the best one to be explained by rounding."""
+    """Greedy tokens too far below the artifact's best logit to be explained by rounding."""
     baseline_off: int
     """The same under the baseline's logits."""
     beginning: str
@@ -86,7 +86,7 @@ class AnswerInUse:
     draws: Draws | None = None
     """Null for an answer that was not sampled."""
     logprob_errors: tuple[float, float] | None = None
-    """Nats by which the server's log-probabilities differ: mean and largest; null where none were asked for."""
+    """Nats by which the told log-probabilities differ, mean and largest; null where none were asked for."""
 
 
 @dataclass(frozen=True)
