@@ -3,13 +3,22 @@
 `gate/in_use.py` measures it, `checks/` judge it.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 from ..settings import DOCUMENTED
+from ..workload import percentile
+from ..workload.open_loop import OpenLoopResult
+from ..workload.spec import RequestRecord
 from .gaps import Gap
 
 PIT_BINS = 20
+GAPS_KEPT = 12
+"""More stalls than that in one block are as bad."""
+DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,9 @@ class SideInUse:
     tpots: tuple[float | None, ...]
     """Seconds per output token after the first, by request; null where there were too few."""
     itls_by_m: Mapping[int, tuple[int, float]]
-    """By how many requests were decoding: gaps between chunks of a stream, and their mean in seconds."""
+    """By how many requests were decoding: gaps between chunks of a stream, and their median in seconds."""
+    itl_p99: float | None = None
+    """Seconds between two chunks of one stream, the 99th percentile; null where there is one chunk."""
     gaps: tuple[Gap, ...] = ()
     """Times in which no stream moved although requests were open, the longest of them, longest first."""
     preemptions: int | None = None
@@ -36,6 +47,30 @@ class SideInUse:
     """Of each request that failed."""
     not_as_asked: tuple[str, ...] = ()
     """Of each answer that is not what its request asked for, in a few words."""
+
+    @classmethod
+    def of(cls, result: OpenLoopResult, not_as_asked: Sequence[str]) -> "SideInUse":
+        records = result.records
+        gaps_by_m = _gaps_by_m(records)
+        itls = [gap for gaps in gaps_by_m.values() for gap in gaps]
+        return cls(
+            began=round(result.began, DIGITS),
+            duration=result.duration,
+            output_tokens=sum(record.output_tokens for record in records),
+            ttfts=tuple(None if record.error else _rounded(record.ttft) for record in records),
+            tpots=tuple(_rounded(record.tpot) for record in records),
+            itls_by_m={m: (len(gaps), round(median(gaps), DIGITS)) for m, gaps in sorted(gaps_by_m.items())},
+            itl_p99=_rounded(percentile(itls, 99)),
+            gaps=_still(records),
+            preemptions=result.preemptions,
+            errors=tuple(record.error for record in records if record.error is not None),
+            not_as_asked=tuple(not_as_asked),
+        )
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens per second, from the first send to the last end."""
+        return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +80,9 @@ class BlockInUse:
     __pydantic_config__ = DOCUMENTED
 
     requests: int
-    artifact: SideInUse
-    baseline: SideInUse
+    artifact: SideInUse | None
+    """Null where the stage was broken off before its turn."""
+    baseline: SideInUse | None
 
 
 @dataclass(frozen=True)
@@ -99,3 +135,55 @@ class FiguresInUse:
     answers: tuple[AnswerInUse, ...] = ()
     unknown: tuple[str, ...] = field(default=())
     """What the artifact's server cannot be asked, in a few words each."""
+
+
+def streams_decoding(records: Sequence[RequestRecord]) -> "DecodingStreams":
+    return DecodingStreams(
+        sorted(record.arrivals[0] for record in records if record.arrivals),
+        sorted(record.arrivals[-1] for record in records if record.arrivals),
+    )
+
+
+@dataclass(frozen=True)
+class DecodingStreams:
+    """When streams began and ended to decode, from first to last chunk, sorted."""
+
+    begins: Sequence[float]
+    ends: Sequence[float]
+
+    def at(self, moment: float) -> int:
+        """How many decode at that moment, on the clock of the records."""
+        return bisect_right(self.begins, moment) - bisect_left(self.ends, moment)
+
+
+def _gaps_by_m(records: Sequence[RequestRecord]) -> dict[int, list[float]]:
+    """Seconds between two chunks of a stream, by how many streams decoded in the middle of them."""
+    streams = streams_decoding(records)
+    found: dict[int, list[float]] = {}
+    for record in records:
+        for earlier, later in pairwise(record.arrivals):
+            found.setdefault(streams.at((earlier + later) / 2), []).append(later - earlier)
+    return found
+
+
+def _still(records: Sequence[RequestRecord]) -> tuple[Gap, ...]:
+    """The longest times in which nothing came although requests were open."""
+    moments = sorted(
+        moment
+        for record in records
+        for moment in (record.start, *record.arrivals, record.start + record.e2el)
+    )
+    opened, closed = (
+        sorted(record.start for record in records),
+        sorted(record.start + record.e2el for record in records),
+    )
+    gaps = [
+        Gap(round(earlier, DIGITS), round(later - earlier, DIGITS))
+        for earlier, later in pairwise(moments)
+        if bisect_right(opened, earlier) > bisect_right(closed, earlier)
+    ]
+    return tuple(sorted(gaps, key=lambda gap: -gap.seconds)[:GAPS_KEPT])
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, DIGITS)
