@@ -13,10 +13,9 @@ NAME = "other readers"
 MAX_MEAN_KL = 0.02
 """Nats a token between two readers of the same numbers that round in other orders.
 
-Rounding to bfloat16 errs by a share of at most 2^-9, uniformly: 2^-9/√3 is its standard deviation. Of 80 layers
-with a dozen roundings each, independent, √960 times as much stays: 3.5%, and 5% between two readers. Where logits
-spread over 4 nats, these then differ by 0.2 nats, and half the square of that is the divergence. The bundled
-model gives 0.0001; a scale that is left out, whole nats.
+Rounding to bfloat16 errs by a share of at most 2^-9, uniformly: 2^-9/√3 is its standard deviation. Of 80
+layers with a dozen roundings each, independent, √960 times as much stays: 3.5%, and 5% between two readers.
+Where logits spread over 4 nats, these then differ by 0.2 nats, and half the square of that is the divergence.
 """
 
 
