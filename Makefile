@@ -15,8 +15,8 @@ PROCESSES := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: another-lock install example tutorial docs test test-all test-random test-isas test-pythons compile-tests lint types
-.PHONY: style clean
+.PHONY: another-lock install example tutorial docs test most-tests test-all test-random test-isas test-pythons
+.PHONY: compile-tests lint types style clean
 
 # Holds the name of the lock that is installed: another one is installed anew.
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) install_torch.sh $(if $(filter $(CONSTRAINTS),$(shell cat $(VENV)/installed 2>/dev/null)),,another-lock)
@@ -39,10 +39,14 @@ docs: install
 	$(BIN)/mkdocs build --strict
 
 # What CI runs first, and what the README names.
-test: install lint types
-	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(PROCESSES) $(ORDER)
+test: install lint
+	$(MAKE) --no-print-directory -j 2 types most-tests
 	$(INTERPRETED) -m "not gpu and not exhaustive" $(PROCESSES) $(ORDER)
 	$(BIN)/pytest -m "alone and not gpu and not exhaustive" $(ORDER)
+
+# mypy keeps one core busy, and these tests wait now and then.
+most-tests: install
+	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(PROCESSES) $(ORDER)
 
 # And then all else that a machine with no GPU can run: every fault, shape and form.
 test-all: test
@@ -51,7 +55,7 @@ test-all: test
 	$(BIN)/pytest -m "exhaustive and alone and not gpu"
 
 # In a random order. Pytest prints the seed first: `make test-random SEED=7` repeats an order.
-test-random: ORDER := -p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED)
+test-random: export ORDER := -p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED)
 test-random: test
 
 # Every kernel by each Triton that is supported; each is installed into .tritons/, once.

@@ -58,7 +58,7 @@ def in_processes(count: int, *words: Path | str, killed: int | None = None) -> l
     return [child.exitcode for child in children]
 
 
-@pytest.mark.parametrize("count", exhaustive_but([2, 3], 3))
+@pytest.mark.parametrize("count", exhaustive_but([2, 3], 2))
 def test_the_bytes_are_those_of_one_process(
     whole: Path, example_checkpoint: Path, tmp_path: Path, count: int
 ):

@@ -52,6 +52,7 @@ def run(artifact: Path, *options: str):
     return CliRunner().invoke(command, [str(artifact), "--engine", "vllm", *LOAD, *options])
 
 
+@pytest.mark.exhaustive
 def test_a_verdict_on_two_vllm_servers(
     artifact: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -314,8 +314,9 @@ def test_a_template_that_does_not_end_stalls_nobody_and_is_ended(client, limited
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("way", exhaustive_but(["forked", "spawned"], "forked"))
-@pytest.mark.parametrize("number", exhaustive_but([signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["forked", "spawned"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_running_template_does_not_outlive_the_server(
     checkpoint, serve_command, tmp_path, monkeypatch, number, way
 ):

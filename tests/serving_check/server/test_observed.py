@@ -52,6 +52,7 @@ def three_together(endpoint: Endpoint, seen: Callable[[WorkloadResult], bool]) -
     raise AssertionError("three requests never got a token together, or nobody noticed")
 
 
+@pytest.mark.exhaustive
 def test_what_compiles_in_traffic_fails_by_kernel_and_key(example_checkpoint: Path, tmp_path: Path):
     # A server of its own: three requests together may have come to another one before.
     with recompiling(example_checkpoint, tmp_path) as endpoint:
