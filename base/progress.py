@@ -23,17 +23,22 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, *
     shown: whether to show it; None shows it on a terminal only. A quiet command shows none (`log.py`)
     """
     on_terminal = sys.stderr.isatty()
-    kind = tqdm if on_terminal else ProgressLines
+    kind = Bar if on_terminal else ProgressLines
     shown = on_terminal if shown is None else shown
     return kind(iterable, disable=is_quiet() or not shown, **options)
 
 
-class ProgressLines(tqdm):
+class Bar(tqdm):
+    """tqdm's bar, which an interrupt while it is made leaves fit to be closed."""
+
+    disable: bool = True
+
+
+class ProgressLines(Bar):
     """Progress for logs and pipes, in whole lines. The final line is printed only if one came before it."""
 
     monitor_interval = 0
     """Turns off tqdm's monitor thread, which would redraw."""
-    disable: bool
     bar_format: str | None
 
     def __init__(self, *arguments: Any, **options: Any):

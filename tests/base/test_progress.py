@@ -78,6 +78,11 @@ def test_only_what_is_shown_is_written(clock, monkeypatch):
     assert stderr.getvalue() == "", "None is for terminals"
 
 
+@pytest.mark.parametrize("kind", [progress.Bar, progress.ProgressLines])
+def test_one_that_was_interrupted_while_it_was_made_can_be_closed(kind: type[progress.Bar]):
+    kind.__new__(kind).close()
+
+
 def test_quantize_writes_lines_through_a_pipe(monkeypatch, example_checkpoint, tmp_path):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     words = ["quantize", str(example_checkpoint), "--out", str(tmp_path / "out"), "--device", "cpu"]
