@@ -6,7 +6,7 @@ Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from ..adapters.prometheus_text import total
+from ..adapters.prometheus_text import by_label, total
 from ..adapters.series import SCALEGATE_SERIES, Series
 
 
@@ -72,6 +72,24 @@ def difference(before: dict[str, float], after: dict[str, float], series: str | 
     """By how much a counter rose; None where the server has none."""
     later = total(after, series)
     return None if later is None else later - (total(before, series) or 0.0)
+
+
+def steps_by_running(
+    before: dict[str, float], after: dict[str, float], series: Series
+) -> dict[int, int] | None:
+    """How many decode steps ran with how many requests in them; None where the server does not say."""
+    counted = by_label(after, series.steps_by_running, "running")
+    if not counted:
+        return None
+    earlier = by_label(before, series.steps_by_running, "running")
+    steps = {int(running): int(count - earlier.get(running, 0)) for running, count in counted.items()}
+    return {running: count for running, count in sorted(steps.items()) if count > 0 and running > 0}
+
+
+def preemptions(before: dict[str, float], after: dict[str, float], series: Series) -> int | None:
+    """How many requests were preempted; None where the server does not say."""
+    count = difference(before, after, series.preemptions)
+    return None if count is None else int(count)
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

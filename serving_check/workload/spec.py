@@ -1,6 +1,6 @@
 """What requests to send to a server, and what came of them: plain data, with the field's usual metrics.
 
-Not for sending anything: that is `generator.py`.
+Not for sending anything: that is `sending.py`.
 """
 
 import itertools

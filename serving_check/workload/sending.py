@@ -1,0 +1,145 @@
+"""Sends one request, streams its answer and times it; both loops send with it, closed and open.
+
+It shares the machine with the server it measures, so it looks at bytes and parses almost no JSON.
+"""
+
+import itertools
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from ..adapters.endpoint import Endpoint
+from ..adapters.prometheus_text import parse_metrics
+from .spec import RequestRecord
+
+# In JSON a quote inside a string is escaped, so these match keys of the chunk and never its text.
+_HAS_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
+_HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_HAS_ERROR = re.compile(rb'"error"\s*:\s*\{')
+_DONE = b"data: [DONE]"
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StreamedRequest:
+    """One request as it is sent, and what its answer must have."""
+
+    url: str
+    body: bytes
+    output_len: int | None
+    """Tokens that the answer must have, or it is an error; None if it may end earlier."""
+    keeps_events: bool
+    """Whether the events with a choice are kept."""
+    abort_after: int | None = None
+    """Events with a choice after which the client closes the connection; None to read to the end."""
+
+
+def streamed_body(
+    endpoint: Endpoint, prompt: Body, output_len: int, temperature: float, keeps_answer: bool
+) -> Body:
+    """The JSON of a request for `output_len` tokens.
+
+    prompt: the fields that hold it. keeps_answer: whether token ids are asked for, if the server tells them
+    """
+    body = {
+        "model": endpoint.model,
+        **prompt,
+        "max_tokens": output_len,
+        "temperature": temperature,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if endpoint.takes_repetition_penalty:
+        # Answers are judged by the model's logits, and a penalty of its maker's would change them.
+        body["repetition_penalty"] = 1.0
+    if keeps_answer and endpoint.takes_return_token_ids:
+        body["return_token_ids"] = True
+    return body
+
+
+async def stream_answer(
+    session: aiohttp.ClientSession, request: StreamedRequest, origin: float
+) -> tuple[RequestRecord, list[bytes]]:
+    """One request, streamed to its end, and the events with a choice if they are kept."""
+    sent = time.perf_counter()
+    stamps: list[float] = []
+    kept: list[bytes] = []
+    usage: dict[str, int] = {}
+    error = None
+    headers = {"Content-Type": "application/json"}
+    try:
+        async with session.post(request.url, data=request.body, headers=headers) as response:
+            if response.status != 200:
+                error = f"HTTP {response.status}: {_message(await response.read())}"
+            else:
+                usage, error = await _read_stream(response, request, stamps, kept)
+    except TimeoutError:
+        error = f"no end within {session.timeout.total:.3g} s"
+    except aiohttp.ClientError as exception:
+        error = f"{type(exception).__name__}: {exception}"
+    ended = time.perf_counter()
+    output_tokens = usage.get("completion_tokens", 0)
+    if error is None and request.output_len not in (None, output_tokens):
+        error = f"asked for {request.output_len} tokens, usage says {output_tokens}"
+    record = RequestRecord(
+        start=sent - origin,
+        ttft=stamps[0] - sent if stamps else None,
+        itls=tuple(later - earlier for earlier, later in itertools.pairwise(stamps)),
+        e2el=ended - sent,
+        output_tokens=output_tokens,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        error=error,
+    )
+    return record, kept
+
+
+async def read_metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, float]:
+    """`/metrics`, or nothing where the server has none: an engine can be measured without."""
+    try:
+        async with session.get(endpoint.base_url + "/metrics") as response:
+            return parse_metrics(await response.text()) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError):
+        return {}
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, request: StreamedRequest, stamps: list[float], kept: list[bytes]
+) -> tuple[dict[str, int], str | None]:
+    """Note the time of every event with a choice; return the usage and what went wrong, if anything did.
+
+    kept: gets those events, if the request keeps them
+    """
+    usage: dict[str, int] = {}
+    pending = b""
+    async for data in response.content.iter_any():
+        now = time.perf_counter()
+        *events, pending = (pending + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            if _HAS_CHOICE.search(event):
+                stamps.append(now)
+                if request.keeps_events:
+                    kept.append(event)
+                if len(stamps) == request.abort_after:
+                    response.close()
+                    return usage, None
+            elif event.startswith(_DONE):
+                return usage, None if usage else "the stream carried no usage"
+            elif _HAS_ERROR.search(event):
+                return usage, _message(event.removeprefix(b"data: "))
+            if _HAS_USAGE.search(event):
+                usage = json.loads(event.removeprefix(b"data: "))["usage"]
+    return usage, "the stream ended without [DONE]"
+
+
+def _message(body: bytes) -> str:
+    """The message of an OpenAI-shaped error, or the beginning of whatever else was sent."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
