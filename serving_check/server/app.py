@@ -275,13 +275,13 @@ async def stream(
     head = {**api.head, "object": api.chunk_object}
     encoded_head = ENCODE(head)
 
-    def chunk(choice: dict[str, Any]) -> bytes:
+    def chunk(choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
         more = {"usage": usage(generation)} if options.continuous_usage_stats else {}
-        return choice_event(encoded_head, choice, more)
+        return choice_event(encoded_head, choice, {**(beside or {}), **more})
 
     last = b""
     try:
-        opening = [chunk(choice) for choice in api.opening()]
+        opening = [chunk(choice, beside) for choice, beside in api.opening()]
         yield b"".join([*opening, *(chunk(api.chunk_choice(delta)) for delta in first)])
         async for deltas in rest:
             yield b"".join([chunk(api.chunk_choice(delta)) for delta in deltas])

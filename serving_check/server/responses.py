@@ -97,8 +97,8 @@ class Completions:
         self._offsets: dict[int, int] = {}
         """Characters of each sequence's text before the next token."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Choices of a stream before its first token."""
+    def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Choices of a stream before its first token, and what stands beside each."""
         return []
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
@@ -195,16 +195,15 @@ class ChatCompletions:
         most = None if asked.parallel_tool_calls else 1
         self._parsers = [] if tools is None else [ToolParser(tools, asked.must_call, most) for _ in prompts]
 
-    def opening(self) -> list[dict[str, Any]]:
-        """The role comes in a chunk of its own, before any text."""
+    def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The role comes in a chunk of its own, before any text, and with it the prompt's ids, as in vLLM."""
+        delta = {"role": "assistant", "content": ""}
         return [
-            {
-                "index": i,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            for i in range(len(self._prompts))
+            (
+                {"index": i, "delta": delta, "logprobs": None, "finish_reason": None},
+                {"prompt_token_ids": prompt} if self._asked.return_token_ids else {},
+            )
+            for i, prompt in enumerate(self._prompts)
         ]
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:

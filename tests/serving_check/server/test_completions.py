@@ -263,6 +263,10 @@ def test_chat_goes_through_the_template(client, tokenizer):
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     streamed = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert streamed == expected["choices"][0]["text"]
+    assert not any("prompt_token_ids" in chunk for chunk in chunks)
+    chunks = events(client, "/v1/chat/completions", messages=messages, return_token_ids=True, **body)
+    told = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert told == [tokenizer.encode(text)]
 
 
 def test_chat_logprobs(client):
