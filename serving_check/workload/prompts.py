@@ -1,7 +1,10 @@
-"""Prompts as token ids, every one different from its first token on, so that no server can reuse a prefix."""
+"""Prompts as token ids, every one different from its first token on, so that no server can reuse a prefix.
+
+The closed loop has prompts of one length; `use_plan.py` cuts slices of many.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...base.errors import UserError
 from .spec import WorkloadSpec
@@ -13,6 +16,43 @@ def prompts(spec: WorkloadSpec) -> Iterator[list[int]]:
     if spec.token_pool is None:
         return _random_prompts(generator, spec.input_len, spec.vocab_size)
     return _text_prompts(generator, spec.input_len, spec.token_pool)
+
+
+class Slices:
+    """Slices of a text, of any lengths, no two of which begin alike."""
+
+    def __init__(
+        self,
+        generator: random.Random,
+        text: Sequence[int],
+        beginning: int,
+        others: Iterable[Sequence[int]] = (),
+    ):
+        """beginning: so many tokens differ between any two, at least one of them. others: other prompts"""
+        self._generator = generator
+        self._text = text
+        self._beginning = beginning
+        self._begun = {tuple(other[:beginning]) for other in others}
+
+    def cut(self, length: int) -> list[int]:
+        """One that begins like no other; UserError if there is none."""
+        offsets = len(self._text) - length + 1
+        first = self._generator.randrange(max(1, offsets))
+        for offset in range(first, first + offsets):
+            found = list(self._text[offset % offsets : offset % offsets + length])
+            beginning = tuple(found[: self._beginning])
+            if beginning not in self._begun:
+                self._begun.add(beginning)
+                return found
+        raise UserError(
+            f"the text given has {len(self._text)} tokens, and too few different prompts of {length} tokens; "
+            "give a longer text"
+        )
+
+    def any(self, length: int) -> list[int]:
+        """One that may begin like another, at most as long as the text."""
+        offset = self._generator.randrange(max(1, len(self._text) - length + 1))
+        return list(self._text[offset : offset + length])
 
 
 def _random_prompts(generator: random.Random, length: int, vocab_size: int) -> Iterator[list[int]]:

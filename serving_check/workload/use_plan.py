@@ -3,8 +3,15 @@
 Not for sending them: that is `open_loop.py`.
 """
 
-from dataclasses import dataclass, field
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from .drawing import lengths_within, log_uniform, poisson_times, stratified
+from .prompts import Slices
 
 Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "aborted"]
 """What a request asks for, besides its tokens:
@@ -16,6 +23,35 @@ Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "aborted"
 - logprobs: a greedy completion with the log-probabilities of its tokens
 - aborted: a completion whose client goes away
 """
+RARE: tuple[Kind, ...] = ("chat", "stop", "end", "logprobs", "aborted")
+RARE_SHARE = 0.05
+"""Of each of these kinds."""
+SAMPLED_SHARE = 1 / 3
+SHARING = 3
+"""Requests that share a prefix."""
+SHARING_SHARE = 0.25
+"""Of the greedy requests, those that share a prefix with others."""
+LEAST_GREEDY = 1 + SHARING
+"""One with the longest prompt, and those that share a prefix."""
+LEAST_PROMPT = 16
+LONGEST_SHARE = 1 / 3
+"""Of all prompt tokens, the most that the longest prompt takes: the others keep lengths that differ."""
+LEAST_ANSWER, MOST_ANSWER = 8, 200
+MEAN_ANSWER = (MOST_ANSWER - LEAST_ANSWER) / math.log(MOST_ANSWER / LEAST_ANSWER)
+"""Tokens of an answer on average, 59.6: the mean of a log-uniform distribution."""
+TEMPERATURES = (1.0, 0.7, 1.0, 1.3)
+"""Of sampled requests, in turn."""
+STOP_CHARACTERS = 8
+LEAST_TO_STOP = 32
+"""Tokens that an answer with a stop string may have, at least: the middle of a canary text comes before."""
+SPARE = 8
+"""Tokens that may follow where the end-of-sequence token is due, to show an answer that does not end."""
+TURNS: tuple[tuple[str, ...], ...] = (("user",), ("user", "assistant", "user"))
+"""Roles of a conversation. None begins with `system`: some templates refuse it."""
+LEAST_MESSAGE = 4
+"""Tokens of a message, at least."""
+MOST_AGAIN = 4
+"""Tokens for each of these, at most, when their text is tokenized again: a character cut in two has three."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +64,7 @@ class PlannedRequest:
     prompt: tuple[int, ...] = field(repr=False)
     """Token ids; of a chat, those that the template makes of `messages`."""
     output_len: int
-    """The most output tokens; all of them, unless the request may stop earlier."""
+    """The most output tokens; all of them, unless the request may end earlier."""
     messages: tuple[tuple[str, str], ...] = ()
     """Of a chat: role and content of each."""
     temperature: float = 0.0
@@ -37,3 +73,225 @@ class PlannedRequest:
     """Of kind `stop`: the answer ends before this text."""
     abort_after: int | None = None
     """Of kind `aborted`: chunks after which the client goes away."""
+    end_token: int | None = None
+    """Of kind `end`: the end-of-sequence token."""
+    min_tokens: int = 0
+    """Of kind `end`: the tokens before it."""
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether its answer may have fewer tokens than `output_len`."""
+        return self.kind in ("stop", "end", "aborted")
+
+
+@dataclass(frozen=True)
+class UseShape:
+    """What the requests of one block are drawn from, besides a seed and texts."""
+
+    seconds: float
+    """All requests arrive within so many."""
+    first_rate: float
+    """Requests a second at the beginning; from there the rate changes linearly."""
+    last_rate: float
+    """Requests a second at the end."""
+    prompt_tokens: int
+    """The most of all prompts together."""
+    longest_prompt: int
+    """The most tokens of a prompt."""
+    context: int
+    """The most tokens of a prompt and its answer."""
+    kinds: frozenset[Kind]
+    """Those that the servers take."""
+    end_token: int | None = None
+    """The model's end-of-sequence token; without one no answer ends by it."""
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What chat requests are made with."""
+
+    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[Sequence[tuple[str, str]]], Sequence[int]]
+    """The prompt that the chat template makes of roles and contents, up to where the answer begins."""
+
+
+def plan_requests(
+    seed: int,
+    shape: UseShape,
+    text: Sequence[int],
+    answered: Sequence[tuple[Sequence[int], str]] = (),
+    conversations: Conversations | None = None,
+) -> list[PlannedRequest]:
+    """The requests of one block, by arrival; the same ones for the same arguments.
+
+    At least one of each kind that can be asked for, however few arrive. Lengths of prompts and answers are
+    log-uniform; one prompt is as long as can be paid.
+
+    text: token ids that prompts are cut from
+    answered: prompts with the greedy answers that the artifact's server gave; stop strings are cut from these
+    conversations: None without a chat template, and then nothing is asked as a chat
+    """
+    generator = random.Random(seed)
+    stops = [(tuple(prompt), stop) for prompt, answer in answered if (stop := stop_string(answer))]
+    kinds = _kinds(shape, bool(stops), conversations)
+    arrivals = _arrivals(generator, shape, least=len(kinds - {"greedy"}) + LEAST_GREEDY)
+    counts = _counts(kinds, len(arrivals), len(stops))
+    longest = _longest(shape, len(text))
+    slices = Slices(generator, text, LEAST_PROMPT, [prompt for prompt, _ in stops])
+    requests = [
+        PlannedRequest(0.0, "stop", prompt, 0, stop=stop)
+        for prompt, stop in generator.sample(stops, counts["stop"])
+    ]
+    if conversations is not None:
+        budget = shape.prompt_tokens * counts["chat"] // len(arrivals)
+        lengths = lengths_within(budget, generator, counts["chat"], LEAST_PROMPT, longest)
+        requests += [_chat(generator, slices, conversations, length, _most(shape)) for length in lengths]
+    left = shape.prompt_tokens - sum(len(request.prompt) for request in requests)
+    requests += _completions(generator, slices, counts, longest, left)
+    generator.shuffle(requests)
+    answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
+    temperatures = itertools.cycle(TEMPERATURES)
+    return [
+        _with_answer(generator, replace(request, at=at), answer, shape, temperatures)
+        for at, request, answer in zip(arrivals, requests, answers, strict=True)
+    ]
+
+
+def stop_string(answer: str) -> str | None:
+    """A few characters from the middle of an answer; None if they would not be found for certain."""
+    middle = len(answer) // 2
+    stop = answer[middle : middle + STOP_CHARACTERS]
+    broken = "\N{REPLACEMENT CHARACTER}" in stop
+    return None if broken or len(stop) < STOP_CHARACTERS or not stop.strip() else stop
+
+
+def _kinds(shape: UseShape, has_stops: bool, conversations: Conversations | None) -> frozenset[Kind]:
+    """Those that can be asked for."""
+    missing: set[Kind] = set()
+    if not has_stops:
+        missing.add("stop")
+    if shape.end_token is None:
+        missing.add("end")
+    if conversations is None or not _has_room(shape, conversations):
+        missing.add("chat")
+    wanted: set[Kind] = {"greedy", *shape.kinds}
+    return frozenset(wanted - missing)
+
+
+def _has_room(shape: UseShape, conversations: Conversations) -> bool:
+    """Whether a short conversation and an answer fit in the context."""
+    messages = len(TURNS[-1]) * LEAST_MESSAGE * MOST_AGAIN
+    return _overhead(conversations, TURNS[-1]) + messages <= _most(shape)
+
+
+def _most(shape: UseShape) -> int:
+    """Tokens of a prompt that leaves room for an answer."""
+    return shape.context - LEAST_ANSWER - SPARE
+
+
+def _arrivals(generator: random.Random, shape: UseShape, least: int) -> list[float]:
+    """When requests arrive, in order: `least` of them or more.
+
+    If all prompts cannot be paid at their shortest, times are left out at random.
+    """
+    times = poisson_times(generator, shape.seconds, shape.first_rate, shape.last_rate, least)
+    most = max(least, int(shape.prompt_tokens * (1 - LONGEST_SHARE)) // LEAST_PROMPT)
+    return sorted(generator.sample(times, min(most, len(times))))
+
+
+def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, int]:
+    """How many requests of each kind."""
+    rare = max(1, round(RARE_SHARE * requests))
+    counts: dict[Kind, int] = {kind: rare if kind in kinds else 0 for kind in RARE}
+    counts["stop"] = min(counts["stop"], stops)
+    others = requests - sum(counts.values()) - LEAST_GREEDY
+    counts["sampled"] = max(1, min(round(SAMPLED_SHARE * requests), others)) if "sampled" in kinds else 0
+    counts["greedy"] = requests - sum(counts.values())
+    return counts
+
+
+def _longest(shape: UseShape, text: int) -> int:
+    """Tokens of the longest prompt that can be paid."""
+    affordable = max(LEAST_PROMPT, int(shape.prompt_tokens * LONGEST_SHARE))
+    return min(shape.longest_prompt, affordable, _most(shape), text)
+
+
+def _completions(
+    generator: random.Random, slices: Slices, counts: Mapping[Kind, int], longest: int, budget: int
+) -> list[PlannedRequest]:
+    """All but chats and those with a stop string; the first has the longest prompt."""
+    others: list[Kind] = ["sampled", "end", "logprobs", "aborted"]
+    count = counts["greedy"] - 1 + sum(counts[kind] for kind in others)
+    longest = min(longest, max(LEAST_PROMPT, budget - count * LEAST_PROMPT))
+    requests = [_completion("greedy", slices.cut(longest))]
+    lengths = iter(lengths_within(budget - longest, generator, count, LEAST_PROMPT, longest))
+    greedy = sorted(next(lengths) for _ in range(counts["greedy"] - 1))
+    groups = [greedy[start : start + SHARING] for start in range(0, len(greedy) - SHARING + 1, SHARING)]
+    sharing = max(1, round(SHARING_SHARE * len(greedy) / SHARING))
+    chosen = set(generator.sample(range(len(groups)), sharing))
+    for index, group in enumerate(groups):
+        if index in chosen:
+            prompts = _with_a_prefix(generator, slices, min(group))
+        else:
+            prompts = [slices.cut(length) for length in group]
+        requests += [_completion("greedy", prompt) for prompt in prompts]
+    requests += [_completion("greedy", slices.cut(length)) for length in greedy[len(groups) * SHARING :]]
+    for kind in others:
+        requests += [_completion(kind, slices.cut(next(lengths))) for _ in range(counts[kind])]
+    return requests
+
+
+def _with_a_prefix(generator: random.Random, slices: Slices, length: int) -> list[list[int]]:
+    """Prompts of `length` tokens that begin alike, by half or more."""
+    shared = generator.randint((length + 1) // 2, length - 1)
+    first = slices.cut(length)
+    others = [first[:shared] + slices.any(length - shared) for _ in range(SHARING - 1)]
+    return [first, *others]
+
+
+def _chat(
+    generator: random.Random, slices: Slices, conversations: Conversations, length: int, most: int
+) -> PlannedRequest:
+    """One whose prompt has about `length` tokens, never more than `most`."""
+    roles = generator.choice(TURNS)
+    each = (length - _overhead(conversations, roles)) // len(roles)
+    while True:
+        each = max(each, LEAST_MESSAGE)
+        messages = tuple((role, conversations.decode(slices.any(each))) for role in roles)
+        prompt = tuple(conversations.encode(messages))
+        if len(prompt) <= most or each == LEAST_MESSAGE:
+            return PlannedRequest(0.0, "chat", prompt, 0, messages)
+        # Text that is cut within a word or a character may have more tokens when it is tokenized again.
+        each //= 2
+
+
+def _overhead(conversations: Conversations, roles: Sequence[str]) -> int:
+    """Tokens that a chat template adds."""
+    return len(conversations.encode([(role, ".") for role in roles]))
+
+
+def _completion(kind: Kind, prompt: Sequence[int]) -> PlannedRequest:
+    return PlannedRequest(0.0, kind, tuple(prompt), 0)
+
+
+def _with_answer(
+    generator: random.Random,
+    request: PlannedRequest,
+    answer: int,
+    shape: UseShape,
+    temperatures: Iterator[float],
+) -> PlannedRequest:
+    """With what its kind says of the answer, which has `answer` tokens if the context holds them."""
+    room = shape.context - len(request.prompt)
+    tokens = min(answer, room)
+    if request.kind == "sampled":
+        temperature, seed = next(temperatures), generator.getrandbits(31)
+        return replace(request, output_len=tokens, temperature=temperature, seed=seed)
+    if request.kind == "stop":
+        return replace(request, output_len=min(max(answer, LEAST_TO_STOP), room))
+    if request.kind == "end":
+        tokens = min(answer, room - SPARE)
+        return replace(request, output_len=tokens + SPARE, end_token=shape.end_token, min_tokens=tokens)
+    if request.kind == "aborted":
+        return replace(request, output_len=tokens, abort_after=generator.randint(1, tokens // 2))
+    return replace(request, output_len=tokens)

@@ -1,0 +1,182 @@
+"""The plan of a load as in use: arrivals, lengths, kinds, shared prefixes, and what prompts cost together."""
+
+import math
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from statistics import fmean, variance
+
+import pytest
+from scalegate.base.errors import UserError
+from scalegate.serving_check.workload.drawing import lengths_within, poisson_times
+from scalegate.serving_check.workload.prompts import Slices
+from scalegate.serving_check.workload.use_plan import (
+    LEAST_PROMPT,
+    LONGEST_SHARE,
+    MEAN_ANSWER,
+    RARE,
+    SHARING,
+    SPARE,
+    Conversations,
+    UseShape,
+    plan_requests,
+    stop_string,
+)
+
+KINDS = frozenset({"greedy", "sampled", *RARE})
+SHAPE = UseShape(3.0, 2.0, 60.0, 20_000, 900, 2048, KINDS, end_token=0)
+TEXT = random.Random(1).choices(range(1, 8000), k=20_000)
+ANSWERED = [
+    (TEXT[start : start + 32], f"the answer after {start} and its end") for start in range(0, 1600, 100)
+]
+OPENING = [9001, 9002, 9003]
+"""Of each message, by the template of these tests; the answer begins after one more."""
+
+
+def encode_chat(messages):
+    return [token for _, content in messages for token in [*OPENING, *map(ord, content)]] + OPENING
+
+
+CONVERSATIONS = Conversations(lambda ids: "".join(map(chr, ids)), encode_chat)
+
+
+def planned(seed=0, shape=SHAPE):
+    return plan_requests(seed, shape, TEXT, ANSWERED, CONVERSATIONS)
+
+
+def test_a_plan_is_a_function_of_its_seed():
+    assert planned() == planned()
+    assert planned() != planned(seed=1)
+    times = [request.at for request in planned()]
+    assert times == sorted(times) and 0 <= times[0] <= times[-1] < SHAPE.seconds
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (2.0, 60.0), (200.0, 10.0)])
+def test_every_kind_is_in_every_block(rates):
+    for seed in range(20):
+        requests = planned(seed, replace(SHAPE, first_rate=rates[0], last_rate=rates[1]))
+        counts = Counter(request.kind for request in requests)
+        assert counts.keys() == KINDS
+        if len(requests) > 30:
+            assert counts["sampled"] == round(len(requests) / 3)
+            assert counts["logprobs"] == round(len(requests) / 20)
+
+
+def test_kinds_that_cannot_be_asked_for_are_left_out():
+    bare = plan_requests(0, replace(SHAPE, end_token=None), TEXT)
+    assert {request.kind for request in bare} == KINDS - {"end", "chat", "stop"}
+    few = plan_requests(0, replace(SHAPE, kinds=frozenset({"greedy", "chat"})), TEXT, ANSWERED, CONVERSATIONS)
+    assert {request.kind for request in few} == {"greedy", "chat"}
+
+
+def test_arrivals_are_a_poisson_process_whose_rate_rises_linearly():
+    runs = 400
+    halves = [
+        Counter(at < 1.0 for at in poisson_times(random.Random(seed), 2.0, 10.0, 50.0, least=0))
+        for seed in range(runs)
+    ]
+    # Integrals of 10 + 20 t. Five standard errors of a mean of Poisson counts, and of their variance.
+    for is_first, expected in ((True, 20.0), (False, 40.0)):
+        counts = [half[is_first] for half in halves]
+        assert fmean(counts) == pytest.approx(expected, abs=5 * math.sqrt(expected / runs))
+        error = math.sqrt(2 / (runs - 1) + 1 / (runs * expected))
+        assert variance(counts) / expected == pytest.approx(1.0, abs=5 * error)
+
+
+def test_a_quiet_block_is_filled_up_from_the_same_density():
+    times = poisson_times(random.Random(0), 1.0, 0.0, 0.01, least=4000)
+    assert len(times) == 4000
+    # The density is 2 t, whose mean is 2/3 and whose standard deviation is 1/sqrt(18).
+    assert fmean(times) == pytest.approx(2 / 3, abs=5 / math.sqrt(18 * 4000))
+
+
+def test_lengths_are_log_uniform_and_shorter_where_they_cannot_be_paid():
+    lengths = sorted(lengths_within(10**9, random.Random(0), 50, 16, 1000))
+    for index, length in enumerate(lengths):
+        assert 16 * (1000 / 16) ** (index / 50) - 1 < length <= 16 * (1000 / 16) ** ((index + 1) / 50)
+    cheap = lengths_within(5000, random.Random(0), 50, 16, 1000)
+    # One more in the largest would exceed it at most by one token a length.
+    assert 5000 - 50 <= sum(cheap) <= 5000
+    assert set(lengths_within(0, random.Random(0), 5, 16, 1000)) == {16}
+
+
+def test_answers_have_the_mean_that_rates_are_computed_from():
+    requests = [request for seed in range(20) for request in planned(seed) if not request.may_end_early]
+    lengths = [request.output_len for request in requests]
+    assert min(lengths) == 8 and max(lengths) == 200
+    # A log-uniform length has a variance of (b² - a²) / (2 ln(b/a)) - mean²; lengths are rounded down.
+    deviation = math.sqrt((200**2 - 8**2) / (2 * math.log(200 / 8)) - MEAN_ANSWER**2)
+    assert fmean(lengths) == pytest.approx(MEAN_ANSWER, abs=0.5 + 5 * deviation / math.sqrt(len(lengths)))
+
+
+@pytest.mark.parametrize("prompt_tokens", [700, 3000, 20_000, 10**6])
+@pytest.mark.parametrize("last_rate", [1.0, 60.0])
+def test_prompts_are_paid_and_one_is_as_long_as_can_be(prompt_tokens, last_rate):
+    shape = replace(SHAPE, prompt_tokens=prompt_tokens, last_rate=last_rate)
+    for seed in range(10):
+        requests = planned(seed, shape)
+        lengths = [len(request.prompt) for request in requests]
+        others = sum(lengths) - max(lengths)
+        longest = min(shape.longest_prompt, int(prompt_tokens * LONGEST_SHARE), prompt_tokens - others)
+        assert sum(lengths) <= prompt_tokens
+        assert max(lengths) == longest and lengths.count(longest) == 1
+        assert min(len(request.prompt) for request in requests if request.kind != "chat") >= LEAST_PROMPT
+
+
+def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
+    for seed in range(10):
+        groups = defaultdict(list)
+        for request in planned(seed):
+            if request.kind != "chat":
+                groups[request.prompt[:8]].append(request)
+        sharing = [group for group in groups.values() if len(group) > 1]
+        assert sharing
+        for group in sharing:
+            assert len(group) == SHARING and {request.kind for request in group} == {"greedy"}
+            first, *others = [request.prompt for request in group]
+            for other in others:
+                same = next(
+                    i
+                    for i in range(len(first) + 1)
+                    if first[i : i + 1] != other[i : i + 1] or i == len(first)
+                )
+                assert len(first) / 2 <= same < len(first)
+
+
+@pytest.mark.parametrize("context", [128, 512])
+def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
+    for seed in range(10):
+        for request in planned(seed, replace(SHAPE, context=context)):
+            assert len(request.prompt) + request.output_len <= context
+            assert request.output_len >= 8
+            assert (request.temperature > 0) == (request.seed is not None) == (request.kind == "sampled")
+            assert (request.stop is not None) == (request.kind == "stop")
+            assert (request.end_token is not None) == (request.kind == "end")
+            if request.kind == "end":
+                assert request.min_tokens == request.output_len - SPARE >= 8
+            if request.kind == "aborted":
+                assert 1 <= request.abort_after < request.output_len
+            if request.kind == "chat":
+                assert list(request.prompt) == encode_chat(request.messages)
+    sampled = [request for request in planned() if request.kind == "sampled"]
+    assert len({request.seed for request in sampled}) == len(sampled)
+    assert 1.0 in {request.temperature for request in sampled}
+
+
+def test_a_stop_string_comes_from_the_middle_of_an_answer():
+    stop = stop_string("the answer after 100 and its end")
+    assert stop == " 100 and"
+    prompts = {tuple(prompt): answer for prompt, answer in ANSWERED}
+    for request in planned():
+        if request.kind == "stop":
+            assert request.stop in prompts[request.prompt]
+    assert stop_string("short") is None
+    assert stop_string("before" + " " * 20 + "after") is None
+    assert stop_string("eight or more \N{REPLACEMENT CHARACTER} eight or more") is None
+
+
+def test_a_text_too_short_for_different_prompts_is_named():
+    slices = Slices(random.Random(0), [1, 2, 3, 4, 5], 2, others=[[2, 3]])
+    assert {tuple(slices.cut(2)) for _ in range(3)} == {(1, 2), (3, 4), (4, 5)}
+    with pytest.raises(UserError, match="give a longer text"):
+        slices.cut(2)
