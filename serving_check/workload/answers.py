@@ -5,8 +5,9 @@ Not for timing: the generator notes when each event came, and parses none of the
 
 import json
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,20 +17,49 @@ class Answer:
     text: str
     token_ids: "array[int] | None"
     """As the server told them beside the text; None where it does not."""
+    finish_reason: str | None = None
+    logprobs: tuple[float | None, ...] | None = None
+    """Of the chosen tokens; None where the server tells none."""
+    prompt_token_ids: tuple[int, ...] | None = None
+    """What the server made of a chat; None where it does not tell."""
+    is_parsed: bool = False
+    """Whether the server took some of the text out: reasoning, or calls of tools."""
 
 
 def read_answer(events: Iterable[bytes]) -> Answer:
     """The first choice of every `data: {...}` event, put together; what is no such event is left out."""
     texts: list[str] = []
-    token_ids = array("L")
-    told = False
+    token_ids: array[int] | None = None
+    finish_reason: str | None = None
+    logprobs: list[float | None] | None = None
+    prompt: tuple[int, ...] | None = None
+    is_parsed = False
+    for event, choice in _choices(events):
+        delta = choice.get("delta") or {}
+        texts.append(choice.get("text") or delta.get("content") or "")
+        is_parsed = is_parsed or any(delta.get(name) for name in PARSED)
+        if (ids := choice.get("token_ids")) is not None:
+            token_ids = token_ids or array("L")
+            token_ids.extend(ids)
+        finish_reason = choice.get("finish_reason") or finish_reason
+        if (told := (choice.get("logprobs") or {}).get("token_logprobs")) is not None:
+            logprobs = [*(logprobs or ()), *told]
+        # vLLM has it beside the choice of a chat, and in that of a completion.
+        if (ids := event.get("prompt_token_ids") or choice.get("prompt_token_ids")) is not None:
+            prompt = tuple(ids)
+    told_logprobs = None if logprobs is None else tuple(logprobs)
+    return Answer("".join(texts), token_ids, finish_reason, told_logprobs, prompt, is_parsed)
+
+
+PARSED = ("reasoning", "reasoning_content", "tool_calls")
+"""Parts of a chat's delta besides its content."""
+
+
+def _choices(events: Iterable[bytes]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every event that has a choice, and the first of them."""
     for event in events:
         try:
-            choice = json.loads(event.partition(b"data:")[2])["choices"][0]
+            parsed = json.loads(event.partition(b"data:")[2])
+            yield parsed, parsed["choices"][0]
         except (ValueError, KeyError, IndexError, TypeError):
             continue
-        texts.append(choice.get("text") or "")
-        if (ids := choice.get("token_ids")) is not None:
-            told = True
-            token_ids.extend(ids)
-    return Answer("".join(texts), token_ids if told else None)

@@ -1,0 +1,38 @@
+"""What streams said, read from the events of our server and of vLLM."""
+
+import json
+
+from scalegate.serving_check.workload.answers import read_answer
+
+
+def events(*chunks):
+    return [b"data: " + json.dumps(chunk).encode() for chunk in chunks]
+
+
+def test_a_chat_is_put_together_from_its_deltas():
+    answer = read_answer(
+        events(
+            {"choices": [{"delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [7, 8]},
+            {"choices": [{"delta": {"content": "a b"}, "token_ids": [1, 2], "finish_reason": None}]},
+            {"choices": [{"delta": {"content": " c"}, "token_ids": [3], "finish_reason": "length"}]},
+        )
+    )
+    assert answer.text == "a b c" and list(answer.token_ids) == [1, 2, 3]
+    assert answer.finish_reason == "length"
+    assert answer.prompt_token_ids == (7, 8) and not answer.is_parsed
+    reasoning = read_answer(events({"choices": [{"delta": {"reasoning": "so"}, "token_ids": [1]}]}))
+    assert reasoning.is_parsed and reasoning.text == ""
+
+
+def test_log_probabilities_are_those_of_the_chosen_tokens():
+    def chunk(*logprobs):
+        tops = [{"x": -0.1} for _ in logprobs]
+        return {"choices": [{"text": "x", "logprobs": {"token_logprobs": logprobs, "top_logprobs": tops}}]}
+
+    assert read_answer(events(chunk(-0.5), chunk(-1.5, None))).logprobs == (-0.5, -1.5, None)
+    assert read_answer(events({"choices": [{"text": "x", "logprobs": None}]})).logprobs is None
+
+
+def test_a_completion_may_tell_its_prompt_in_its_choice():
+    answer = read_answer(events({"choices": [{"text": "x", "prompt_token_ids": [1], "token_ids": [2]}]}))
+    assert answer.prompt_token_ids == (1,) and list(answer.token_ids) == [2]
