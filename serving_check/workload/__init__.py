@@ -1,4 +1,4 @@
-"""The workload generator: a closed loop at concurrency M, and what its clients saw."""
+"""The workload generator: a closed loop at concurrency M, an open one as in use, and what clients saw."""
 
 from .generator import run_workload
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec, percentile

@@ -3,12 +3,26 @@
 Not for what is sent (`use_plan.py`), nor for a fixed number of requests at a time (`generator.py`).
 """
 
+import asyncio
+import gc
+import json
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import aiohttp
 
 from ..adapters.endpoint import Endpoint
+from .answers import read_answer
+from .engine_work import difference, preemptions, steps_by_running
+from .sending import Body, StreamedRequest, read_metrics, stream_answer, streamed_body
 from .spec import RequestRecord
 from .use_plan import PlannedRequest
+
+LOGPROBS = 5
+"""For each token, besides the chosen one's; OpenAI's API takes no more."""
+END_BIAS = 100
+"""The most that OpenAI's API takes: no logit is so far above another."""
 
 
 @dataclass(frozen=True)
@@ -33,4 +47,86 @@ def run_open_loop(
     endpoint: Endpoint, requests: Sequence[PlannedRequest], request_timeout: float
 ) -> OpenLoopResult:
     """Send `requests` to `endpoint` and wait for all answers; a failed one is recorded, not raised."""
-    raise NotImplementedError
+    return asyncio.run(_run(endpoint, requests, request_timeout))
+
+
+async def _run(
+    endpoint: Endpoint, requests: Sequence[PlannedRequest], request_timeout: float
+) -> OpenLoopResult:
+    # A connection for each request, as from users who do not know of one another.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=request_timeout)
+    headers = endpoint.headers()
+    streamed = [streamed_request(endpoint, planned) for planned in requests]
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+        before = await read_metrics(session, endpoint)
+        # As in the closed loop: what is there already is not looked at again meanwhile.
+        gc.freeze()
+        origin = time.perf_counter()
+
+        async def send(at: float, request: StreamedRequest) -> tuple[RequestRecord, list[bytes]]:
+            await asyncio.sleep(at - (time.perf_counter() - origin))
+            return await stream_answer(session, request, origin)
+
+        pairs = zip(requests, streamed, strict=True)
+        sent = await asyncio.gather(*(send(planned.at, request) for planned, request in pairs))
+        gc.unfreeze()
+        after = await read_metrics(session, endpoint)
+    records = tuple(
+        replace(record, prompt=planned.prompt, answer=read_answer(events))
+        for planned, (record, events) in zip(requests, sent, strict=True)
+    )
+    ended = max((record.start + record.e2el for record in records), default=0.0)
+    began = min((record.start for record in records), default=0.0)
+    return OpenLoopResult(
+        began=origin,
+        duration=ended - began,
+        requests=tuple(requests),
+        records=records,
+        steps_by_running=steps_by_running(before, after, endpoint.series),
+        generation_tokens=difference(before, after, endpoint.series.generation_tokens),
+        preemptions=preemptions(before, after, endpoint.series),
+    )
+
+
+def streamed_request(endpoint: Endpoint, planned: PlannedRequest) -> StreamedRequest:
+    return StreamedRequest(
+        endpoint.base_url + route_of(planned),
+        json.dumps(body_of(endpoint, planned)).encode(),
+        None if planned.may_end_early else planned.output_len,
+        keeps_events=True,
+        abort_after=planned.abort_after,
+    )
+
+
+def route_of(planned: PlannedRequest) -> str:
+    return "/v1/chat/completions" if planned.kind == "chat" else "/v1/completions"
+
+
+def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
+    """What is sent for one request."""
+    body = streamed_body(
+        endpoint, _prompt_of(planned), planned.output_len, planned.temperature, keeps_answer=True
+    )
+    return {**body, **_own_fields(planned)}
+
+
+def _prompt_of(planned: PlannedRequest) -> Body:
+    if planned.kind != "chat":
+        return {"prompt": list(planned.prompt)}
+    return {"messages": [{"role": role, "content": content} for role, content in planned.messages]}
+
+
+def _own_fields(planned: PlannedRequest) -> Body:
+    """Fields of its kind."""
+    if planned.kind == "sampled":
+        # Tokens are judged by the model's whole distribution, whatever its maker would leave out of it.
+        return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    if planned.kind == "stop":
+        return {"stop": [planned.stop]}
+    if planned.kind == "end":
+        bias = {str(planned.end_token): END_BIAS}
+        return {"ignore_eos": False, "logit_bias": bias, "min_tokens": planned.min_tokens}
+    if planned.kind == "logprobs":
+        return {"logprobs": LOGPROBS}
+    return {}

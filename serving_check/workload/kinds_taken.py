@@ -1,0 +1,83 @@
+"""Which kinds of requests a server takes, found out by one short request of each before any load.
+
+A server that does not take a field is not judged by it; a server that takes it and ignores it is.
+"""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
+from .open_loop import body_of, route_of
+from .use_plan import Kind, PlannedRequest
+
+NO_ROUTE = 404, 405, 501
+PROMPT = (1, 2, 3, 4)
+FIELDS: dict[Kind, str] = {
+    "sampled": "seed, top_k or min_p",
+    "chat": "chat requests",
+    "stop": "stop strings",
+    "end": "logit_bias or min_tokens",
+    "logprobs": "logprobs",
+}
+"""What a server lacks that refuses a kind."""
+
+
+@dataclass(frozen=True)
+class KindsTaken:
+    """Those of one server, and in a few words what it cannot be asked."""
+
+    kinds: frozenset[Kind]
+    unknown: tuple[str, ...]
+
+
+def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -> KindsTaken:
+    """Ask for each kind once.
+
+    end_token: the model's end-of-sequence token. has_template: whether its tokenizer has a chat template
+    """
+    kinds: set[Kind] = {"greedy", "aborted"}
+    unknown: list[str] = []
+    for kind, fields in FIELDS.items():
+        if kind == "end" and end_token is None:
+            unknown.append("the model has no end-of-sequence token")
+        elif kind == "chat" and not has_template:
+            unknown.append("the tokenizer has no chat template")
+        elif _is_refused(endpoint, _probe(kind, end_token)):
+            unknown.append(f"the server does not take {fields}")
+        else:
+            kinds.add(kind)
+    return KindsTaken(frozenset(kinds), tuple(unknown))
+
+
+def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
+    """A request of that kind with a short answer."""
+    return PlannedRequest(
+        at=0.0,
+        kind=kind,
+        prompt=PROMPT,
+        output_len=2,
+        messages=(("user", "Hello"),),
+        temperature=1.0 if kind == "sampled" else 0.0,
+        seed=1,
+        stop="stop",
+        end_token=end_token,
+        min_tokens=1,
+    )
+
+
+def _is_refused(endpoint: Endpoint, probe: PlannedRequest) -> bool:
+    """Whether the server knows no such field or route. Any other failure is left for the load to show."""
+    headers = {"Content-Type": "application/json", **endpoint.headers()}
+    body = json.dumps(body_of(endpoint, probe)).encode()
+    request = urllib.request.Request(endpoint.base_url + route_of(probe), body, headers)
+    try:
+        with DIRECT.open(request, timeout=PROBE_S) as response:
+            response.read()
+    except urllib.error.HTTPError as error:
+        return error.code in (*REFUSALS, *NO_ROUTE)
+    except (OSError, http.client.HTTPException):
+        return False
+    return False
