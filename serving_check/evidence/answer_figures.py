@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from ..settings import DOCUMENTED
 from ..workload import RequestRecord, WorkloadResult
+from ..workload.answers import Answer
 
 T = TypeVar("T")
 LEAST_RETOKENIZED = 0.8
@@ -101,7 +102,7 @@ def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigure
         received_tokens=sum(map(len, tokens)),
         counted_tokens=None if counted is None else int(counted),
         short=sum(len(ids) < least * record.output_tokens for record, ids in pairs),
-        not_its_tokens=sum(not _text_is_of_its_tokens(record, tokenizer) for record in records),
+        not_its_tokens=sum(not text_is_of(record.answer, tokenizer) for record in records),
         duplicates=len(records) - len({_text(record) for record in records}),
         one_token=sum(len(ids) >= LEAST_FOR_LIKENESS and len(set(ids)) == 1 for ids in tokens),
         distinct_share=sum(len(set(ids)) / len(ids) for ids in tokens if ids),
@@ -138,12 +139,13 @@ def _text(record: RequestRecord) -> str:
     return "" if record.answer is None else record.answer.text
 
 
-def _text_is_of_its_tokens(record: RequestRecord, tokenizer: TokenText) -> bool:
-    """Whether they match, apart from white space at either end and characters cut in two."""
-    if record.answer is None or record.answer.token_ids is None:
+def text_is_of(answer: Answer | None, tokenizer: TokenText) -> bool:
+    """Whether an answer's text is that of its tokens, apart from white space and characters cut in two."""
+    if answer is None or answer.token_ids is None:
         return True
-    return _bare(tokenizer.decode(list(record.answer.token_ids))) == _bare(record.answer.text)
+    return bare(tokenizer.decode(list(answer.token_ids))) == bare(answer.text)
 
 
-def _bare(text: str) -> str:
+def bare(text: str) -> str:
+    """Without white space at either end and characters cut in two."""
     return text.replace("\N{REPLACEMENT CHARACTER}", "").strip()

@@ -1,0 +1,105 @@
+"""Whether each answer of a load as in use is what its request asked for: its prompt, length, end and text.
+
+Not for how likely its tokens are, which takes the models' logits.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from ..workload.answers import Answer
+from ..workload.open_loop import OpenLoopResult
+from ..workload.spec import RequestRecord
+from ..workload.use_plan import PlannedRequest
+from .answer_figures import TokenText, bare
+
+
+def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...]:
+    """For each answer that is not as asked, its kind and what is wrong.
+
+    Requests that failed, or whose client went away, are left out.
+    """
+    found = []
+    for planned, record in zip(result.requests, result.records, strict=True):
+        if record.error is None and record.answer is not None and planned.kind != "aborted":
+            problems = list(_problems(planned, record, record.answer, tokenizer))
+            if problems:
+                found.append(f"{planned.kind}: {'; '.join(problems)}")
+    return tuple(found)
+
+
+def _problems(
+    planned: PlannedRequest, record: RequestRecord, answer: Answer, tokenizer: TokenText
+) -> Iterator[str]:
+    tokens = _tokens(planned, answer)
+    written = None if tokens is None else tokenizer.decode(tokens)
+    yield from _of_prompt(planned, record, answer)
+    if answer.token_ids is not None and len(answer.token_ids) != record.output_tokens:
+        yield f"usage says {record.output_tokens} tokens, the stream has {len(answer.token_ids)}"
+    if planned.kind == "stop":
+        yield from _of_stop(planned, record, answer, written)
+    elif planned.kind == "end":
+        yield from _of_end(planned, record, answer, tokens)
+    elif answer.finish_reason != "length":
+        yield f"it has all tokens and finish_reason is {answer.finish_reason!r}"
+    if planned.kind == "logprobs":
+        yield from _of_logprobs(record, answer)
+    if written is not None and not answer.is_parsed:
+        if planned.stop is not None and answer.finish_reason == "stop":
+            written = written.partition(planned.stop)[0]
+        if bare(written) != bare(answer.text):
+            yield "its text is not that of its tokens"
+
+
+def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
+    """Those that text is made of: all but the end-of-sequence token; None where the server does not tell."""
+    if answer.token_ids is None:
+        return None
+    tokens = list(answer.token_ids)
+    return tokens[:-1] if tokens and tokens[-1] == planned.end_token else tokens
+
+
+def _of_prompt(planned: PlannedRequest, record: RequestRecord, answer: Answer) -> Iterator[str]:
+    whose = "the chat template's" if planned.kind == "chat" else "the one sent"
+    if record.prompt_tokens != len(planned.prompt):
+        yield f"usage says {record.prompt_tokens} prompt tokens, {whose} has {len(planned.prompt)}"
+    elif answer.prompt_token_ids not in (None, planned.prompt):
+        yield f"its prompt is not {whose}"
+
+
+def _of_stop(
+    planned: PlannedRequest, record: RequestRecord, answer: Answer, written: str | None
+) -> Iterator[str]:
+    assert planned.stop is not None
+    if planned.stop in answer.text:
+        yield "its stop string is in the text"
+    elif answer.finish_reason == "stop":
+        if written is not None and planned.stop not in written:
+            yield "it ended by a stop string that its tokens do not have"
+    elif written is not None and planned.stop in written:
+        yield "it went on after its stop string"
+    if answer.finish_reason != "stop" and record.output_tokens != planned.output_len:
+        yield (
+            f"{record.output_tokens} of {planned.output_len} tokens, and finish_reason is "
+            f"{answer.finish_reason!r}"
+        )
+    elif record.output_tokens > planned.output_len:
+        yield f"{record.output_tokens} tokens, at most {planned.output_len} were asked for"
+
+
+def _of_end(
+    planned: PlannedRequest, record: RequestRecord, answer: Answer, tokens: Sequence[int] | None
+) -> Iterator[str]:
+    if answer.finish_reason != "stop":
+        yield f"it was to end by the end-of-sequence token, and finish_reason is {answer.finish_reason!r}"
+    got = record.output_tokens if tokens is None else len(tokens)
+    # Usage counts the end-of-sequence token with most servers, ours among them, and not with some.
+    is_counted = tokens is None and got == planned.min_tokens + 1
+    if got != planned.min_tokens and not is_counted:
+        yield f"{got} tokens before its end, {planned.min_tokens} were asked for"
+
+
+def _of_logprobs(record: RequestRecord, answer: Answer) -> Iterator[str]:
+    if answer.logprobs is None:
+        yield "it has no log-probabilities"
+    elif len(answer.logprobs) != record.output_tokens or None in answer.logprobs:
+        told = sum(logprob is not None for logprob in answer.logprobs)
+        yield f"it has log-probabilities of {told} of {record.output_tokens} tokens"

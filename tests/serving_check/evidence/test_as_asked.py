@@ -1,0 +1,138 @@
+"""Answers that are not what their requests asked for, each named by what is wrong with it."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from scalegate.serving_check.evidence.answer_figures import TokenText
+from scalegate.serving_check.evidence.as_asked import not_as_asked
+from scalegate.serving_check.workload.answers import Answer
+from scalegate.serving_check.workload.open_loop import OpenLoopResult
+from scalegate.serving_check.workload.spec import RequestRecord
+from scalegate.serving_check.workload.use_plan import PlannedRequest
+
+END = 0
+LETTERS = TokenText(
+    lambda text: list(map(ord, text)), lambda ids: "".join(chr(id) for id in ids if id != END)
+)
+
+
+def told(text, *, more=(), **fields):
+    return Answer(text, array("L", [*map(ord, text), *more]), **fields)
+
+
+SOUND = {
+    "greedy": (PlannedRequest(0.0, "greedy", (1, 2), 4), 4, told("abcd", finish_reason="length")),
+    "chat": (
+        PlannedRequest(0.0, "chat", (1, 2), 4, messages=(("user", "x"),)),
+        4,
+        told("abcd", finish_reason="length", prompt_token_ids=(1, 2)),
+    ),
+    "stop": (
+        PlannedRequest(0.0, "stop", (1, 2), 8, stop="cd"),
+        4,
+        Answer("ab", array("L", map(ord, "abcd")), "stop"),
+    ),
+    "unstopped": (
+        PlannedRequest(0.0, "stop", (1, 2), 4, stop="xy"),
+        4,
+        told("abcd", finish_reason="length"),
+    ),
+    "end": (
+        PlannedRequest(0.0, "end", (1, 2), 12, end_token=END, min_tokens=4),
+        5,
+        told("abcd", more=[END], finish_reason="stop"),
+    ),
+    "logprobs": (
+        PlannedRequest(0.0, "logprobs", (1, 2), 4),
+        4,
+        told("abcd", finish_reason="length", logprobs=(-1.0, -2.0, -0.5, -0.1)),
+    ),
+}
+UNTOLD = {
+    "stop": Answer("ab", None, "stop"),
+    "end": Answer("abcd", None, "stop"),
+    "greedy": Answer("abcd", None, "length"),
+}
+
+
+def found(planned, output_tokens, answer, prompt_tokens=2, error=None):
+    record = RequestRecord(0.0, 0.1, (), 1.0, output_tokens, prompt_tokens, error, planned.prompt, answer)
+    return not_as_asked(OpenLoopResult(0.0, 1.0, (planned,), (record,), None, None, None), LETTERS)
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_a_sound_answer_is_as_asked(kind):
+    assert found(*SOUND[kind]) == ()
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_without_token_ids_only_the_text_is_judged(kind):
+    planned, output_tokens, _ = SOUND[kind]
+    assert found(planned, output_tokens, UNTOLD[kind]) == ()
+
+
+def test_a_server_that_does_not_count_the_end_is_as_asked():
+    planned, _, answer = SOUND["end"]
+    assert found(planned, 4, replace(answer, token_ids=array("L", map(ord, "abcd")))) == ()
+    assert found(planned, 4, UNTOLD["end"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("greedy", {"text": "abcx"}, "its text is not that of its tokens"),
+        ("greedy", {"token_ids": array("L", map(ord, "abc"))}, "usage says 4 tokens, the stream has 3"),
+        ("greedy", {"finish_reason": "stop"}, "finish_reason is 'stop'"),
+        ("chat", {"prompt_token_ids": (1, 3)}, "its prompt is not the chat template's"),
+        ("stop", {"text": "abcd"}, "its stop string is in the text"),
+        ("stop", {"token_ids": array("L", map(ord, "abce"))}, "a stop string that its tokens do not have"),
+        ("stop", {"finish_reason": "length"}, "it went on after its stop string"),
+        ("stop", {"text": "a"}, "its text is not that of its tokens"),
+        ("end", {"finish_reason": "length"}, "finish_reason is 'length'"),
+        (
+            "end",
+            {"token_ids": array("L", [97, 98, END]), "text": "ab"},
+            "2 tokens before its end, 4 were asked",
+        ),
+        (
+            "end",
+            {"token_ids": array("L", [97, 98, 99, 100, 101]), "text": "abcde"},
+            "5 tokens before its end",
+        ),
+        ("logprobs", {"logprobs": None}, "it has no log-probabilities"),
+        ("logprobs", {"logprobs": (-1.0, -2.0)}, "log-probabilities of 2 of 4 tokens"),
+        ("logprobs", {"logprobs": (-1.0, None, -1.0, -1.0)}, "log-probabilities of 3 of 4 tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(kind, fields, words):
+    planned, output_tokens, answer = SOUND[kind]
+    (problem,) = found(planned, output_tokens, replace(answer, **fields))
+    assert problem.startswith(f"{planned.kind}: ") and words in problem
+
+
+def test_prompts_of_another_length_and_short_answers_are_named():
+    planned, _, answer = SOUND["greedy"]
+    (problem,) = found(planned, 4, answer, prompt_tokens=1)
+    assert "usage says 1 prompt tokens, the one sent has 2" in problem
+    planned, _, answer = SOUND["unstopped"]
+    short = Answer("ab", array("L", map(ord, "ab")), "length")
+    (problem,) = found(planned, 2, short)
+    assert "2 of 4 tokens, and finish_reason is 'length'" in problem
+    planned, _, _ = SOUND["end"]
+    (problem,) = found(planned, 3, UNTOLD["end"])
+    assert "3 tokens before its end, 4 were asked for" in problem
+
+
+def test_failed_and_aborted_requests_are_left_out():
+    planned, _, answer = SOUND["greedy"]
+    wrong = replace(answer, text="abcx")
+    assert found(planned, 4, wrong) and found(planned, 4, wrong, error="HTTP 500") == ()
+    aborted = PlannedRequest(0.0, "aborted", (1, 2), 8, abort_after=2)
+    assert found(aborted, 0, wrong, prompt_tokens=0) == ()
+
+
+def test_text_that_the_server_has_parsed_is_not_held_to_its_tokens():
+    planned, output_tokens, answer = SOUND["chat"]
+    assert found(planned, output_tokens, replace(answer, text="cd"))
+    assert found(planned, output_tokens, replace(answer, text="cd", is_parsed=True)) == ()
