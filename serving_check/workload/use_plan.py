@@ -37,3 +37,7 @@ class PlannedRequest:
     """Of kind `stop`: the answer ends before this text."""
     abort_after: int | None = None
     """Of kind `aborted`: chunks after which the client goes away."""
+    end_token: int | None = None
+    """Of kind `end`: the end-of-sequence token."""
+    min_tokens: int = 0
+    """Of kind `end`: the tokens before it."""
