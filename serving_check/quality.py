@@ -196,19 +196,32 @@ def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Seq
 
 
 def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
-    """By how much the logit of each token of `continuation` lies below the best one there, in nats.
+    """By how much the logit of each token of `continuation` lies below the best one there, in nats."""
+    return below_best(continuation_logits(model, prompt, continuation), continuation)
+
+
+def continuation_logits(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> Tensor:
+    """fp32 [tokens, V]: what predicts each token of `continuation`."""
+    window = torch.tensor([[*prompt, *continuation]], dtype=torch.int64)
+    [logits] = _next_token_logits(model, window, len(prompt))
+    return logits.float()
+
+
+def below_best(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """By how many nats the logit of each token lies below the best one of its row, logits fp32 [tokens, V].
 
     A gap of no more than two roundings of the best logit to bfloat16 is 0: those are ties, which another
     order of summation decides otherwise.
     """
-    ids = torch.tensor([[*prompt, *continuation]], device=next(iter(model.parameters())).device)
-    with torch.inference_mode():
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(continuation) + 1).logits
-    logits = logits[0, -len(continuation) - 1 : -1].float()
     best = logits.amax(-1)
-    gaps = best - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    gaps = best + _nll(logits, torch.tensor(tokens))
     ties = gaps <= 2 * BFLOAT16_ROUNDING * best.abs()
     return gaps.masked_fill(ties, 0.0).tolist()
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Nats of each token in its row, logits fp32 [tokens, V]."""
+    return (-_nll(logits.log_softmax(-1), torch.tensor(tokens))).tolist()
 
 
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -27,7 +27,7 @@ ROOMS = {
     "layouts": [INIT, "formats", "kv", "packing", "modules", "choosing"],
     "serving_check": [
         INIT, "settings", "statistics", "engine", "adapters", "workload", "server", "evidence", "quality",
-        "checks", "gate",
+        "draws", "checks", "gate",
     ],
     "pipeline": [
         "machine", INIT, "report", "records", "checkpoints", "conventions", "gguf_file", "model_loader",

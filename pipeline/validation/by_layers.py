@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...base.progress import progress_bar
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.evidence.evidence import ModelFigures
+from ...serving_check.evidence.served_in_use import ServedInUse
 from ...serving_check.gate.gate import RunFigures
 from ...serving_check.quality import compare
 from ..checkpoints.checkpoint import Checkpoint
@@ -26,6 +27,8 @@ from .run import Run
 WEIGHTS_FACTOR = 1.1
 BESIDE = 4 << 30
 """Bytes for activations and logits."""
+PADDED_TOKENS = 1 << 16
+"""Of answers under a load as in use, all as long as the longest: eight times those of the held-out text."""
 
 
 class Output(NamedTuple):
@@ -100,14 +103,26 @@ def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
     return InProcessFigures(loaded, baseline_loaded, comparison, ours.dtype, theirs.dtype, by_layers=True)
 
 
-def scorer_by_layers(run: Run, served: RunFigures) -> TextScorer:
+def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse] = ()) -> TextScorer:
     """For the texts that were served, and no others."""
     canaries = (*served.canary, *served.baseline_canary)
     read = {(*canary.prompt, *canary.tokens) for canary in canaries}
     read |= {(*answer.prompt, *answer.tokens) for answer in served.texts}
-    texts = [torch.tensor(ids) for ids in sorted(read)]
+    greedy = {(*answer.prompt, *answer.tokens) for answer in in_use if answer.kind != "sampled"}
+    sampled = {(*answer.prompt, *answer.tokens) for answer in in_use if answer.kind == "sampled"}
     device, progress = run.options.device, run.progress
     return TextScorer(
-        ModelByLayers(run.artifact, texts, device, progress),
-        ModelByLayers(run.baseline, texts, device, progress),
+        ModelByLayers(run.artifact, _tensors(read | greedy | sampled), device, progress),
+        ModelByLayers(run.baseline, _tensors(read | greedy), device, progress),
     )
+
+
+def within_padding(answers: Sequence[ServedInUse]) -> tuple[ServedInUse, ...]:
+    """Those of the shortest contexts, as many as take `PADDED_TOKENS` if all are as long as the longest."""
+    shortest = sorted(answers, key=lambda answer: answer.context)
+    counts = (count for count, answer in enumerate(shortest, 1) if count * answer.context <= PADDED_TOKENS)
+    return tuple(shortest[: max(counts, default=0)])
+
+
+def _tensors(texts: set[tuple[int, ...]]) -> list[Tensor]:
+    return [torch.tensor(ids) for ids in sorted(texts)]

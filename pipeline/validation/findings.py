@@ -14,10 +14,11 @@ from ...serving_check.evidence.artifact_figures import (
     WeightFigures,
 )
 from ...serving_check.evidence.evidence import ScoredText, TextScore
+from ...serving_check.evidence.in_use import AnswerInUse
 from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, RunFigures
 from ..conventions.kv_cache import kv_cache_of
 from .also_load import read_by_transformers
-from .by_layers import figures_by_layers, needs_layers, scorer_by_layers
+from .by_layers import figures_by_layers, needs_layers, scorer_by_layers, within_padding
 from .held_out import HeldOutText, read_held_out, window_for
 from .in_process import (
     InProcessFigures,
@@ -54,6 +55,8 @@ class Scores:
     canary: tuple[ScoredText, ...]
     baseline_canary: tuple[ScoredText, ...]
     answers: tuple[TextScore, ...]
+    in_use: tuple[AnswerInUse, ...] = ()
+    """Of a load as in use."""
 
 
 def look(run: Run, keep_models: bool) -> Findings:
@@ -91,10 +94,16 @@ def look(run: Run, keep_models: bool) -> Findings:
 
 def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
     """By the models that were kept, or loaded once more: the servers have gone by then."""
-    longest = max(run.workload.input_len + run.workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
+    in_use = served.in_use.answers if served.in_use else ()
+    longest = max(
+        run.workload.input_len + run.workload.output_len,
+        CANARY_PROMPT + CANARY_LENGTH,
+        *(answer.context for answer in in_use),
+    )
     with run.clock.stage("answers"):
         if findings.figures.by_layers:
-            scorer = scorer_by_layers(run, served)
+            in_use = within_padding(in_use)
+            scorer = scorer_by_layers(run, served, in_use)
         else:
             models = findings.models or load_models(run.artifact, run.baseline, run.in_process)
             scorer = scorer_of(models, run.in_process, longest)
@@ -102,6 +111,7 @@ def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
             scored(served.canary, scorer.baseline_nats),
             scored(served.baseline_canary, scorer.baseline_nats),
             tuple(map(scorer, served.texts)),
+            scorer.answers_in_use(in_use),
         )
 
 

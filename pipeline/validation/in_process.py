@@ -4,11 +4,13 @@ Both models stay in memory while the servers are up only where there is room for
 """
 
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
@@ -16,12 +18,23 @@ from ...base.progress import progress_bar
 from ...layouts.modules.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.modules.linear import QuantizedLinear, packed_layers
 from ...layouts.modules.merged_linear import MergedLinear
-from ...serving_check.checks.served_text import text_score
+from ...serving_check.checks.served_text import SHOWN_CHARACTERS, text_score, tokens_off
+from ...serving_check.draws import draws_of
 from ...serving_check.engine.offline.stored_kv import StoredKVModel
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import ServedText
 from ...serving_check.evidence.evidence import ModelFigures, TextScore
-from ...serving_check.quality import Comparison, compare, continuation_nats, greedy_gaps
+from ...serving_check.evidence.in_use import AnswerInUse
+from ...serving_check.evidence.served_in_use import ServedInUse
+from ...serving_check.quality import (
+    Comparison,
+    below_best,
+    compare,
+    continuation_logits,
+    continuation_nats,
+    greedy_gaps,
+    log_probabilities,
+)
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype
@@ -32,6 +45,8 @@ from .run import LoadOptions
 LOGITS_BYTES = 2 << 30
 """Of the logits of windows that are decoded together, for each side."""
 MOST_TOGETHER = 16
+STORED_TOKENS = 1 << 17
+"""Of answers that are decoded together, room for each as for the longest."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +119,68 @@ class TextScorer:
         theirs = greedy_gaps(self._baseline, served.prompt, served.tokens)
         return text_score(served.m, ours, theirs, served.text)
 
+    def answers_in_use(self, served: Sequence[ServedInUse]) -> tuple[AnswerInUse, ...]:
+        """Their tokens held to the artifact's logits, and greedy ones to the baseline's as well."""
+        # Of similar lengths, so that those that are decoded together end together.
+        ordered = sorted(served, key=lambda answer: len(answer.tokens))
+        return tuple(map(self._answer_in_use, ordered, _logits_of(self._artifact, ordered)))
+
+    def _answer_in_use(self, served: ServedInUse, logits: Tensor) -> AnswerInUse:
+        """logits: [tokens, V] of the artifact"""
+        logits = _of_allowed(logits, served)
+        draws, baseline_off = None, 0
+        if served.kind == "sampled":
+            name = f"{served.seed} {served.prompt}"
+            draws = draws_of(logits, served.tokens, served.temperature, name)
+        else:
+            [baseline] = _logits_of(self._baseline, [served])
+            baseline_off = tokens_off(below_best(_of_allowed(baseline, served), served.tokens))
+        errors = None
+        if served.logprobs is not None:
+            errors = logprob_errors(served.logprobs, log_probabilities(logits, served.tokens))
+        return AnswerInUse(
+            kind=served.kind,
+            prompt_tokens=len(served.prompt),
+            tokens=len(served.tokens),
+            m=served.m,
+            prompts_beside=served.prompts_beside,
+            off=tokens_off(below_best(logits, served.tokens)),
+            baseline_off=baseline_off,
+            beginning=served.text[:SHOWN_CHARACTERS],
+            draws=draws,
+            logprob_errors=errors,
+            repeats_other_seed=served.repeats_other_seed,
+        )
+
+
+def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> tuple[float, float]:
+    """By how many nats the log-probabilities differ, mean and largest; infinite where any is missing."""
+    if len(told) != len(expected):
+        return math.inf, math.inf
+    pairs = zip(told, expected, strict=True)
+    errors = [math.inf if one is None else abs(one - other) for one, other in pairs]
+    return fmean(errors), max(errors)
+
+
+def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
+    """Of each answer [tokens, V]; together where keys and values are stored: they are read token by token."""
+    texts = [(answer.prompt, answer.tokens) for answer in served]
+    if isinstance(model, StoredKVModel):
+        return model.continuations(texts)
+    return (continuation_logits(model, *text) for text in texts)
+
+
+def _of_allowed(logits: Tensor, served: ServedInUse) -> Tensor:
+    """fp32, without the token that could not be chosen."""
+    if served.end_token is None:
+        return logits.float()
+    return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
+
 
 def scorer_of(models: Models, options: LoadOptions, longest: int) -> TextScorer:
     """longest: tokens of a prompt and what followed it, at most"""
-    return TextScorer(_as_served(models.ours, options, longest), models.theirs.model)
+    batch = max(1, min(MOST_TOGETHER, STORED_TOKENS // longest))
+    return TextScorer(_as_served(models.ours, options, longest, batch), models.theirs.model)
 
 
 def _load(

@@ -33,11 +33,14 @@ SHOWN_CHARACTERS = 40
 def text_score(
     m: int, artifact_gaps: Sequence[float], baseline_gaps: Sequence[float], text: str
 ) -> TextScore:
-    """gaps: for each token, by how many nats it lies below the best one; NaN counts as off."""
-    off, baseline_off = (
-        sum(not gap <= LOGIT_TOLERANCE for gap in gaps) for gaps in (artifact_gaps, baseline_gaps)
-    )
+    """gaps: for each token, by how many nats it lies below the best one"""
+    off, baseline_off = tokens_off(artifact_gaps), tokens_off(baseline_gaps)
     return TextScore(m, len(artifact_gaps), off, baseline_off, text[:SHOWN_CHARACTERS])
+
+
+def tokens_off(gaps: Sequence[float]) -> int:
+    """How many lie too far below the best one to be explained by rounding; NaN counts."""
+    return sum(not gap <= LOGIT_TOLERANCE for gap in gaps)
 
 
 def check_served_text(

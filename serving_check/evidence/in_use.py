@@ -92,6 +92,8 @@ class Draws:
     __pydantic_config__ = DOCUMENTED
 
     tokens: int
+    nats: float
+    """-log p of the drawn tokens, summed."""
     surprisal: float
     """Nats: -log p of the drawn tokens minus the entropy of their distributions, summed."""
     variance: float
@@ -112,17 +114,21 @@ class AnswerInUse:
     m: float
     """Requests that decoded together, itself included, as its average token saw it."""
     prompts_beside: int
-    """Other requests that were sent while it decoded."""
+    """Other requests whose prompt was read while it decoded."""
     off: int
-    """Greedy tokens too far below the artifact's best logit to be explained by rounding."""
+    """Tokens too far below the artifact's best logit to be explained by rounding; of a sampled answer, those
+    that were drawn although others are surely more likely."""
     baseline_off: int
-    """The same under the baseline's logits."""
+    """The same of a greedy answer under the baseline's logits; 0 for a sampled one."""
     beginning: str
     """The first characters of the text."""
     draws: Draws | None = None
     """Null for an answer that was not sampled."""
     logprob_errors: tuple[float, float] | None = None
     """Nats by which the told log-probabilities differ, mean and largest; null where none were asked for."""
+    repeats_other_seed: bool | None = None
+    """Whether a sampled answer equals an earlier one to the same prompt with another seed; null if there is
+    none."""
 
 
 @dataclass(frozen=True)

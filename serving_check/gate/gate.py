@@ -22,6 +22,7 @@ from ..evidence.answer_figures import ServedText, TokenText
 from ..evidence.company import CompanyFigures
 from ..evidence.evidence import PackedLayers, RepeatedPrompts
 from ..evidence.measurement import MeasuredM
+from ..evidence.served_in_use import ServedInUse
 from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import LOOKS
 from ..workload import run_workload
@@ -39,6 +40,14 @@ PATIENCE_S = 25.0
 """Seconds without another stall after which serving both at once ends."""
 WATCHED_S = 5.0
 """Seconds: a stall every two seconds could be missed in less."""
+
+
+@dataclass(frozen=True)
+class ServedLoad:
+    """What a load as in use left to be looked at in this process."""
+
+    answers: tuple[ServedInUse, ...]
+    """Of the artifact's server, to be scored."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class RunFigures:
     """Blocks served on both servers at once; None if stalls left no doubt."""
     company: CompanyFigures | None = None
     """Of the artifact's server; None if it does not claim batch invariance."""
+    in_use: ServedLoad | None = None
+    """None if no load as in use was sent."""
 
 
 @dataclass(frozen=True)

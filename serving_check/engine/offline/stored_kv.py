@@ -4,7 +4,8 @@ For measuring the quality of KV formats: it computes what serving computes. Not 
 tokens and schedules nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class StoredKVModel(nn.Module):
         batch: int = 1,
     ):
         super().__init__()
-        self.model = model
+        self.model, self.batch = model, batch
         layers = attention_layers(model)
         stored, device = KV_FORMATS[kv_format], model.device
         page_size = stored.page_size(device)
@@ -69,6 +70,36 @@ class StoredKVModel(nn.Module):
         finally:
             for text in texts:
                 self.pool.release(text)
+
+    def continuations(self, texts: Rows[tuple[Rows[int], Rows[int]]]) -> Iterator[Tensor]:
+        """Of prompts and what followed them: the logits [tokens, V] that predict each token that followed.
+
+        They are decoded together, `batch` texts at a time, of any lengths.
+        """
+        for start in range(0, len(texts), self.batch):
+            yield from self._continued(texts[start : start + self.batch])
+
+    @torch.inference_mode()
+    def _continued(self, texts: Rows[tuple[Rows[int], Rows[int]]]) -> list[Tensor]:
+        """Of at most `batch` texts."""
+        sequences = [
+            Sequence(str(at), list(prompt), len(prompt), SamplingParams(), 0, len(prompt) + len(followed))
+            for at, (prompt, followed) in enumerate(texts)
+        ]
+        for sequence in sequences:
+            self.pool.admit(sequence)
+        try:
+            logits = [[self._prefill(sequence, keep_all=False)] for sequence in sequences]
+            for step in range(max(len(followed) for _, followed in texts) - 1):
+                left = [index for index, (_, followed) in enumerate(texts) if len(followed) > step + 1]
+                tokens = [texts[index][1][step] for index in left]
+                decoded = self._decode([sequences[index] for index in left], tokens)
+                for index, row in zip(left, decoded, strict=True):
+                    logits[index].append(row)
+            return [torch.cat(rows) for rows in logits]
+        finally:
+            for sequence in sequences:
+                self.pool.release(sequence)
 
     def _prefill(self, text: Sequence, keep_all: bool) -> Tensor:
         """Logits of all tokens [T, V], or of the last token only [1, V]."""

@@ -18,6 +18,7 @@ from scalegate.pipeline.validation import by_layers
 from scalegate.pipeline.validation.by_layers import ModelByLayers
 from scalegate.pipeline.validation.options import ValidateOptions
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.evidence.served_in_use import ServedInUse
 from scalegate.serving_check.quality import compare, continuation_nats, greedy_gaps
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -138,6 +139,24 @@ def test_answers_are_scored_as_by_the_whole_model(example_checkpoint: Path):
         assert greedy_gaps(reader, prompt, answer) == pytest.approx(
             greedy_gaps(model, prompt, answer), abs=0.3
         )
+
+
+def test_answers_in_use_are_read_with_the_others_up_to_a_bound(
+    artifact: Path, example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = [text.tolist() for text in windows(24, 30)]
+    answers = [
+        ServedInUse(kind, tuple(ids[:16]), tuple(ids[16:]), "", temperature, 1, 1.0, 0)
+        for kind, temperature, ids in (("greedy", 0.0, texts[0]), ("sampled", 1.0, texts[1]))
+    ]
+    sides = {"artifact": open_checkpoint(artifact), "baseline": open_checkpoint(example_checkpoint)}
+    run = SimpleNamespace(options=EngineOptions(device="cpu"), progress=False, **sides)
+    served = SimpleNamespace(canary=[], baseline_canary=[], texts=[])
+    greedy, sampled = by_layers.scorer_by_layers(run, served, answers).answers_in_use(answers)
+    assert (greedy.tokens, greedy.draws) == (8, None) and greedy.off > 0 < greedy.baseline_off
+    assert sampled.draws is not None and sampled.draws.tokens == 14
+    monkeypatch.setattr(by_layers, "PADDED_TOKENS", 59)
+    assert by_layers.within_padding(answers) == (answers[0],)
 
 
 def test_one_layer_is_in_memory_at_a_time(artifact: Path, monkeypatch: pytest.MonkeyPatch):

@@ -89,6 +89,23 @@ def test_what_a_prompt_attends_over_unquantized_is_seen_in_decoding(model: PreTr
     assert exact.mean_kl < 1e-6 and exact.tokens == decoded.tokens
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_continuations_of_any_lengths_are_decoded_together(model: PreTrainedModel, batch: int):
+    ids = torch.randint(0, 64, (4, TOKENS))
+    lengths = [(PROMPT, 9), (30, 10), (5, 1), (12, 28)]
+    stored = StoredKVModel(copy.deepcopy(model), "int8_per_token_head", {}, TOKENS, batch=batch)
+    texts = [
+        (row[:prompt].tolist(), row[prompt : prompt + followed].tolist())
+        for row, (prompt, followed) in zip(ids, lengths, strict=True)
+    ]
+    found = list(stored.continuations(texts))
+    assert stored.pool.free_pages == stored.pool.num_pages
+    for logits_found, row, (prompt, followed) in zip(found, ids, lengths, strict=True):
+        with torch.inference_mode():
+            alone = stored(row[None, : prompt + followed], logits_to_keep=followed + 1).logits[0, :-1]
+        torch.testing.assert_close(logits_found, alone, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_format", ["unquantized", "int4_per_token_head", "kvarn_k4v2_g128"])
 def test_a_graph_decodes_what_its_layers_decode(kv_format: str):

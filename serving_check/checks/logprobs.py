@@ -1,0 +1,40 @@
+"""Whether log-probabilities that the artifact's server tells are those of the artifact's logits."""
+
+import math
+from collections.abc import Sequence
+
+from ..evidence.in_use import AnswerInUse
+from ..evidence.verdict import CheckResult, finite
+
+NAME = "log-probabilities"
+MOST_ON_AVERAGE = 0.05
+MOST = 0.25
+
+
+def check_logprobs(answers: Sequence[AnswerInUse]) -> CheckResult:
+    """Fail if they differ by more than rounding does; unknown if none were told."""
+    bound = f"at most {MOST_ON_AVERAGE:g} nats from those computed here on average, and {MOST:g} at any token"
+    told = [(answer.tokens, answer.logprob_errors) for answer in answers if answer.logprob_errors is not None]
+    if not told:
+        reason = "the artifact's server was not asked for log-probabilities, or does not tell any"
+        return CheckResult(NAME, "unknown", "not told", bound, reason)
+    tokens = sum(count for count, _ in told)
+    mean = math.fsum(count * error for count, (error, _) in told) / tokens
+    largest = max(error for _, (_, error) in told)
+    is_close = mean <= MOST_ON_AVERAGE and largest <= MOST
+    reason = f"told with {tokens} greedy tokens of {len(told)} answers"
+    if math.isinf(largest):
+        reason = "not every token has one"
+    elif not is_close:
+        reason = (
+            "they are not those of the artifact's logits at these tokens: look at the temperature, the base "
+            "and the positions that the server takes them from"
+        )
+    return CheckResult(
+        name=NAME,
+        status="pass" if is_close else "fail",
+        measured=f"{mean:.3f} nats off on average, {largest:.2f} at most",
+        bound=bound,
+        reason=reason,
+        figures={"answers": len(told), "tokens": tokens, "mean": finite(mean), "largest": finite(largest)},
+    )

@@ -1,0 +1,150 @@
+"""Whether sampled tokens are drawn with the probabilities that the artifact's logits and temperature give.
+
+A goodness of fit with a stated level: the summed surprisal, which another temperature moves most, the spread
+of the tokens over their distributions, which top-k and top-p cut, and answers that do not change with the
+seed.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ..evidence.in_use import PIT_BINS, AnswerInUse, Draws
+from ..evidence.verdict import CheckResult, CheckStatus, finite
+from ..statistics.goodness_of_fit import chi_square, chi_square_chance, normal_chance
+
+NAME = "sampling"
+SURPRISAL_LEVEL = 0.001
+"""The chance that sound draws fail by their summed surprisal, on either side. Half of the 0.2% in all are
+spent here, since the sum tells a temperature that is off by 10% best; how often it does, and how often sound
+draws fail, tests/bench/gate/sampling_characteristic.py counts."""
+SPREAD_LEVEL = 0.0008
+"""The same by their spread."""
+SEEDS_LEVEL = 0.0002
+"""The same by answers that repeat themselves: small, since what repeats is longer than chance needs."""
+FEWEST_DRAWN = 5 * PIT_BINS
+"""Five expected in a bin, below which a chi-square test is not one (Cochran, 1954)."""
+OTHER_MODEL = 0.5
+"""A relative error of the temperature beyond which tokens have another source."""
+CUT = "unlikely tokens are not drawn: the server cuts distributions by top-k, top-p or min-p"
+
+
+def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
+    """Fail if tokens are surely drawn otherwise; unknown if none were, or their ids are not told."""
+    level = SURPRISAL_LEVEL + SPREAD_LEVEL + SEEDS_LEVEL
+    bound = f"at least as good a fit as {level:.1%} of sound servers show"
+    drawn = [(answer, answer.draws) for answer in answers if answer.draws is not None]
+    if not drawn:
+        reason = "no sampled answers were asked for, or the artifact's server does not tell their token ids"
+        return CheckResult(NAME, "unknown", "not told", bound, reason)
+    draws = _sum(draws for _, draws in drawn)
+    if draws.tokens < FEWEST_DRAWN:
+        reason = f"{draws.tokens} sampled tokens tell nothing; {FEWEST_DRAWN} would"
+        return CheckResult(NAME, "inconclusive", f"{draws.tokens} tokens", bound, reason)
+    z = _z(draws)
+    spread = chi_square(draws.bins)
+    surprisal_chance, spread_chance = normal_chance(z), chi_square_chance(spread, PIT_BINS - 1)
+    repeating, seeds_chance = _repeating([answer for answer, _ in drawn])
+    off = sum(answer.off for answer, _ in drawn)
+    problems = []
+    if seeds_chance < SEEDS_LEVEL:
+        beside = sum(answer.repeats_other_seed is not None for answer, _ in drawn)
+        problems.append(
+            f"{repeating} of {beside} answers equal an earlier one to the same prompt with another seed: "
+            "seeds have no effect"
+        )
+    # NaN is no fit.
+    if not surprisal_chance >= SURPRISAL_LEVEL:
+        problems.append(_another_source(draws, off))
+    elif not spread_chance >= SPREAD_LEVEL:
+        problems.append(_uneven(draws))
+    status: CheckStatus = "fail" if problems else "pass"
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"{draws.tokens} tokens: z = {z:+.1f} of their surprisal, χ² = {spread:.0f} of their spread",
+        bound=bound,
+        reason="; ".join(problems)
+        or f"every token of {len(drawn)} sampled answers was compared with its distribution computed here",
+        figures={
+            "answers": len(drawn),
+            "tokens": draws.tokens,
+            "z": finite(z),
+            "surprisal_chance": finite(surprisal_chance),
+            "chi_square": spread,
+            "spread_chance": spread_chance,
+            "repeating_answers": repeating,
+        },
+    )
+
+
+def _sum(several: Iterable[Draws]) -> Draws:
+    several = list(several)
+    return Draws(
+        tokens=sum(draws.tokens for draws in several),
+        nats=math.fsum(draws.nats for draws in several),
+        surprisal=math.fsum(draws.surprisal for draws in several),
+        variance=math.fsum(draws.variance for draws in several),
+        bins=tuple(map(sum, zip(*(draws.bins for draws in several), strict=True))),
+    )
+
+
+def _z(draws: Draws) -> float:
+    """Standard deviations by which the summed surprisal differs from 0.
+
+    A token's surprisal minus the entropy of its distribution has the mean 0, whatever came before it, so the
+    sum is a martingale with the summed variance, and normal for as many tokens (Brown, 1971).
+    """
+    if draws.variance > 0:
+        return draws.surprisal / math.sqrt(draws.variance)
+    return math.copysign(math.inf, draws.surprisal) if draws.surprisal else 0.0
+
+
+def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
+    """How many repeat an earlier answer to their prompt with another seed, and a limit for its chance.
+
+    That a text of probability p or less comes twice has at most the chance p, of any two answers; of n
+    answers beside earlier ones, no more than n (n + 1) / 2 pairs share a prompt.
+    """
+    beside = [answer for answer in answers if answer.repeats_other_seed is not None]
+    repeating = [answer.draws.nats for answer in beside if answer.repeats_other_seed and answer.draws]
+    if not repeating:
+        return 0, 1.0
+    pairs = len(beside) * (len(beside) + 1) / 2
+    return len(repeating), min(1.0, pairs * math.exp(-max(repeating)))
+
+
+def _another_source(draws: Draws, off: int) -> str:
+    """What the tokens seem to be drawn from.
+
+    To first order, a temperature T' in the place of T moves the expected surprisal by
+    variance * (T' - T) / T: the expectation of -log p changes so along the distributions p^(T / T').
+    """
+    if not off:
+        return "every token is the most likely one: the temperature is ignored"
+    nats = draws.surprisal / draws.tokens
+    error = draws.surprisal / draws.variance if draws.variance > 0 else math.copysign(math.inf, nats)
+    if not abs(error) <= OTHER_MODEL:
+        return (
+            f"tokens have {nats:+.2f} nats beside the entropy of their distributions: they are drawn from "
+            "other logits than the artifact's, or changed on their way"
+        )
+    if _is_cut(draws):
+        return CUT
+    more = "higher" if error > 0 else "lower"
+    return f"tokens are drawn as if the temperature were {abs(error):.0%} {more} than was asked for"
+
+
+def _is_cut(draws: Draws) -> bool:
+    """Whether the least likely tokens, of which a wrong temperature makes a few less, are missing."""
+    return draws.surprisal < 0 and draws.bins[-1] < draws.tokens / PIT_BINS / 2
+
+
+def _uneven(draws: Draws) -> str:
+    if _is_cut(draws):
+        return CUT
+    expected = draws.tokens / PIT_BINS
+    at = max(range(PIT_BINS), key=lambda index: abs(draws.bins[index] - expected))
+    return (
+        f"{draws.bins[at]} tokens instead of {expected:.0f} are in part {at + 1} of {PIT_BINS} of their "
+        "distributions, ordered from the most likely token on: look at how the server draws"
+    )

@@ -1,0 +1,199 @@
+"""Whether greedy text served as in use is the artifact's own, whatever the request was served beside.
+
+Each token is compared with the artifact's logits, as in `served_text.py`. If some are wrong, the reason names
+what wrong answers have in common and right ones have not: a kind, company, a context or an M.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..evidence.in_use import AnswerInUse
+from ..evidence.verdict import CheckResult, Status
+from ..settings import Bounds
+from .served_text import FEWEST_OFF, LOGIT_TOLERANCE, SHOWN, SURELY
+
+NAME = "text in use"
+FEWEST_RIGHT = 3
+"""Right answers outside a condition without which it says nothing."""
+FEWEST_IN_RANGE = 3
+"""Wrong answers without which a range of Ms says nothing: any two have one."""
+PURE = 0.75
+"""Share of wrong answers among those that meet a condition, from which on it is a cause by itself."""
+MOST_CONDITIONS = 3
+CONTEXTS = "look at how keys and values of such contexts are stored, found and attended to"
+BATCHES = "look at the kernels for that M, and at how the server batches requests"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What wrong answers may have in common."""
+
+    words: str
+    """After `only answers`."""
+    advice: str
+    holds: Callable[[AnswerInUse], bool]
+    limits: int = 0
+    """Numbers in it that are taken from the wrong answers."""
+
+
+def check_text_in_use(answers: Sequence[AnswerInUse], bounds: Bounds) -> CheckResult:
+    """Fail if greedy tokens are not the artifact's own: too many of all, or of any one answer."""
+    bound = (
+        f"at most {bounds.max_foreign_tokens:.0%} of greedy tokens more than {LOGIT_TOLERANCE:g} nats below "
+        f"the artifact's best logit, and {bounds.max_foreign_text:.0%} in any one answer"
+    )
+    greedy = [answer for answer in answers if answer.kind != "sampled"]
+    tokens = sum(answer.tokens for answer in greedy)
+    if not tokens:
+        reason = "no greedy answer came under the load as in use"
+        return CheckResult(NAME, "inconclusive", "nothing", bound, reason)
+    off = sum(answer.off for answer in greedy)
+    baseline_off = sum(answer.baseline_off for answer in greedy)
+    foreign = [answer for answer in greedy if _is_foreign(answer, bounds)]
+    status: Status = "fail"
+    if off - baseline_off > SURELY * math.sqrt(off + baseline_off):
+        reason = (
+            f"{off} of {tokens} tokens are not the artifact's greedy choice, only {baseline_off} are not "
+            "the baseline's: the artifact's server serves the baseline or a similar model"
+        )
+    elif foreign or off > bounds.max_foreign_tokens * tokens:
+        wrong = foreign or [
+            answer for answer in greedy if answer.off > bounds.max_foreign_tokens * answer.tokens
+        ]
+        reason = _wrong(greedy, wrong, off, tokens)
+    else:
+        status = "pass"
+        reason = f"every token of {_range_of(greedy)} was compared with logits computed here"
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"{off / tokens:.1%} of {tokens} tokens are not the artifact's own greedy ones",
+        bound=bound,
+        reason=reason,
+        figures={
+            "answers": len(greedy),
+            "tokens": tokens,
+            "off": off,
+            "baseline_off": baseline_off,
+            "foreign_answers": len(foreign),
+        },
+    )
+
+
+def _is_foreign(answer: AnswerInUse, bounds: Bounds) -> bool:
+    return answer.off >= FEWEST_OFF and answer.off > bounds.max_foreign_text * answer.tokens
+
+
+def _wrong(greedy: Sequence[AnswerInUse], wrong: Sequence[AnswerInUse], off: int, tokens: int) -> str:
+    shown = ", ".join(repr(answer.beginning) for answer in wrong[:SHOWN])
+    what = (
+        f"{off} of {tokens} tokens are not what the artifact's own logits give, most of them in "
+        f"{len(wrong)} of {len(greedy)} answers (such as {shown})"
+    )
+    right = [answer for answer in greedy if answer not in wrong]
+    conditions = _explanation(wrong, right)
+    if not conditions:
+        return (
+            f"{what}: wrong answers have no kind, company, context or M in common that right ones have not; "
+            "another model is served, or text is changed on its way to the client"
+        )
+    words = " or ".join(condition.words for condition in conditions)
+    advice = ", ".join(dict.fromkeys(condition.advice for condition in conditions))
+    return f"{what}: only answers {words} are wrong; {advice}"
+
+
+def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> list[Condition]:
+    """Up to `MOST_CONDITIONS` under which most answers are wrong, and all wrong ones were served.
+
+    Otherwise the one that all wrong answers meet and the fewest right ones; none if all or hardly any right
+    ones meet it.
+    """
+    conditions = list(_conditions(wrong, right))
+
+    def met(condition: Condition, answers: Iterable[AnswerInUse]) -> int:
+        return sum(map(condition.holds, answers))
+
+    def cost(condition: Condition) -> int:
+        # A limit that was chosen to suit the wrong answers excludes some right ones by chance.
+        return met(condition, right) + condition.limits
+
+    telling = [one for one in conditions if len(right) - met(one, right) >= FEWEST_RIGHT]
+    pure = [one for one in telling if met(one, wrong) >= PURE * (met(one, wrong) + met(one, right))]
+    left, chosen = list(wrong), []
+    while left and pure and len(chosen) < MOST_CONDITIONS:
+        best = max(pure, key=lambda one: met(one, left) - cost(one))
+        chosen.append(best)
+        left = [answer for answer in left if not best.holds(answer)]
+    if pure and not left:
+        return chosen
+    common = [one for one in telling if met(one, wrong) == len(wrong)]
+    return [min(common, key=cost)] if common else []
+
+
+def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> Iterator[Condition]:
+    """All that wrong answers may have in common, the plainest first."""
+    for kind in sorted({answer.kind for answer in wrong}):
+        yield Condition(_of_kind(kind), _advice_on(kind), lambda answer, kind=kind: answer.kind == kind)
+    yield Condition(
+        "beside which a prompt was read",
+        "look at steps that read a prompt and decode together",
+        lambda answer: answer.prompts_beside > 0,
+    )
+    contexts, ms = sorted(map(_context, right)), sorted(answer.m for answer in right)
+    for least in sorted(set(map(_context, wrong))):
+        words = f"beyond {_below(contexts, least)} tokens of context"
+        yield Condition(words, CONTEXTS, lambda answer, least=least: _context(answer) >= least, limits=1)
+    for most in sorted(set(map(_context, wrong)), reverse=True):
+        words = f"of less than {_above(contexts, most)} tokens of context"
+        yield Condition(words, CONTEXTS, lambda answer, most=most: _context(answer) <= most, limits=1)
+    for lowest in sorted({answer.m for answer in wrong}):
+        words = f"decoded at an M above {_below(ms, lowest):.1f}"
+        yield Condition(words, BATCHES, lambda answer, lowest=lowest: answer.m >= lowest, limits=1)
+    for highest in sorted({answer.m for answer in wrong}, reverse=True):
+        words = f"decoded at an M below {_above(ms, highest):.1f}"
+        yield Condition(words, BATCHES, lambda answer, highest=highest: answer.m <= highest, limits=1)
+    if len(wrong) >= FEWEST_IN_RANGE:
+        lowest, highest = min(answer.m for answer in wrong), max(answer.m for answer in wrong)
+        words = f"decoded at an M of {lowest:.1f} to {highest:.1f}"
+        yield Condition(words, BATCHES, lambda answer: lowest <= answer.m <= highest, limits=2)
+
+
+def _below(values: Iterable[float], limit: float) -> float:
+    """The largest of them below `limit`, or 0."""
+    return max((value for value in values if value < limit), default=0)
+
+
+def _above(values: Iterable[float], limit: float) -> float:
+    """The smallest of them above `limit`, or what is one above it."""
+    return min((value for value in values if value > limit), default=limit + 1)
+
+
+def _context(answer: AnswerInUse) -> int:
+    return answer.prompt_tokens + answer.tokens
+
+
+def _of_kind(kind: str) -> str:
+    return {
+        "chat": "in a chat",
+        "stop": "with a stop string",
+        "end": "that end by the end-of-sequence token",
+        "logprobs": "with log-probabilities",
+    }.get(kind, "of plain completions")
+
+
+def _advice_on(kind: str) -> str:
+    if kind == "chat":
+        return "the server makes another prompt of a conversation than the artifact's chat template does"
+    return "look at what the server does otherwise for such requests"
+
+
+def _range_of(answers: Iterable[AnswerInUse]) -> str:
+    """How many there are, and what they were served with."""
+    answers = list(answers)
+    contexts, ms = sorted(map(_context, answers)), sorted(answer.m for answer in answers)
+    beside = sum(answer.prompts_beside > 0 for answer in answers)
+    return (
+        f"{len(answers)} answers, with contexts of {contexts[0]} to {contexts[-1]} tokens, at an M of "
+        f"{ms[0]:.1f} to {ms[-1]:.1f}, {beside} of them while prompts were read,"
+    )

@@ -1,0 +1,173 @@
+"""Which answers of a load as in use are held to logits computed in process, and what each was served beside.
+
+Each costs forward passes, so few are chosen, spread over contexts, Ms, company and kinds. Not for scoring
+them: that is `pipeline/validation/in_process.py`.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from ..workload.answers import Answer
+from ..workload.open_loop import OpenLoopResult
+from ..workload.spec import RequestRecord
+from ..workload.use_plan import Kind, PlannedRequest
+from .answer_figures import TokenText
+
+GREEDY_ANSWERS = 40
+"""Each costs a forward pass of both models."""
+LONGEST_ANSWERS = 3
+"""Of the longest contexts, chosen before all others."""
+SAMPLED_TOKENS = 2500
+"""Drawn tokens, of which a temperature that is off by 10% moves the summed surprisal by about five standard
+deviations (tests/bench/gate/sampling_characteristic.py)."""
+
+
+@dataclass(frozen=True)
+class ServedInUse:
+    """One answer of the artifact's server under a load as in use, as it is scored."""
+
+    kind: Kind
+    prompt: tuple[int, ...] = field(repr=False)
+    tokens: tuple[int, ...] = field(repr=False)
+    text: str
+    temperature: float
+    seed: int | None
+    m: float
+    """Requests that decoded together, itself included, as its average token saw it."""
+    prompts_beside: int
+    """Other requests whose prompt was read while it decoded."""
+    logprobs: tuple[float | None, ...] | None = None
+    """Nats, as the server told them; None where it was not asked."""
+    end_token: int | None = None
+    """A token that could not be chosen: the end of sequence, where a least length was asked for."""
+    repeats_other_seed: bool | None = None
+    """Whether it equals an earlier answer to the same prompt with another seed; None if there is none."""
+
+    @property
+    def context(self) -> int:
+        """Tokens at its end."""
+        return len(self.prompt) + len(self.tokens)
+
+
+def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) -> tuple[ServedInUse, ...]:
+    """Some greedy answers of all kinds, then sampled ones; the same results give the same choice.
+
+    results: of the artifact's server, in the order of time
+
+    Sampled answers are left out where the server tells no token ids: a text may be tokenized again otherwise
+    than it was drawn.
+    """
+    found = [answer for result in results for answer in _answers(result, tokenizer)]
+    greedy = [answer for answer in found if answer.kind != "sampled"]
+    chosen = list(_spread(greedy))[:GREEDY_ANSWERS]
+    drawn = 0
+    for answer in _spread(_beside_other_seeds([one for one in found if one.kind == "sampled"])):
+        if drawn >= SAMPLED_TOKENS:
+            break
+        chosen.append(answer)
+        drawn += len(answer.tokens)
+    return tuple(chosen)
+
+
+def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInUse]:
+    """All that can be scored."""
+    streams = _Streams(result.records)
+    for request, record in zip(result.requests, result.records, strict=True):
+        if request.kind == "aborted" or record.error is not None or record.answer is None:
+            continue
+        tokens = _tokens(request, record.answer, tokenizer)
+        if tokens and record.arrivals:
+            yield ServedInUse(
+                kind=request.kind,
+                prompt=request.prompt,
+                tokens=tokens,
+                text=record.answer.text,
+                temperature=request.temperature,
+                seed=request.seed,
+                m=streams.m_of(record),
+                prompts_beside=streams.prompts_beside(record),
+                logprobs=record.answer.logprobs if request.kind == "logprobs" else None,
+                end_token=request.end_token,
+            )
+
+
+def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tuple[int, ...]:
+    """Those that the model chose; none where that is not known."""
+    if answer.token_ids is not None:
+        # What ends an answer of a least length was not chosen freely.
+        return tuple(answer.token_ids)[: request.min_tokens or None]
+    if request.kind == "sampled" or answer.is_parsed:
+        return ()
+    # The last token of a text that was cut, by a stop string or within a character, may be another one.
+    return tuple(tokenizer.encode(answer.text))[:-1][: request.min_tokens or None]
+
+
+class _Streams:
+    """When the streams of one open loop began, decoded and ended."""
+
+    def __init__(self, records: Sequence[RequestRecord]):
+        arrivals = [stamps for record in records if (stamps := record.arrivals)]
+        self._firsts = sorted(stamps[0] for stamps in arrivals)
+        self._lasts = sorted(stamps[-1] for stamps in arrivals)
+        self._sent = sorted(record.start for record in records)
+        self._read = sorted(map(_prompt_read, records))
+
+    def m_of(self, record: RequestRecord) -> float:
+        """Streams between their first chunk and their last, mean over the chunks of `record`."""
+        return fmean(
+            bisect_right(self._firsts, now) - bisect_left(self._lasts, now) for now in record.arrivals
+        )
+
+    def prompts_beside(self, record: RequestRecord) -> int:
+        """Requests sent before its last chunk whose own first chunk came after its first."""
+        first, last = record.arrivals[0], record.arrivals[-1]
+        return bisect_left(self._sent, last) - bisect_right(self._read, first)
+
+
+def _prompt_read(record: RequestRecord) -> float:
+    return record.start + (record.e2el if record.ttft is None else record.ttft)
+
+
+def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
+    """Without repetitions of a prompt and seed, which are no draws of their own, and beside other seeds."""
+    by_prompt: dict[tuple[int, ...], list[ServedInUse]] = {}
+    kept = []
+    for answer in sampled:
+        earlier = by_prompt.setdefault(answer.prompt, [])
+        if all(other.seed != answer.seed for other in earlier):
+            repeats = any(other.tokens == answer.tokens for other in earlier) if earlier else None
+            kept.append(replace(answer, repeats_other_seed=repeats))
+            earlier.append(answer)
+    return kept
+
+
+def _spread(answers: Sequence[ServedInUse]) -> Iterator[ServedInUse]:
+    """All of them: first the longest contexts, then each time the one whose like was chosen least.
+
+    Alike are answers of one kind, of contexts or Ms within a power of two, and both with or without company.
+    """
+    left = sorted(answers, key=lambda answer: -answer.context)
+    likes = [_like(answer) for answer in left]
+    chosen: Counter[Hashable] = Counter()
+    for turn in range(len(left)):
+        at = 0 if turn < LONGEST_ANSWERS else _least(likes, chosen)
+        chosen.update(likes.pop(at))
+        yield left.pop(at)
+
+
+def _like(answer: ServedInUse) -> tuple[Hashable, ...]:
+    return (
+        ("kind", answer.kind),
+        ("context", answer.context.bit_length()),
+        ("m", round(answer.m).bit_length()),
+        ("company", answer.prompts_beside > 0),
+        ("seeds", answer.repeats_other_seed is not None),
+    )
+
+
+def _least(likes: Sequence[tuple[Hashable, ...]], chosen: Counter[Hashable]) -> int:
+    """The index of the first whose like was chosen least, summed over all in which they are alike."""
+    return min(range(len(likes)), key=lambda index: sum(chosen[like] for like in likes[index]))

@@ -1,0 +1,91 @@
+"""Answers under a load as in use are scored by the logits of both models, whatever they were asked for."""
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.validation.in_process import TextScorer, logprob_errors
+from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
+from scalegate.serving_check.evidence.in_use import AnswerInUse
+from scalegate.serving_check.evidence.served_in_use import ServedInUse
+from torch import nn
+
+PROMPT, TOKENS = tuple(range(100, 120)), 24
+
+
+@pytest.fixture(scope="module")
+def model(example_checkpoint: Path) -> nn.Module:
+    return load_model(example_checkpoint, device="cpu", dtype=torch.float32, progress=False).model
+
+
+@pytest.fixture(scope="module", params=["plain", "stored"])
+def scorer(request: pytest.FixtureRequest, model: nn.Module) -> TextScorer:
+    if request.param == "plain":
+        return TextScorer(model, model)
+    return TextScorer(StoredKVModel(copy.deepcopy(model), "unquantized", {}, 128, batch=2), model)
+
+
+def continued(model: nn.Module, temperature: float = 0.0) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """What follows `PROMPT`, and its log-probabilities."""
+    ids, told = list(PROMPT), []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(TOKENS):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        if temperature:
+            token = (logits / temperature).softmax(-1).multinomial(1, generator=generator).item()
+        else:
+            token = logits.argmax().item()
+        told.append(logits.log_softmax(-1)[token].item())
+        ids.append(token)
+    return tuple(ids[len(PROMPT) :]), tuple(told)
+
+
+def served(kind: str, tokens: tuple[int, ...], **changes: object) -> ServedInUse:
+    return replace(ServedInUse(kind, PROMPT, tokens, "text", 0.0, None, 2.0, 1), **changes)
+
+
+def score(scorer: TextScorer, answer: ServedInUse) -> AnswerInUse:
+    [scored] = scorer.answers_in_use([answer])
+    return scored
+
+
+def test_greedy_tokens_and_their_log_probabilities_are_the_models_own(model: nn.Module, scorer: TextScorer):
+    tokens, told = continued(model)
+    scored = score(scorer, served("logprobs", tokens, logprobs=told))
+    assert (scored.off, scored.baseline_off, scored.tokens, scored.prompt_tokens) == (0, 0, TOKENS, 20)
+    assert (scored.m, scored.prompts_beside, scored.beginning, scored.draws) == (2.0, 1, "text", None)
+    mean, largest = scored.logprob_errors
+    assert mean <= largest < 1e-3
+    other = score(scorer, served("greedy", tuple(range(7000, 7000 + TOKENS))))
+    assert other.off > TOKENS / 2 < other.baseline_off and other.logprob_errors is None
+
+
+def test_drawn_tokens_are_as_surprising_as_their_distributions_say(model: nn.Module, scorer: TextScorer):
+    tokens, told = continued(model, temperature=0.8)
+    scored = score(scorer, served("sampled", tokens, temperature=0.8, seed=1, repeats_other_seed=False))
+    assert scored.draws.tokens == TOKENS and scored.repeats_other_seed is False
+    assert abs(scored.draws.surprisal) < 4 * math.sqrt(scored.draws.variance)
+    assert scored.baseline_off == 0 < scored.off
+    at_one = score(scorer, served("sampled", tokens, temperature=1.0, seed=1))
+    assert at_one.draws.nats == pytest.approx(-sum(told), abs=1e-3)
+
+
+def test_the_end_of_sequence_could_not_be_chosen(model: nn.Module, scorer: TextScorer):
+    tokens, _ = continued(model)
+    with torch.inference_mode():
+        first = model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
+    best, second = first.topk(2).indices.tolist()
+    assert tokens[0] == best and first[best] - first[second] > 0.3
+    assert score(scorer, served("end", (second,), end_token=best)).off == 0
+    assert score(scorer, served("end", (second,))).off == 1
+
+
+def test_missing_log_probabilities_are_infinitely_wrong():
+    assert logprob_errors((-1.0, -2.5), (-1.0, -2.0)) == (0.25, 0.5)
+    assert logprob_errors((-1.0,), (-1.0, -2.0)) == (math.inf, math.inf)
+    assert logprob_errors((-1.0, None), (-1.0, -2.0)) == (math.inf, math.inf)
