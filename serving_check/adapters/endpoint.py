@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...base.errors import UserError
-from .prometheus_text import parse_metrics
+from .prometheus_text import parse_metrics, total
 from .series import SCALEGATE_SERIES, Series
 
 REFUSALS = (400, 422)
@@ -38,6 +38,8 @@ class Endpoint:
     """Series that the server writes to its log alone."""
     takes_repetition_penalty: bool = True
     """Whether a request may say that it wants none, whatever the model's `generation_config.json` says."""
+    resident_bytes: Callable[[], int | None] = field(default=lambda: None, compare=False)
+    """Memory of the server's processes as this machine sees them; None if they were not started here."""
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -48,6 +50,12 @@ class Endpoint:
             return {**parse_metrics(_get(self.base_url + "/metrics", self.headers())), **self.from_log()}
         except (OSError, UnicodeDecodeError):
             return {}
+
+    def memory_bytes(self, samples: Mapping[str, float]) -> int | None:
+        """Resident bytes of the server's processes: as `samples` of its `/metrics` tell, else as this machine
+        sees them; None if neither is known."""
+        told = total(samples, self.series.memory)
+        return self.resident_bytes() if told is None else int(told)
 
     def complete(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
         """The one choice that `/v1/completions` gives for `body`; None where the server fails."""

@@ -38,6 +38,8 @@ class Series:
     """Since warm-up; labels `kind`, `kernel` and `key`."""
     packed_layers: str | None = None
     """Quantized linear layers; labels `layout` and `shape`."""
+    memory: str | None = None
+    """Resident bytes of the server's processes; label `process`, where there are several."""
 
 
 VLLM_SERIES = Series(
@@ -60,5 +62,9 @@ SCALEGATE_SERIES = Series(
     device_idle_seconds="scalegate:device_idle_seconds_total",
     compilations="scalegate:compilations_total",
     packed_layers="scalegate:packed_layers",
+    memory="process_resident_memory_bytes",
 )
-"""Our server's: vLLM's names, and our own only where vLLM has none."""
+"""Our server's: vLLM's names, and our own only where vLLM has none.
+
+vLLM has `memory` too, but of its API process alone: the process tree of a server started here tells more.
+"""

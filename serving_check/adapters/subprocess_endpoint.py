@@ -19,6 +19,7 @@ from ...base.errors import UserError
 from ...base.log import logger
 from ...base.progress import progress_bar
 from .endpoint import Endpoint, first_model, is_healthy
+from .process_memory import resident_bytes_of_tree
 from .ready_line import find_base_url
 from .series import SCALEGATE_SERIES, Series
 
@@ -107,7 +108,14 @@ class SubprocessEndpoint:
             base_url = self._wait_until_ready()
             model = first_model(base_url, self.api_key)
             from_log = functools.partial(self.reader.series, self.log)
-            return Endpoint(base_url, model, self.api_key, self.series, from_log=from_log)
+            return Endpoint(
+                base_url,
+                model,
+                self.api_key,
+                self.series,
+                from_log=from_log,
+                resident_bytes=self.resident_bytes,
+            )
         except BaseException:
             self.stop()
             raise
@@ -142,6 +150,10 @@ class SubprocessEndpoint:
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def resident_bytes(self) -> int | None:
+        """Of all its processes; None while it is not running. It stays good over a restart."""
+        return None if self._process is None else resident_bytes_of_tree(self._process.pid)
 
     def why_gone(self) -> str | None:
         """What ended it, where that was the machine or a lack of memory rather than what it serves.

@@ -109,6 +109,11 @@ class EngineClient:
         """Called once, when it dies while it is listened to."""
         self.closing = False
 
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process."""
+        return self._process.pid
+
     def wait_until_described(self) -> ModelDescription:
         """Block until it is known what is served; the engine then loads it. UserError if unreadable."""
         description: ModelDescription = self._next_message()

@@ -50,6 +50,8 @@ class Process(Protocol):
     """What is needed of a process that was started, as `multiprocessing.Process` has it."""
 
     @property
+    def pid(self) -> int | None: ...
+    @property
     def exitcode(self) -> int | None: ...
     def is_alive(self) -> bool: ...
     def join(self, timeout: float | None = None) -> None: ...
@@ -112,7 +114,7 @@ class ForkedProcess:
 
     def __init__(self, channel: socket.socket, pid: int):
         self._channel = channel
-        self._pid = pid
+        self.pid = pid
         self._lock = threading.Lock()
         self.exitcode: int | None = None
 
@@ -131,7 +133,7 @@ class ForkedProcess:
     def kill(self) -> None:
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ for every token would be felt at 20,000 tokens a second.
 """
 
 import bisect
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from ..adapters.process_memory import resident_bytes
 from ..engine.jit_monitor import JitEvent, Mode
 from ..engine.request import EngineCapacity, EngineStats
 
@@ -69,6 +71,8 @@ class Metrics:
         self.model_name = ""
         self.capacity: EngineCapacity | None = None
         self.jit_monitor: Mode = "off"
+        self.processes: Callable[[], Mapping[str, Sequence[int]]] = lambda: {"server": [os.getpid()]}
+        """The ids of the server's processes, by what they do."""
         self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, 0)
         self._compilations: Counter[JitEvent] = Counter()
         self._steps_by_running: Counter[int] = Counter()
@@ -129,6 +133,7 @@ class Metrics:
         yield from self._times(stats)
         yield from self._fixed()
         yield self._compiled()
+        yield self._memory()
         yield self._histogram("vllm:time_to_first_token_seconds", "Time to the first token.", self._ttft)
         yield self._histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", self._itl)
         yield self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to end.", self._e2e)
@@ -194,6 +199,18 @@ class Metrics:
             family.add_metric([self.model_name, "", "", ""], 0)
         for event, count in self._compilations.items():
             family.add_metric([self.model_name, event.kind, event.name, event.key], count)
+        return family
+
+    def _memory(self) -> Metric:
+        family = GaugeMetricFamily(
+            "process_resident_memory_bytes",
+            "Resident memory, by what the processes do; pages that they share count for each of them.",
+            labels=["model_name", "process"],
+        )
+        for name, pids in self.processes().items():
+            sizes = [size for pid in pids if (size := resident_bytes(pid)) is not None]
+            if sizes:
+                family.add_metric([self.model_name, name], sum(sizes))
         return family
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:

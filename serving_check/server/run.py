@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 import signal
 import socket
 import sys
@@ -69,6 +70,7 @@ def run_server(
                     workers.start()
             ready = engine.wait_until_ready()
             metrics.capacity, metrics.jit_monitor = ready.capacity, ready.jit_monitor
+            metrics.processes = functools.partial(_processes, engine, workers)
             model = ServedModel(
                 name, description.tokenizer, ready.max_model_len, ready.vocab_size, description.defaults
             )
@@ -97,6 +99,15 @@ def run_server(
             engine.close()
         if engine.dead is not None:
             raise EngineDied(f"the engine has died: {engine.dead}")
+
+
+def _processes(engine: EngineClient, workers: TextWorkers | None) -> dict[str, list[int]]:
+    """The ids of the server's processes, by what they do."""
+    return {
+        "server": [os.getpid()],
+        "engine": [] if engine.pid is None else [engine.pid],
+        "text": [] if workers is None else workers.pids,
+    }
 
 
 def bind(host: str, port: int) -> socket.socket:

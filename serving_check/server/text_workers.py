@@ -48,6 +48,11 @@ class TextWorkers:
         for worker in list(self._all):
             worker.start()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that have been started."""
+        return [pid for worker in list(self._all) if (pid := worker.pid) is not None]
+
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """`function(tokenizer, *arguments)`, both picklable. ApiError where that takes too long."""
         job = asyncio.get_running_loop().run_in_executor(self._threads, self._run, function, arguments)
@@ -113,6 +118,11 @@ class _Worker:
         with self._lock:
             if self._started is None and not self._killed:
                 self._started = start_process(work, self._tokenizer, name="scalegate-text")
+
+    @property
+    def pid(self) -> int | None:
+        """None before it is started."""
+        return None if self._started is None else self._started[1].pid
 
     def ask(self, job: Any, seconds: float) -> tuple[bool, Any]:
         """Whether it was done, and the result or what it raised."""
