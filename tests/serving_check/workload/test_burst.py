@@ -1,0 +1,38 @@
+"""A burst of tiny requests against the real server, and against one that refuses some."""
+
+from dataclasses import replace
+
+import pytest
+from scalegate.serving_check.adapters import Endpoint
+from scalegate.serving_check.adapters.prometheus_text import total
+from scalegate.serving_check.workload.burst import IN_FLIGHT, PROMPT_TOKENS, send_burst
+
+pytestmark = pytest.mark.long
+
+TEXT = tuple(range(300, 600))
+
+
+def test_every_request_reaches_the_engine_and_is_answered(server: Endpoint):
+    before = server.metrics()
+    result = send_burst(server, TEXT, 1, 100, 60.0)
+    after = server.metrics()
+
+    def rise(name: str) -> float:
+        return (total(after, name) or 0.0) - (total(before, name) or 0.0)
+
+    assert (result.requests, result.errors) == (100, ())
+    assert rise("vllm:request_success_total") == 100
+    assert 100 <= rise("vllm:generation_tokens_total") <= 200
+    assert 100 * PROMPT_TOKENS[0] < rise("vllm:prompt_tokens_total") < 100 * PROMPT_TOKENS[-1]
+
+
+def test_no_request_is_sent_once_its_time_is_over(server: Endpoint):
+    result = send_burst(server, TEXT, 1, 10_000, 0.2)
+    assert IN_FLIGHT <= result.requests < 10_000
+    assert result.errors == ()
+
+
+def test_a_refusal_is_an_error_of_its_request(server: Endpoint):
+    result = send_burst(replace(server, model="another"), TEXT, 1, 3, 60.0)
+    assert len(result.errors) == 3
+    assert all(error.startswith("HTTP 404") for error in result.errors)
