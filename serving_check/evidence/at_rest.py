@@ -1,6 +1,6 @@
 """What a server shows when its load has ended: what it still holds, and whether it is as fast as at first.
 
-`gate/at_rest.py` looks, `checks/` judge.
+`gate/at_rest.py` looks, `checks/at_rest.py` and `checks/drift.py` judge.
 """
 
 from dataclasses import dataclass
@@ -19,28 +19,43 @@ class Rest:
     kv_cache_usage: float | None
     """0 to 1."""
     memory_bytes: int | None
-    """Of its processes in host memory."""
+    """Resident memory of its processes on the host."""
 
 
 @dataclass(frozen=True)
-class AtRestFigures:
-    """Both servers before the stage as in use, and after it and a burst of small requests."""
+class BurstPart:
+    """One part of a burst of tiny requests at one server."""
 
     __pydantic_config__ = DOCUMENTED
 
     requests: int
-    """That the artifact's server answered in between."""
+    seconds: float
+    memory_bytes: int | None = None
+    """Resident memory of the server's processes after it; null where that is not known."""
+
+
+@dataclass(frozen=True)
+class AtRestFigures:
+    """The artifact's server before and after a load and a burst of tiny requests; both servers' speed at the
+    end."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    requests: int
+    """Requests that the artifact's server was sent between `before` and `after`."""
     before: Rest
     after: Rest
-    burst_seconds: tuple[float, ...]
-    """Of each equal part of the burst of small requests at the artifact's server."""
-    burst_memory: tuple[int | None, ...]
-    """Its memory in bytes after each of these parts."""
+    burst: tuple[BurstPart, ...]
+    """Of the artifact's server, in their order; the servers take turns."""
     first_m: int
     """The M whose speed was measured again at the end."""
     first: tuple[float, ...]
-    """Output tokens per second of the artifact's server at that M, at first."""
+    """Output tokens per second of the artifact's server at that M, of each of its first repeats."""
     last: tuple[float, ...]
     """The same at the end."""
+    baseline_burst: tuple[BurstPart, ...] = ()
+    """Empty where the baseline's server was not up."""
     baseline_first: tuple[float, ...] = ()
     baseline_last: tuple[float, ...] = ()
+    errors: tuple[str, ...] = ()
+    """Of the first requests of the burst, and of the last repeats, that failed at the artifact's server."""

@@ -1,0 +1,141 @@
+"""Whether the artifact's server becomes slower the more it has served.
+
+Two figures tell: the parts of a burst of tiny requests, and the first M at the end against its first repeats.
+The baseline's server, if it is up, becomes slower with the machine, so both figures are relative to it.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from ..evidence.at_rest import AtRestFigures, BurstPart
+from ..evidence.verdict import CheckResult, CheckStatus
+from ..statistics.rank_shift import least_shift, shift
+
+NAME = "drift"
+MOST_SLOWER = 1.1
+"""Times as long that the first M may take at the end, relative to the baseline."""
+MOST_SLOWER_BURST = 1.3
+"""Times as long that later parts of the burst may take, relative to the baseline."""
+MOST_SLOWER_ALONE = 1.5
+"""Either bound if no baseline tells how much slower the machine became."""
+ERROR = 0.01
+"""One-sided level of the confidence limit that must be above the bound for a fail at the first M."""
+LEAST_PARTS = 2
+"""Parts of the burst on either side of a step: one slow part may be the machine's."""
+
+
+def check_drift(figures: AtRestFigures) -> CheckResult:
+    """Fail if all later parts of the burst were slower than all earlier ones, by more than the bound, or if
+    the first M was surely slower at the end than at first. Inconclusive if the first M may have been slower.
+    """
+    relative = bool(figures.baseline_first and figures.baseline_last)
+    step, part = _step(figures.burst, figures.baseline_burst)
+    slower, least = _first_m_again(figures)
+    most_step = _most_step(figures.baseline_burst)
+    most = MOST_SLOWER if relative else MOST_SLOWER_ALONE
+    has_step = step > most_step
+    may_be_slower = slower is not None and slower > most
+    is_slower = least is not None and least > most
+    status: CheckStatus = "pass"
+    reason = "the server is as fast at the end as at first"
+    if slower is None and len(figures.burst) < 2 * LEAST_PARTS:
+        status, reason = "unknown", "requests failed before anything could be compared"
+    elif has_step or is_slower:
+        status = "fail"
+    elif may_be_slower:
+        status = "inconclusive"
+    problems = [
+        *([_of_step(figures, step, part)] if has_step else []),
+        *([_of_first_m(figures, slower, is_slower)] if slower is not None and may_be_slower else []),
+    ]
+    requests = sum(one.requests for one in figures.burst)
+    again = "not measured again" if slower is None else f"takes {slower:.2f}× as long at the end"
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"M={figures.first_m} {again}, {step:.2f}× in later parts of {requests:,} tiny requests",
+        bound=f"at most {most:g}× as long at the end, {most_step:g}× in later parts"
+        + (", relative to the baseline" if relative else ""),
+        reason="; ".join(problems) or reason,
+        figures={
+            "first_m_slower": slower,
+            "first_m_slower_at_least": least,
+            "burst_slower": step,
+            "burst_requests": requests,
+        },
+    )
+
+
+def shows_step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> bool:
+    """Whether requests take longer from some part of the burst on, by more than the bound."""
+    return _step(burst, baseline_burst)[0] > _most_step(baseline_burst)
+
+
+def _most_step(baseline_burst: Sequence[BurstPart]) -> float:
+    return MOST_SLOWER_BURST if baseline_burst else MOST_SLOWER_ALONE
+
+
+def _of_step(figures: AtRestFigures, step: float, part: int) -> str:
+    before = sum(one.requests for one in figures.burst[:part])
+    return (
+        f"tiny requests take {step:.2f}× as long from about the {before:,}th of the burst on "
+        f"({_rate(figures.burst[:part])} before, {_rate(figures.burst[part:])} after): something grows with "
+        "every request and is searched or copied, or a pool runs out after so many"
+    )
+
+
+def _of_first_m(figures: AtRestFigures, slower: float, is_sure: bool) -> str:
+    why = (
+        "the server becomes slower as it serves"
+        if is_sure
+        else "that could be noise, so validate again on a quieter machine"
+    )
+    earlier = f"{figures.requests:,} requests earlier"
+    return f"M={figures.first_m} takes {slower:.2f}× as long as at first, {earlier}: {why}"
+
+
+def _first_m_again(figures: AtRestFigures) -> tuple[float | None, float | None]:
+    """How many times as long the first M took at the end, and the lower limit; None if not measured."""
+    first = _log_speeds(figures.first, figures.baseline_first)
+    last = _log_speeds(figures.last, figures.baseline_last)
+    if not first or not last:
+        return None, None
+    return math.exp(shift(first, last)), math.exp(least_shift(first, last, ERROR))
+
+
+def _log_speeds(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Of each repeat, over the baseline's of the same block if there are any."""
+    if not theirs:
+        return [math.log(value) for value in ours]
+    # A block that was broken off has a repeat of one side only.
+    return [math.log(value / other) for value, other in zip(ours, theirs, strict=False)]
+
+
+def _step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> tuple[float, int]:
+    """By which factor requests took longer from some part of the burst on, and that part.
+
+    A step has every later part slower than every earlier one; the factor is 1 if there is none.
+    """
+    ours, theirs = _log_times(burst), _log_times(baseline_burst)
+    largest, at = 0.0, 0
+    for part in range(LEAST_PARTS, len(ours) - LEAST_PARTS + 1):
+        if min(ours[part:]) > max(ours[:part]):
+            step = _rise(ours, part) - max(0.0, _rise(theirs, part))
+            if step > largest:
+                largest, at = step, part
+    return math.exp(largest), at
+
+
+def _rise(values: Sequence[float], at: int) -> float:
+    """Of the mean from `at` on over the mean before."""
+    return fmean(values[at:]) - fmean(values[:at]) if 0 < at < len(values) else 0.0
+
+
+def _log_times(parts: Sequence[BurstPart]) -> list[float]:
+    """Of a request in each part."""
+    return [math.log(part.seconds / part.requests) for part in parts]
+
+
+def _rate(parts: Sequence[BurstPart]) -> str:
+    return f"{sum(part.requests for part in parts) / math.fsum(part.seconds for part in parts):.0f} a second"

@@ -1,0 +1,185 @@
+"""Looks at a server before and after a load: what it still holds at rest, and whether it became slower.
+
+A burst of tiny requests shows what grows or breaks with the number of requests. Then the smallest M is
+measured once more. `checks/at_rest.py` and `checks/drift.py` judge.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..adapters import Endpoint
+from ..adapters.prometheus_text import total
+from ..checks.drift import check_drift, shows_step
+from ..evidence.at_rest import AtRestFigures, BurstPart, Rest
+from ..evidence.measurement import MeasuredM, Repeat
+from ..settings import WorkloadSettings
+from ..statistics.decide import LOOKS, block_order
+from ..workload.burst import send_burst
+from .interleaving import SEEDS_PER_M, SEEDS_PER_RUN, workload_spec
+from .repeats import Repeats
+
+PATIENCE_S = 3.0
+"""Seconds that a server may take to end what clients have left, and to say so in `/metrics`."""
+POLL_S = 0.05
+PARTS = 8
+"""Of the burst: enough to tell a step from noise, and a leak from a heap that fills once."""
+CONFIRMING_PARTS = 4
+"""Further parts after what looks like a step: one that the machine made would not last."""
+PART_S = 0.75
+"""Seconds that a part of the burst takes, if the server does not become slower."""
+MOST_IN_A_PART = 500
+"""Requests. With 8 parts, more than 3,000 in all."""
+FIRST_REQUESTS = 64
+"""Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
+BASELINE_SHARE = 0.15
+"""Of the artifact's part, the baseline's: it is sent only to see whether the machine becomes slower."""
+LEAST_LAST, MOST_LAST = LOOKS[0], 3 * LOOKS[0]
+"""Repeats of each side at the end: more than the least only while `drift` is inconclusive."""
+LAST_S = 12.0
+"""Seconds after which no further repeat is sent at the end, once there are two."""
+FIRST_SEED = SEEDS_PER_M * 3 // 4
+"""Blocks' seeds begin at 0, those of blocks on both servers at once in the middle, warm-ups' at the end."""
+KEPT_ERRORS = 20
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The servers to look at, and what they are sent."""
+
+    artifact: Endpoint
+    baseline: Endpoint | None
+    """None where the servers take turns: only the artifact's is up."""
+    workload: WorkloadSettings
+    text: Sequence[int]
+    repeat: Repeats
+
+
+def look_before(endpoint: Endpoint) -> Rest:
+    """What `endpoint` shows at rest, before a load."""
+    return _at_rest(endpoint, kv_cache_usage=None)
+
+
+def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, requests: int) -> AtRestFigures:
+    """Send a burst and the smallest M again, then look at the artifact's server at rest.
+
+    measured: the blocks; the first repeats at the smallest M are what the last ones are compared with
+    before: of `look_before`; requests: that the artifact's server was sent since then
+    """
+    for endpoint in (sides.artifact, sides.baseline):
+        if endpoint is not None:
+            _at_rest(endpoint, before.kv_cache_usage if endpoint is sides.artifact else None)
+    burst = _Burst(sides)
+    burst.send()
+    first = min(measured, key=lambda level: level.m)
+    figures = AtRestFigures(
+        requests=requests + burst.requests,
+        before=before,
+        after=before,
+        burst=tuple(burst.parts),
+        first_m=first.m,
+        first=_throughputs(first.artifact[: LOOKS[0]]),
+        last=(),
+        baseline_burst=tuple(burst.baseline_parts),
+        baseline_first=() if sides.baseline is None else _throughputs(first.baseline[: LOOKS[0]]),
+        errors=tuple(burst.errors[:KEPT_ERRORS]),
+    )
+    figures = _measure_again(sides, figures)
+    return replace(figures, after=_at_rest(sides.artifact, before.kv_cache_usage))
+
+
+class _Burst:
+    """Parts of a burst, at both servers in turn."""
+
+    def __init__(self, sides: Sides):
+        self._sides = sides
+        self._seed = sides.workload.seed * SEEDS_PER_RUN
+        self.parts: list[BurstPart] = []
+        self.baseline_parts: list[BurstPart] = []
+        self.requests = 0
+        """That the artifact's server was sent."""
+        self.errors: list[str] = []
+        """Of the artifact's server."""
+
+    def send(self) -> None:
+        artifact, baseline = self._sides.artifact, self._sides.baseline
+        size = self._size(artifact, PART_S)
+        baseline_size = 0 if baseline is None else self._size(baseline, BASELINE_SHARE * PART_S)
+        while not self.errors and self._needs_another():
+            self.parts.append(self._part(artifact, size, PART_S))
+            if baseline is not None:
+                self.baseline_parts.append(self._part(baseline, baseline_size, BASELINE_SHARE * PART_S))
+
+    def _needs_another(self) -> bool:
+        sent = len(self.parts)
+        confirms = sent < PARTS + CONFIRMING_PARTS and shows_step(self.parts, self.baseline_parts)
+        return sent < PARTS or confirms
+
+    def _size(self, endpoint: Endpoint, seconds: float) -> int:
+        """Requests that take `seconds`, by the rate of a few."""
+        first = self._part(endpoint, FIRST_REQUESTS, PART_S)
+        rate = first.requests / max(first.seconds, 1e-9)
+        return max(1, min(MOST_IN_A_PART, round(rate * seconds)))
+
+    def _part(self, endpoint: Endpoint, requests: int, seconds: float) -> BurstPart:
+        """One that is cut short if it takes more than twice as long as expected."""
+        self._seed += 1
+        result = send_burst(endpoint, self._sides.text, self._seed, requests, 2 * seconds)
+        memory = None
+        if endpoint is self._sides.artifact:
+            self.requests += result.requests
+            self.errors += result.errors
+            memory = endpoint.memory_bytes(endpoint.metrics())
+        return BurstPart(result.requests, result.seconds, memory)
+
+
+def _measure_again(sides: Sides, figures: AtRestFigures) -> AtRestFigures:
+    """`figures` with the last repeats at the first M, of both servers in alternate order."""
+    began = time.monotonic()
+    for index in range(MOST_LAST):
+        in_time = time.monotonic() - began < LAST_S or index < 2
+        if not in_time or (index >= LEAST_LAST and check_drift(figures).status != "inconclusive"):
+            break
+        spec = workload_spec(sides.workload, figures.first_m, sides.text, FIRST_SEED + index)
+        for side in block_order(index):
+            endpoint = sides.artifact if side == "A" else sides.baseline
+            if endpoint is None:
+                continue
+            repeat = sides.repeat(endpoint, spec)
+            if side == "B":
+                figures = replace(figures, baseline_last=(*figures.baseline_last, *_throughputs([repeat])))
+                continue
+            figures = replace(
+                figures,
+                requests=figures.requests + repeat.requests,
+                last=(*figures.last, *_throughputs([repeat])),
+                errors=(*figures.errors, *repeat.errors)[:KEPT_ERRORS],
+            )
+        if figures.errors:
+            break
+    return figures
+
+
+def _throughputs(repeats: Sequence[Repeat]) -> tuple[float, ...]:
+    """Output tokens per second of each repeat without a failed request."""
+    return tuple(repeat.output_throughput for repeat in repeats if not repeat.errors)
+
+
+def _at_rest(endpoint: Endpoint, kv_cache_usage: float | None) -> Rest:
+    """The server's figures once it is at rest, or after a few seconds in which it did not get there.
+
+    kv_cache_usage: what it may hold at rest; None if that is not known
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        said, series = endpoint.metrics(), endpoint.series
+        rest = Rest(
+            running=total(said, series.running),
+            waiting=total(said, series.waiting),
+            kv_cache_usage=total(said, series.kv_cache_usage),
+            memory_bytes=endpoint.memory_bytes(said),
+        )
+        holds_more = kv_cache_usage is not None and (rest.kv_cache_usage or 0.0) > kv_cache_usage
+        if time.monotonic() >= deadline or not (rest.running or rest.waiting or holds_more):
+            return rest
+        time.sleep(POLL_S)

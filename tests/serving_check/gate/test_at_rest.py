@@ -1,0 +1,107 @@
+"""Servers looked at before and after a load, over loopback: sound ones, and ones that keep things or tire."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.checks.at_rest import check_at_rest
+from scalegate.serving_check.checks.drift import check_drift
+from scalegate.serving_check.evidence.at_rest import AtRestFigures
+from scalegate.serving_check.evidence.measurement import Block, MeasuredM
+from scalegate.serving_check.gate import at_rest
+from scalegate.serving_check.gate.at_rest import Sides, look_after, look_before
+from scalegate.serving_check.gate.interleaving import workload_spec
+from scalegate.serving_check.gate.repeats import Repeats
+from scalegate.serving_check.settings import WorkloadSettings
+from scalegate.serving_check.workload import run_workload
+
+pytestmark = pytest.mark.long
+
+TIRING_SERVER = Path(__file__).parents[1] / "tiring_server.py"
+WORKLOAD = WorkloadSettings(ms=(1, 4), input_len=16, output_len=8, seed=3)
+TEXT = tuple(range(1, 400))
+
+
+@pytest.fixture(autouse=True)
+def short_burst(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(at_rest, "PART_S", 0.25)
+    monkeypatch.setattr(at_rest, "PATIENCE_S", 1.0)
+
+
+@contextlib.contextmanager
+def serving(fault: str, folder: Path) -> Iterator[Endpoint]:
+    command = [sys.executable, "-P", str(TIRING_SERVER), fault]
+    with SubprocessEndpoint(command, fault, log=folder / f"{fault}.txt", progress=False) as endpoint:
+        yield endpoint
+
+
+def looked_at(artifact: Endpoint, baseline: Endpoint | None) -> AtRestFigures:
+    """Six blocks at the smallest M, one request whose client leaves, and the looks before and after it."""
+    repeat = Repeats(run_workload, artifact, baseline, None)
+    level = MeasuredM(1)
+    for seed in range(6):
+        spec = workload_spec(WORKLOAD, 1, TEXT, seed)
+        theirs = [] if baseline is None else [repeat(baseline, spec)]
+        level.blocks.append(Block([repeat(artifact, spec)], theirs))
+    before = look_before(artifact)
+    leave_early(artifact)
+    sides = Sides(artifact, baseline, WORKLOAD, TEXT, repeat)
+    return look_after(sides, [level], before, requests=1)
+
+
+def leave_early(endpoint: Endpoint) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    if endpoint.model == "tiring":
+        body["max_tokens"] = 4000  # it makes a thousand tokens a second
+    with httpx.stream("POST", endpoint.base_url + "/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+
+
+def test_a_real_server_lets_go_of_an_aborted_request_and_keeps_its_speed(server: Endpoint):
+    figures = looked_at(server, None)
+    at_the_end, drift = check_at_rest(figures), check_drift(figures)
+    assert at_the_end.status == "pass", at_the_end.reason
+    assert "does not tell" not in at_the_end.reason
+    # On a busy machine a sound server may seem slower: that is for `drift` to judge, on a quiet one.
+    assert drift.status != "unknown"
+    assert len(figures.burst) >= at_rest.PARTS
+    in_burst = at_rest.FIRST_REQUESTS + sum(part.requests for part in figures.burst)
+    assert figures.requests == 1 + in_burst + len(figures.last)
+
+
+def test_a_look_at_both_servers_has_their_parts_and_repeats_side_by_side(tmp_path: Path):
+    with serving("none", tmp_path) as artifact, serving("tires", tmp_path) as baseline:
+        figures = looked_at(artifact, baseline)
+    assert len(figures.baseline_burst) == len(figures.burst)
+    assert len(figures.first) == len(figures.baseline_first) == 6
+    assert len(figures.last) == len(figures.baseline_last) >= 6
+    assert check_at_rest(figures).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("keeps_pages", "0.10% of the KV cache is in use, 0.00% before"),
+        ("keeps_requests", "1 requests run and 0 wait"),
+        ("keeps_memory", "with every request"),
+    ],
+)
+def test_a_server_that_keeps_something_is_caught_by_what_it_keeps(tmp_path: Path, fault: str, words: str):
+    with serving(fault, tmp_path) as artifact:
+        result = check_at_rest(looked_at(artifact, None))
+    assert result.status == "fail"
+    assert words in result.reason
+
+
+def test_a_server_that_tires_is_caught_by_burst_and_first_m(tmp_path: Path):
+    with serving("tires", tmp_path) as artifact, serving("none", tmp_path) as baseline:
+        figures = looked_at(artifact, baseline)
+    result = check_drift(figures)
+    assert result.status == "fail"
+    assert "of the burst on" in result.reason
+    assert "M=1 takes" in result.reason
+    assert check_at_rest(figures).status == "pass"
