@@ -40,6 +40,8 @@ class Endpoint:
     """Whether a request may say that it wants none, whatever the model's `generation_config.json` says."""
     resident_bytes: Callable[[], int | None] = field(default=lambda: None, compare=False)
     """Memory of the server's processes as this machine sees them; None if they were not started here."""
+    metrics_renewal_s: float = 0.0
+    """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

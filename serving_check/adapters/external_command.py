@@ -25,6 +25,8 @@ class ExternalCommand:
     title: str
     kv_formats: Mapping[str, str]
     """Those of ours that it has, by the names it has for them."""
+    metrics_renewal_s: float = 0.0
+    """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
 
     @property
     def install(self) -> str:
@@ -88,6 +90,7 @@ class ExternalCommand:
             series=series,
             progress=job.progress,
             reader=reader,
+            metrics_renewal_s=self.metrics_renewal_s,
         )
 
 

@@ -13,7 +13,8 @@ from .placement import PLACEMENT
 from .series import Series
 from .subprocess_endpoint import LogReader, SubprocessEndpoint
 
-COMMAND = ExternalCommand("sglang", "SGLang", {"fp8": "fp8_e4m3"})
+COMMAND = ExternalCommand("sglang", "SGLang", {"fp8": "fp8_e4m3"}, metrics_renewal_s=30.0)
+"""Its scheduler tells of an idle server every 30 seconds (`_maybe_log_idle_metrics`)."""
 SERIES = Series(
     running="sglang:num_running_reqs",
     waiting="sglang:num_queue_reqs",

@@ -72,6 +72,7 @@ class SubprocessEndpoint:
         series: Series = SCALEGATE_SERIES,
         progress: bool = True,
         reader: LogReader | None = None,
+        metrics_renewal_s: float = 0.0,
     ):
         self.command = list(command)
         self.name = name
@@ -83,6 +84,7 @@ class SubprocessEndpoint:
         self.startup_timeout = startup_timeout
         self.progress = progress
         self.reader = reader or LogReader()
+        self.metrics_renewal_s = metrics_renewal_s
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_pipe: IO[bytes] | None = None
 
@@ -115,6 +117,7 @@ class SubprocessEndpoint:
                 self.series,
                 from_log=from_log,
                 resident_bytes=self.resident_bytes,
+                metrics_renewal_s=self.metrics_renewal_s,
             )
         except BaseException:
             self.stop()

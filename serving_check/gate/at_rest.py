@@ -57,7 +57,7 @@ class Sides:
 
 def look_before(endpoint: Endpoint) -> Rest:
     """What `endpoint` shows at rest, before a load."""
-    return _at_rest(endpoint, kv_cache_usage=None)
+    return _at_rest(endpoint, PATIENCE_S + endpoint.metrics_renewal_s)
 
 
 def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, requests: int) -> AtRestFigures:
@@ -66,9 +66,10 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
     measured: the blocks; the first repeats at the smallest M are what the last ones are compared with
     before: of `look_before`; requests: that the artifact's server was sent since then
     """
-    for endpoint in (sides.artifact, sides.baseline):
+    artifact, baseline = sides.artifact, sides.baseline
+    for endpoint in (artifact, baseline):
         if endpoint is not None:
-            _at_rest(endpoint, before.kv_cache_usage if endpoint is sides.artifact else None)
+            _at_rest(endpoint, PATIENCE_S)
     burst = _Burst(sides)
     burst.send()
     first = min(measured, key=lambda level: level.m)
@@ -81,11 +82,12 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
         first=_throughputs(first.artifact[: LOOKS[0]]),
         last=(),
         baseline_burst=tuple(burst.baseline_parts),
-        baseline_first=() if sides.baseline is None else _throughputs(first.baseline[: LOOKS[0]]),
+        baseline_first=() if baseline is None else _throughputs(first.baseline[: LOOKS[0]]),
         errors=tuple(burst.errors[:KEPT_ERRORS]),
     )
     figures = _measure_again(sides, figures)
-    return replace(figures, after=_at_rest(sides.artifact, before.kv_cache_usage))
+    patience = PATIENCE_S + artifact.metrics_renewal_s
+    return replace(figures, after=_at_rest(artifact, patience, before.kv_cache_usage))
 
 
 class _Burst:
@@ -165,12 +167,12 @@ def _throughputs(repeats: Sequence[Repeat]) -> tuple[float, ...]:
     return tuple(repeat.output_throughput for repeat in repeats if not repeat.errors)
 
 
-def _at_rest(endpoint: Endpoint, kv_cache_usage: float | None) -> Rest:
-    """The server's figures once it is at rest, or after a few seconds in which it did not get there.
+def _at_rest(endpoint: Endpoint, patience: float, kv_cache_usage: float | None = None) -> Rest:
+    """The server's figures once it is at rest, or after so many seconds in which it did not get there.
 
     kv_cache_usage: what it may hold at rest; None if that is not known
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience
     while True:
         said, series = endpoint.metrics(), endpoint.series
         rest = Rest(

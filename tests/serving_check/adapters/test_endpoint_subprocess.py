@@ -279,6 +279,7 @@ def test_sglang_is_started_by_its_own_command_on_its_own_gpus(tmp_path, monkeypa
     assert "--max-running-requests 16 --context-length 256 --max-total-tokens 4096" in words
     assert words.endswith("--kv-cache-dtype fp8_e4m3 --tp-size 2 --attention-backend fa3")
     assert server.env == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert server.metrics_renewal_s == 30
     said = server.reader.failure("x\nRuntimeError: Not enough memory. Please try to increase it\n")
     assert said is not None and "--mem-fraction-static" in said
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,3 +106,18 @@ def test_a_server_that_tires_is_caught_by_burst_and_first_m(tmp_path: Path):
     assert "of the burst on" in result.reason
     assert "M=1 takes" in result.reason
     assert check_at_rest(figures).status == "pass"
+
+
+@pytest.mark.parametrize(("renewal_s", "running"), [(60.0, 0.0), (0.0, 1.0)])
+def test_figures_that_are_renewed_late_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, renewal_s: float, running: float
+):
+    began = time.monotonic()
+
+    def metrics(endpoint: Endpoint) -> dict[str, float]:
+        return {"vllm:num_requests_running": float(time.monotonic() < began + 0.5)}
+
+    monkeypatch.setattr(at_rest, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(Endpoint, "metrics", metrics)
+    endpoint = Endpoint("http://127.0.0.1:1", "idle", metrics_renewal_s=renewal_s)
+    assert look_before(endpoint).running == running
