@@ -16,6 +16,7 @@ from ...base.errors import UserError
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import TokenText
 from ...serving_check.quality import read_texts, token_windows
+from ...serving_check.workload.use_plan import Conversations
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 from ..model_loader.vocabulary import refuse_unknown_tokens
@@ -40,6 +41,20 @@ class HeldOutText:
     @property
     def token_text(self) -> TokenText:
         return TokenText(self._encode, self._decode)
+
+    @property
+    def end_token(self) -> int | None:
+        """The tokenizer's end-of-sequence token; None where it has none."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def conversations(self) -> Conversations | None:
+        """How conversations become tokens; None where there is no chat template."""
+        return Conversations(self._decode, self._chat) if self.tokenizer.chat_template else None
+
+    def _chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
+        turns = [{"role": role, "content": content} for role, content in messages]
+        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
 
     def _encode(self, text: str) -> Sequence[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -15,6 +15,7 @@ from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.curve import curve_of
 from ...serving_check.evidence.environment import describe_environment
 from ...serving_check.evidence.evidence import Evidence, ModelFigures
+from ...serving_check.evidence.in_use import FiguresInUse
 from ...serving_check.evidence.verdict import Environment, Subject, Verdict
 from ...serving_check.gate.gate import RunFigures
 from ...serving_check.gate.judge import Judgement, judge
@@ -71,6 +72,8 @@ def _evidence(
         repeated=served.repeated,
         together=served.together,
         company=served.company,
+        in_use=_in_use(served, scores),
+        at_rest=served.at_rest,
         measured=tuple(served.measured),
         weights=results.findings.weights,
         texts=results.findings.texts,
@@ -82,6 +85,11 @@ def _evidence(
         has_rival=run.rival is not None,
         diagnoses={point.m: explain(point.m) for point in curve if point.is_slow},
     )
+
+
+def _in_use(served: RunFigures, scores: "Scores") -> FiguresInUse | None:
+    """With its answers as they were scored."""
+    return None if served.in_use is None else replace(served.in_use.figures, answers=scores.in_use)
 
 
 def _verdict(

@@ -23,6 +23,7 @@ from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.company import CompanyFigures, compare_in_company
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.gate.gate import GateRun, RunFigures, serve_and_measure, serve_in_turns
+from ...serving_check.gate.in_use import RequestSource
 from ...serving_check.gate.interleaving import Rival
 from ...serving_check.gate.turns import require_groups
 from ..checkpoints.checkpoint import Checkpoint
@@ -33,6 +34,9 @@ from .task_scores import CONTEXT, evaluate, paired_scores
 
 if TYPE_CHECKING:
     from .held_out import HeldOutText
+
+LONGEST = 2048
+"""Tokens of a request where no config says how many the model takes."""
 
 
 class HasText(Protocol):
@@ -172,8 +176,18 @@ def _together(
 
 def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
     gate_run = GateRun(run.workload, run.bounds, text.token_ids, text.token_text, run.clock)
-    # What is exploratory is not published, and need not be watched for longer than it takes.
-    return replace(gate_run, watched_s=0.0) if weaker_than_policy(run) else gate_run
+    # What is exploratory is not published, and need not take longer than its curve.
+    if weaker_than_policy(run):
+        return replace(gate_run, watched_s=0.0)
+    return replace(gate_run, source=_request_source(run, text))
+
+
+def _request_source(run: Run, text: "HeldOutText") -> RequestSource:
+    """What requests of a load as in use are made from besides the text."""
+    asked = run.options.max_model_len
+    lengths = [asked, run.artifact.context, run.baseline.context]
+    known = [length for length in lengths if length is not None]
+    return RequestSource(min(known, default=LONGEST), text.end_token, text.conversations)
 
 
 def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessEndpoint]) -> ScoresT:

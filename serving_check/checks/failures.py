@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from ..evidence.in_use import BlockInUse, SideInUse
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.verdict import CheckResult
 
@@ -10,12 +11,15 @@ NAME = "no failed requests"
 SHOWN = 3
 
 
-def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
+def check_failures(measured: Sequence[MeasuredM], in_use: Sequence[BlockInUse] = ()) -> CheckResult:
     """Fail if any of the artifact's requests failed; inconclusive if only other servers' requests did."""
     artifact = _errors([(level.m, result) for level in measured for result in level.artifact])
     baseline = _errors([(level.m, result) for level in measured for result in level.baseline])
+    artifact += _errors_in_use([block.artifact for block in in_use])
+    baseline += _errors_in_use([block.baseline for block in in_use])
     rival = _errors([(level.m, result) for level in measured for result in level.rival])
     requests = sum(result.requests for level in measured for result in level.artifact)
+    requests += sum(block.requests for block in in_use if block.artifact is not None)
     failed, baseline_failed, rival_failed = artifact.total(), baseline.total(), rival.total()
     if failed:
         reason = "the artifact's server: " + _most_common(artifact)
@@ -41,6 +45,10 @@ def check_failures(measured: Sequence[MeasuredM]) -> CheckResult:
 
 def _errors(results: list[tuple[int, Repeat]]) -> Counter[str]:
     return Counter(f"at M={m}: {error}" for m, result in results for error in result.errors)
+
+
+def _errors_in_use(sides: Sequence[SideInUse | None]) -> Counter[str]:
+    return Counter(f"in use: {error}" for side in sides if side is not None for error in side.errors)
 
 
 def _most_common(errors: Counter[str]) -> str:

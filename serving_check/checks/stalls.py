@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..evidence.gaps import Gap
+from ..evidence.in_use import BlockInUse
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.verdict import CheckResult, Status
 from ..settings import Bounds
@@ -35,30 +36,35 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Stall:
-    m: int
+    m: int | None
+    """None under a load as in use."""
     at: float
     """Seconds since the first measured repeat, of either side, began."""
     seconds: float
 
 
 def check_stalls(
-    measured: Sequence[MeasuredM], bounds: Bounds, together: MeasuredM | None = None
+    measured: Sequence[MeasuredM],
+    bounds: Bounds,
+    together: MeasuredM | None = None,
+    in_use: Sequence[BlockInUse] = (),
 ) -> CheckResult:
-    """Fail if the artifact's repeats stall more often than chance on a shared machine explains.
+    """Fail if the artifact's server stalls more often than chance on a shared machine explains.
 
     together: blocks whose repeats ran on both servers at once; None if there was no doubt
+    in_use: blocks of a load as in use; each of their stalls counts, of a repeat's one
     """
-    bound = "no more stalled repeats than the baseline has, beyond chance"
+    bound = "no more stalls than the baseline has, beyond chance"
     both = _measured_on_both(measured)
     if not both:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no repeat was finished")
-    stalls = [stall for level in both for stall in _stalls(level, level.artifact, measured, bounds)]
-    ours, theirs = (
-        len(stalls),
-        sum(1 for level in both for _ in _stalls(level, level.baseline, measured, bounds)),
-    )
+    stalls, theirs = _all_stalls(measured, bounds, in_use)
+    ours = len(stalls)
+    pairs = [(block.artifact, block.baseline) for block in in_use if block.artifact and block.baseline]
     seconds = _seconds(repeat for level in both for repeat in level.artifact)
+    seconds += math.fsum(side.duration for side, _ in pairs)
     baseline_seconds = _seconds(repeat for level in both for repeat in level.baseline)
+    baseline_seconds += math.fsum(side.duration for _, side in pairs)
     chance = chance_of_as_many(ours, theirs, seconds / max(seconds + baseline_seconds, 1e-9))
     alone, theirs_alone = _stalls_alone(together, bounds)
     chance_alone = chance_of_as_many(alone, theirs_alone, 0.5)
@@ -70,7 +76,7 @@ def check_stalls(
     return CheckResult(
         name=NAME,
         status=status,
-        measured=f"{ours} repeats stalled, {theirs} of the baseline's",
+        measured=f"{ours} stalls, {theirs} of the baseline's",
         bound=bound,
         reason=_reason(stalls, theirs, seconds, status) + _of_both_at_once(together, alone, theirs_alone),
         figures={
@@ -90,15 +96,19 @@ def surely_stalls(measured: Sequence[MeasuredM], bounds: Bounds) -> bool:
     return isinstance(chance, float) and chance <= CERTAIN
 
 
-def m_in_doubt(measured: Sequence[MeasuredM], bounds: Bounds) -> int | None:
+def m_in_doubt(
+    measured: Sequence[MeasuredM], bounds: Bounds, in_use: Sequence[BlockInUse] = ()
+) -> int | None:
     """The M of the artifact's longest stall, if it stalled more often than the baseline but not often enough
-    to fail; else None."""
+    to fail; else None. Of stalls in use alone it is the largest M."""
     both = _measured_on_both(measured)
-    if check_stalls(both, bounds).status == "fail":
+    if check_stalls(both, bounds, in_use=in_use).status == "fail":
         return None
-    stalls = [stall for level in both for stall in _stalls(level, level.artifact, both, bounds)]
-    theirs = sum(1 for level in both for _ in _stalls(level, level.baseline, both, bounds))
-    return max(stalls, key=lambda stall: stall.seconds).m if len(stalls) > theirs else None
+    stalls, theirs = _all_stalls(measured, bounds, in_use)
+    if len(stalls) <= theirs:
+        return None
+    of_repeats = [stall for stall in stalls if stall.m is not None]
+    return max(of_repeats, key=lambda stall: stall.seconds).m if of_repeats else m_to_watch(measured)
 
 
 def m_to_watch(measured: Sequence[MeasuredM]) -> int | None:
@@ -111,12 +121,37 @@ def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
     return [level for level in measured if level.artifact and level.baseline]
 
 
+def _all_stalls(
+    measured: Sequence[MeasuredM], bounds: Bounds, in_use: Sequence[BlockInUse]
+) -> tuple[list[Stall], int]:
+    """The artifact's, and how many the baseline has."""
+    both = _measured_on_both(measured)
+    ours = [stall for level in both for stall in _stalls(level, level.artifact, measured, bounds)]
+    theirs = sum(1 for level in both for _ in _stalls(level, level.baseline, measured, bounds))
+    pairs = [(block.artifact, block.baseline) for block in in_use if block.artifact and block.baseline]
+    if pairs:
+        usual = median(max((gap.seconds for gap in side.gaps), default=0.0) for _, side in pairs)
+        least = max(usual * LONGER, usual + LONGER_S)
+        origin = _origin(measured)
+        ours += [
+            Stall(None, side.began - origin + gap.at, gap.seconds)
+            for side, _ in pairs
+            for gap in side.gaps
+            if gap.seconds > least
+        ]
+        theirs += sum(gap.seconds > least for _, side in pairs for gap in side.gaps)
+    return ours, theirs
+
+
+def _origin(measured: Sequence[MeasuredM]) -> float:
+    return min(repeat.began for level in measured for repeat in (*level.artifact, *level.baseline))
+
+
 def _stalls(
     level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
     """At most one of each of `repeats`, which are one side's of `one`: its longest."""
-    origin = min(repeat.began for other in measured for repeat in (*other.artifact, *other.baseline))
-    least = _least_stalls(level, bounds)
+    origin, least = _origin(measured), _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):
             yield Stall(level.m, repeat.began - origin + gap.at, gap.seconds)
@@ -164,7 +199,9 @@ def _reason(stalls: Sequence[Stall], theirs: int, seconds: float, status: Status
     if not stalls:
         return "no stream paused for much longer than the baseline's streams do"
     placed = sorted(stalls, key=lambda stall: stall.at)
-    times = ", ".join(f"{stall.seconds:.2f} s at {stall.at:.1f} s (M={stall.m})" for stall in placed[:SHOWN])
+    times = ", ".join(
+        f"{stall.seconds:.2f} s at {stall.at:.1f} s ({_where(stall)})" for stall in placed[:SHOWN]
+    )
     more = f" and {len(placed) - SHOWN} times more" if len(placed) > SHOWN else ""
     share = math.fsum(stall.seconds for stall in stalls) / max(seconds, 1e-9)
     where = f"no stream moved for {times}{more}: {share:.1%} of its serving time"
@@ -173,6 +210,10 @@ def _reason(stalls: Sequence[Stall], theirs: int, seconds: float, status: Status
     if status == "inconclusive":
         return f"{where}. The machine may be the cause: validate again on a quieter one"
     return f"{where}; the baseline stalled {theirs} times, so the machine may be the cause"
+
+
+def _where(stall: Stall) -> str:
+    return "in use" if stall.m is None else f"M={stall.m}"
 
 
 def _of_both_at_once(together: MeasuredM | None, alone: int, theirs_alone: int) -> str:

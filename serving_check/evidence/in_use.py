@@ -16,8 +16,8 @@ from ..workload.spec import RequestRecord
 from .gaps import Gap
 
 PIT_BINS = 20
-GAPS_KEPT = 12
-"""More stalls than that in one block are as bad."""
+GAPS_KEPT = 3
+"""Of a block: a burst of somebody else's work may give several at once, and must not count as many."""
 DIGITS = 6
 
 

@@ -19,13 +19,15 @@ from ..checks.loads import packed_layers, packed_on
 from ..checks.reached import most_running
 from ..checks.stalls import check_stalls, m_in_doubt, m_to_watch
 from ..evidence.answer_figures import ServedText, TokenText
+from ..evidence.at_rest import AtRestFigures
 from ..evidence.company import CompanyFigures
 from ..evidence.evidence import PackedLayers, RepeatedPrompts
 from ..evidence.measurement import MeasuredM
-from ..evidence.served_in_use import ServedInUse
 from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import LOOKS
 from ..workload import run_workload
+from .at_rest import Sides, look_after, look_before
+from .in_use import RequestSource, ServedLoad, plan_load
 from .interleaving import Rival, Servers, measure, workload_spec
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .turns import ARTIFACT, BASELINE, Turns
@@ -40,14 +42,6 @@ PATIENCE_S = 25.0
 """Seconds without another stall after which serving both at once ends."""
 WATCHED_S = 5.0
 """Seconds: a stall every two seconds could be missed in less."""
-
-
-@dataclass(frozen=True)
-class ServedLoad:
-    """What a load as in use left to be looked at in this process."""
-
-    answers: tuple[ServedInUse, ...]
-    """Of the artifact's server, to be scored."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +70,8 @@ class RunFigures:
     """Of the artifact's server; None if it does not claim batch invariance."""
     in_use: ServedLoad | None = None
     """None if no load as in use was sent."""
+    at_rest: AtRestFigures | None = None
+    """None likewise."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +88,8 @@ class GateRun:
     """Sends one repeat."""
     watched_s: float = WATCHED_S
     """The least time, in seconds, that the artifact serves, so that its stalls show."""
+    source: RequestSource | None = None
+    """Of the requests of a load as in use; None sends none."""
 
 
 def serve_and_measure(
@@ -118,9 +116,21 @@ def serve_and_measure(
     repeats = Repeats(run.runner, artifact, baseline, run.tokenizer)
     servers = Servers(artifact, baseline, run.workload, run.text, repeats, rival)
     measured, decisions = measure(servers, run.bounds, run.clock, restart)
-    failed = any(decision.status == "fail" for decision in decisions)
+    broken_off = any(block.errors for level in measured for block in level.blocks)
+    failed = broken_off or any(decision.status == "fail" for decision in decisions)
+    in_use = at_rest = None
+    if not failed and run.source is not None:
+        with run.clock.stage("load as in use"):
+            before = look_before(artifact)
+            load = plan_load(
+                [artifact, baseline], measured, run.workload, run.text, run.tokenizer, run.source, canary
+            )
+            in_use = load.serve(artifact, baseline)
+        with run.clock.stage("at rest"):
+            sides = Sides(artifact, baseline, run.workload, run.text, repeats)
+            at_rest = look_after(sides, measured, before, in_use.requests)
     with run.clock.stage("another look"):
-        together = None if failed else serve_together(servers, measured, run)
+        together = None if failed else serve_together(servers, measured, run, in_use)
         repeated = repeat_prompts(servers, measured)
     series, baseline_series = artifact.series, baseline.series
     return RunFigures(
@@ -135,6 +145,8 @@ def serve_and_measure(
         texts=repeats.texts_to_score(),
         repeated=repeated,
         together=together,
+        in_use=in_use,
+        at_rest=at_rest,
     )
 
 
@@ -170,14 +182,22 @@ def _canary_texts(
     return continuations(artifact, prompts, CANARY_LENGTH, run.tokenizer.encode, deadline), baseline_canary
 
 
-def serve_together(servers: Servers, measured: Sequence[MeasuredM], run: GateRun) -> MeasuredM | None:
+def serve_together(
+    servers: Servers, measured: Sequence[MeasuredM], run: GateRun, in_use: ServedLoad | None = None
+) -> MeasuredM | None:
     """Load both servers at once if the artifact's stalls may be the machine's, or if it served too briefly to
     show stalls; None if neither holds.
 
     It ends after a while without a stall of the artifact alone, or once there are enough to fail.
     """
-    in_doubt = m_in_doubt(measured, run.bounds)
-    watched = math.fsum(repeat.duration for level in measured for repeat in level.artifact)
+    blocks = () if in_use is None else in_use.figures.blocks
+    in_doubt = m_in_doubt(measured, run.bounds, blocks)
+    watched = math.fsum(
+        (
+            *(repeat.duration for level in measured for repeat in level.artifact),
+            *(block.artifact.duration for block in blocks if block.artifact is not None),
+        )
+    )
     m = in_doubt or (m_to_watch(measured) if watched < run.watched_s else None)
     if m is None or any(block.errors for level in measured for block in level.blocks):
         return None
@@ -191,7 +211,7 @@ def serve_together(servers: Servers, measured: Sequence[MeasuredM], run: GateRun
             # `no failed requests` judges a failed request, whichever repeat it was in.
             next(level for level in measured if level.m == m).blocks.append(together.blocks.pop())
             break
-        result = check_stalls(measured, run.bounds, together)
+        result = check_stalls(measured, run.bounds, together, blocks)
         if result.status == "fail":
             break
         if (found := int(result.figures["stalled_alone"] or 0)) > stalls:
@@ -231,6 +251,9 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
     with run.clock.stage("groups of blocks in turns"):
         measured = turns.measure(run.clock)
     artifact, baseline = servers.endpoint(ARTIFACT), servers.endpoint(BASELINE)
+    in_use = at_rest = None
+    if run.source is not None and not turns.has_failed(measured):
+        in_use, at_rest = _in_use_in_turns(servers, measured, run, run.source, repeats, canaries[ARTIFACT])
     return RunFigures(
         canary=canaries[ARTIFACT],
         baseline_canary=canaries[BASELINE],
@@ -244,7 +267,30 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
         ),
         packed_on=(packed_on(said[ARTIFACT], artifact.series), packed_on(said[BASELINE], baseline.series)),
         texts=repeats.texts_to_score(),
+        in_use=in_use,
+        at_rest=at_rest,
     )
+
+
+def _in_use_in_turns(
+    servers: TakingTurns,
+    measured: Sequence[MeasuredM],
+    run: GateRun,
+    source: RequestSource,
+    repeats: Repeats,
+    canary: Sequence[Continuation],
+) -> tuple[ServedLoad, AtRestFigures]:
+    """All blocks of a load as in use to the baseline's server, then all to the artifact's."""
+    with run.clock.stage("load as in use"):
+        baseline = servers.take(BASELINE)
+        load = plan_load([baseline], measured, run.workload, run.text, run.tokenizer, source, canary)
+        theirs = load.serve_one(baseline)
+        artifact = servers.take(ARTIFACT)
+        before = look_before(artifact)
+        in_use = load.served(load.serve_one(artifact), theirs)
+    with run.clock.stage("at rest"):
+        sides = Sides(artifact, None, run.workload, run.text, repeats)
+        return in_use, look_after(sides, measured, before, in_use.requests)
 
 
 def repeat_prompts(servers: Servers, measured: Sequence[MeasuredM]) -> RepeatedPrompts | None:

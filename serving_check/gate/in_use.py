@@ -1,7 +1,175 @@
-"""Sends both servers a load as in use: blocks of the same requests at the same times, one server after the other.
+"""Sends both servers a load as in use: blocks of the same requests at the same times, one after the other.
 
-The baseline's curve says how many requests a second lead from one at a time to more than the largest M.
+The baseline's repeats say how fast requests must come for M to rise from one to more than the largest M.
+`workload/use_plan.py` draws the requests, `workload/open_loop.py` sends them.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..adapters import Endpoint
+from ..checks.canary import Continuation
+from ..evidence.answer_figures import TokenText
+from ..evidence.as_asked import not_as_asked
+from ..evidence.in_use import BlockInUse, FiguresInUse, SideInUse
+from ..evidence.measurement import MeasuredM, Repeat
+from ..evidence.served_in_use import ServedInUse, answers_to_score
+from ..settings import WorkloadSettings
+from ..workload.kinds_taken import KindsTaken, kinds_taken
+from ..workload.open_loop import OpenLoopResult, run_open_loop
+from ..workload.use_plan import MEAN_ANSWER, Conversations, PlannedRequest, UseShape, plan_requests
+from .interleaving import SEEDS_PER_RUN
+from .repeats import deadline_from
+
 BLOCKS = 3
-"""On either side: a throughput ratio needs more than two for limits that can fail."""
+"""On either side: two would give a throughput ratio no limits that can fail."""
+LEAST_SECONDS = 2.0
+"""In which the requests of a block come."""
+FIRST_LOAD = 0.5
+"""Of what one request at a time can take, at a block's beginning."""
+LAST_LOAD = 1.3
+"""Of what the largest M can take, at its end: M grows beyond it."""
+REQUESTS_PER_M = 1.5
+"""Requests of a block for each of the largest M, so that so many are open together at its end."""
+PROMPTS_SHARE = 0.4
+"""Of a block's time, spent on prompts at most."""
+FIRST_DEADLINE_S = 600.0
+"""Until the baseline's slowest request is known."""
+SEED_OF_BLOCKS = 700_000
+"""Of the first block, after the workload's own: prompts differ from those of the repeats."""
+
+
+@dataclass(frozen=True)
+class ServedLoad:
+    """What a stage as in use showed, before its answers are held to logits."""
+
+    figures: FiguresInUse
+    answers: tuple[ServedInUse, ...]
+    """Of the artifact's server, those that are to be scored."""
+
+    @property
+    def requests(self) -> int:
+        """That the artifact's server was sent."""
+        return sum(block.requests for block in self.figures.blocks if block.artifact is not None)
+
+
+@dataclass(frozen=True)
+class LoadInUse:
+    """The plan of the blocks, and what they are read with."""
+
+    blocks: tuple[tuple[PlannedRequest, ...], ...]
+    unknown: tuple[str, ...]
+    """What the servers cannot be asked, in a few words each."""
+    tokenizer: TokenText
+
+    def serve(self, artifact: Endpoint, baseline: Endpoint) -> ServedLoad:
+        """Block after block, one side after the other: B A, A B, B A. The first failed request ends it."""
+        sides: dict[Endpoint, list[OpenLoopResult]] = {artifact: [], baseline: []}
+        slowest = 0.0
+        for index, requests in enumerate(self.blocks):
+            for endpoint in (baseline, artifact) if index % 2 == 0 else (artifact, baseline):
+                timeout = deadline_from(slowest) if slowest else FIRST_DEADLINE_S
+                result = run_open_loop(endpoint, requests, timeout)
+                sides[endpoint].append(result)
+                if endpoint == baseline:
+                    slowest = max([slowest, *(record.e2el for record in result.records)])
+                if any(record.error for record in result.records):
+                    return self.served(sides[artifact], sides[baseline])
+        return self.served(sides[artifact], sides[baseline])
+
+    def serve_one(self, endpoint: Endpoint) -> list[OpenLoopResult]:
+        """All blocks to one server, where only one is up at a time; the first failed request ends them."""
+        results: list[OpenLoopResult] = []
+        for requests in self.blocks:
+            results.append(run_open_loop(endpoint, requests, FIRST_DEADLINE_S))
+            if any(record.error for record in results[-1].records):
+                break
+        return results
+
+    def served(self, artifact: Sequence[OpenLoopResult], baseline: Sequence[OpenLoopResult]) -> ServedLoad:
+        """What both sides' blocks showed, oldest first."""
+        blocks = [
+            BlockInUse(len(requests), self._side(artifact, index), self._side(baseline, index))
+            for index, requests in enumerate(self.blocks)
+            if index < max(len(artifact), len(baseline))
+        ]
+        answers = answers_to_score(artifact, self.tokenizer)
+        return ServedLoad(FiguresInUse(tuple(blocks), unknown=self.unknown), answers)
+
+    def _side(self, results: Sequence[OpenLoopResult], index: int) -> SideInUse | None:
+        if index >= len(results):
+            return None
+        return SideInUse.of(results[index], not_as_asked(results[index], self.tokenizer))
+
+
+@dataclass(frozen=True)
+class RequestSource:
+    """What requests are made from besides the text, where a load as in use is sent."""
+
+    context: int
+    """Tokens that a request may have on both servers."""
+    end_token: int | None
+    conversations: Conversations | None
+
+
+def plan_load(
+    servers: Sequence[Endpoint],
+    measured: Sequence[MeasuredM],
+    workload: WorkloadSettings,
+    text: Sequence[int],
+    tokenizer: TokenText,
+    source: RequestSource,
+    canary: Sequence[Continuation],
+) -> LoadInUse:
+    """Blocks of requests that come as fast as the baseline's repeats say.
+
+    servers: those that are up, which are asked what they take
+    text: token ids that prompts are cut from
+    canary: the artifact's greedy texts, from which stop strings are taken
+    """
+    has_template = source.conversations is not None
+    taken = [kinds_taken(side, source.end_token, has_template) for side in servers]
+    shape = shape_of(measured, workload, source, taken)
+    answered = [(one.prompt, one.text) for one in canary if one.text]
+    first = workload.seed * SEEDS_PER_RUN + SEED_OF_BLOCKS
+    blocks = tuple(
+        tuple(plan_requests(first + index, shape, text, answered, source.conversations))
+        for index in range(BLOCKS)
+    )
+    unknown = tuple(dict.fromkeys(word for kinds in taken for word in kinds.unknown))
+    return LoadInUse(blocks, unknown, tokenizer)
+
+
+def shape_of(
+    measured: Sequence[MeasuredM],
+    workload: WorkloadSettings,
+    source: RequestSource,
+    taken: Sequence[KindsTaken],
+) -> UseShape:
+    """The rates and lengths of a block's requests."""
+    levels = [level for level in measured if level.baseline]
+    rates = [median(repeat.output_throughput for repeat in level.baseline) / MEAN_ANSWER for level in levels]
+    first, last = FIRST_LOAD * rates[0], LAST_LOAD * max(rates)
+    seconds = max(LEAST_SECONDS, REQUESTS_PER_M * levels[-1].m / ((first + last) / 2))
+    prompt_tokens = PROMPTS_SHARE * seconds * prompt_speed(levels, workload)
+    return UseShape(
+        seconds=seconds,
+        first_rate=first,
+        last_rate=last,
+        prompt_tokens=int(prompt_tokens),
+        longest_prompt=source.context,
+        context=source.context,
+        kinds=frozenset.intersection(*(kinds.kinds for kinds in taken)),
+        end_token=source.end_token,
+    )
+
+
+def prompt_speed(levels: Sequence[MeasuredM], workload: WorkloadSettings) -> float:
+    """Prompt tokens per second of the baseline: M prompts come at once, the last first token ends them."""
+
+    def of(level: MeasuredM, repeat: Repeat) -> float:
+        together = min(level.m, repeat.requests)
+        return together * workload.input_len / max(repeat.ttfts[:together], default=float("inf"))
+
+    return max(median(of(level, repeat) for repeat in level.baseline if repeat.ttfts) for level in levels)

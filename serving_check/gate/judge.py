@@ -5,24 +5,31 @@ A pure function, called when a verdict is given and again whenever one is read (
 
 from dataclasses import dataclass
 
+from ..checks.as_asked import check_as_asked
+from ..checks.at_rest import check_at_rest
 from ..checks.batch_invariance import check_batch_invariance
 from ..checks.canary import check_canary
 from ..checks.compilations import check_compilations
 from ..checks.decode_throughput import check_decode_throughput
+from ..checks.drift import check_drift
 from ..checks.failures import check_failures
 from ..checks.kv_capacity import check_kv_capacity
 from ..checks.latency import check_latency
 from ..checks.loads import check_loads
+from ..checks.logprobs import check_logprobs
 from ..checks.other_readers import check_other_readers
 from ..checks.plausible import check_plausible
 from ..checks.quality import check_quality
 from ..checks.reached import check_reached
 from ..checks.received import check_received
 from ..checks.rival import check_rival
+from ..checks.sampling import check_sampling
 from ..checks.served_text import check_served_text
+from ..checks.speed_in_use import check_speed_in_use
 from ..checks.stalls import check_stalls
 from ..checks.streamed import check_streamed
 from ..checks.text_files import check_text_files
+from ..checks.text_in_use import check_text_in_use
 from ..checks.throughput import check_throughput
 from ..checks.weights import check_weights, largest_errors
 from ..evidence.curve import curve_of, took_turns
@@ -47,6 +54,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
     broken_off = next(
         (level.m for level in evidence.measured if any(block.errors for block in level.blocks)), None
     )
+    blocks = () if evidence.in_use is None else evidence.in_use.blocks
     checks = (
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
         check_weights(evidence.weights),
@@ -55,7 +63,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_canary(evidence.canary, evidence.baseline_canary, bounds),
         check_quality(evidence.quality, bounds, largest_errors(evidence.weights), evidence.by_layers),
         check_served_text(evidence.answers, evidence.measured, bounds),
-        check_failures(evidence.measured),
+        check_failures(evidence.measured, blocks),
         check_received(evidence.measured),
         check_reached(curve, bounds.min_reached, evidence.limit),
         check_throughput(
@@ -69,10 +77,27 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_plausible(curve, evidence.loaded, evidence.baseline_loaded, evidence.repeated, bounds),
         check_streamed(curve),
         check_latency(evidence.measured, bounds),
-        check_stalls(evidence.measured, bounds, evidence.together),
+        check_stalls(evidence.measured, bounds, evidence.together, blocks),
         check_kv_capacity(curve, workload, evidence.capacity, evidence.limit, bounds.min_reached),
         check_compilations(*evidence.compiled),
+        *_checks_in_use(evidence, bounds),
         *([] if evidence.company is None else [check_batch_invariance(evidence.company)]),
         *([check_rival(curve, bounds.max_first_rival_m, workload.max_blocks)] if evidence.has_rival else []),
     )
     return Judgement(overall_status(checks), checks, tuple(curve))
+
+
+def _checks_in_use(evidence: Evidence, bounds: Bounds) -> list[CheckResult]:
+    """Of a load as in use, and of the servers at rest after it; none where it was not sent."""
+    if evidence.in_use is None or evidence.at_rest is None:
+        return []
+    answers = evidence.in_use.answers
+    return [
+        check_speed_in_use(evidence.in_use.blocks, bounds),
+        check_as_asked(evidence.in_use),
+        check_text_in_use(answers, bounds),
+        check_sampling(answers),
+        check_logprobs(answers),
+        check_at_rest(evidence.at_rest),
+        check_drift(evidence.at_rest),
+    ]

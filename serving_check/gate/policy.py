@@ -119,6 +119,8 @@ def weaker(verdict: Verdict) -> list[str]:
         for level in verdict.evidence.measured
         if len(level.blocks) < least
     ]
+    if verdict.evidence.in_use is None and verdict.status != "fail":
+        found.append("no load as in use was sent")
     return found + _of_the_baseline(verdict)
 
 

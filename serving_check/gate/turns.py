@@ -78,9 +78,15 @@ class Turns:
                     continue
                 undecided = self._undecided(measured)
                 clock.say(f"group {group}: {len(undecided)} of {len(measured)} Ms need further groups")
-                if not undecided or any(decision.status == "fail" for decision in self._decisions(measured)):
+                if not undecided or self.has_failed(measured):
                     break
         return measured
+
+    def has_failed(self, measured: Sequence[MeasuredM]) -> bool:
+        """Whether a request failed, or an M."""
+        return any(block.errors for level in measured for block in level.blocks) or any(
+            decision.status == "fail" for decision in self._decisions(measured)
+        )
 
     def _decisions(self, measured: Sequence[MeasuredM]) -> list[Decision]:
         return binding_decisions_of(measured, self.workload, self.floor)

@@ -1,0 +1,51 @@
+"""Whether the artifact's server does what requests ask for: stop strings, ends, lengths, prompts.
+
+What both servers do alike is the engine's way and says nothing of the artifact: such kinds are not known.
+"""
+
+from collections import Counter
+
+from ..evidence.in_use import FiguresInUse
+from ..evidence.verdict import CheckResult, CheckStatus
+
+NAME = "answers as asked"
+SHOWN = 3
+
+
+def check_as_asked(in_use: FiguresInUse) -> CheckResult:
+    """Fail if answers of some kind are not as asked, and more of them than of the baseline's server."""
+    bound = "none that the baseline answers as asked"
+    pairs = [(block.artifact, block.baseline) for block in in_use.blocks if block.artifact and block.baseline]
+    answered = sum(len(artifact.ttfts) for artifact, _ in pairs)
+    if not answered:
+        return CheckResult(NAME, "inconclusive", "nothing", bound, "no block of requests was finished")
+    ours, theirs = (Counter(words for pair in pairs for words in pair[side].not_as_asked) for side in (0, 1))
+    by_kind, baseline_by_kind = _by_kind(ours), _by_kind(theirs)
+    wrong = {kind for kind, count in by_kind.items() if count > baseline_by_kind[kind]}
+    alike = by_kind.keys() - wrong
+    status: CheckStatus = "fail" if wrong else "unknown" if alike or in_use.unknown else "pass"
+    told = [f"{words} ({count}×)" for words, count in ours.most_common() if _kind(words) in wrong][:SHOWN]
+    told += [f"{kind}: the baseline's server does not answer as asked either" for kind in sorted(alike)]
+    told += list(in_use.unknown)
+    count = sum(by_kind[kind] for kind in wrong)
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"{count} of {answered} answers are not as asked",
+        bound=bound,
+        reason="; ".join(told)
+        or "greedy, sampled and chat requests, with stop strings, ends and log-probabilities, got what they "
+        "asked for",
+        figures={"answers": answered, "not_as_asked": ours.total(), "baseline_not_as_asked": theirs.total()},
+    )
+
+
+def _by_kind(found: Counter[str]) -> Counter[str]:
+    kinds: Counter[str] = Counter()
+    for words, count in found.items():
+        kinds[_kind(words)] += count
+    return kinds
+
+
+def _kind(words: str) -> str:
+    return words.partition(":")[0]

@@ -1,0 +1,42 @@
+"""Answers that are not as asked: the artifact's alone fail, those of both servers are not known."""
+
+from scalegate.serving_check.checks.as_asked import check_as_asked
+from scalegate.serving_check.evidence.in_use import BlockInUse, FiguresInUse, SideInUse
+from scalegate.serving_check.evidence.verdict import CheckResult
+
+STOP = "stop: its stop string is in the text"
+CHAT = "chat: usage says 31 prompt tokens, the chat template's has 35"
+
+
+def judged(ours: list[str], theirs: list[str], unknown: tuple[str, ...] = ()) -> CheckResult:
+    sides = (
+        SideInUse(0.0, 4.0, 100, (0.1,) * 20, (0.01,) * 20, {}, not_as_asked=tuple(words))
+        for words in (ours, theirs)
+    )
+    return check_as_asked(FiguresInUse((BlockInUse(20, *sides),), unknown=unknown))
+
+
+def test_all_as_asked_passes():
+    result = judged([], [])
+    assert result.status == "pass" and result.measured == "0 of 20 answers are not as asked"
+
+
+def test_what_the_artifacts_server_alone_does_fails_by_its_kind():
+    result = judged([STOP, STOP, CHAT], [CHAT])
+    assert result.status == "fail" and f"{STOP} (2×)" in result.reason
+    assert "chat: the baseline's server does not answer as asked either" in result.reason
+    assert result.measured.startswith("2 of 20")
+
+
+def test_what_both_do_and_what_cannot_be_asked_is_unknown():
+    assert judged([CHAT], [CHAT]).status == "unknown"
+    result = judged([], [], ("it takes no logit_bias",))
+    assert result.status == "unknown" and "logit_bias" in result.reason
+
+
+def test_the_baselines_faults_alone_say_nothing_of_the_artifact():
+    assert judged([], [STOP]).status == "pass"
+
+
+def test_no_finished_block_is_inconclusive():
+    assert check_as_asked(FiguresInUse((BlockInUse(20, None, None),))).status == "inconclusive"
