@@ -2,10 +2,10 @@
 
     python -P tests/bench/gate/sampling_characteristic.py --runs 200
 
-No server: answers are drawn here, token after token, from the bundled model's own distributions in float32,
-after prompts from its held-out text, at the temperatures and with the lengths of a load as in use. A verdict
-has as many tokens as are scored in a run. Those of the wrong cases are drawn at another temperature than they
-are judged by.
+No server: the bundled model writes answers in float32, token after token, after prompts from its held-out
+text, at the temperatures and with the lengths of a load as in use. A verdict has as many tokens as a run
+scores. From the distributions of one verdict's answers the tokens of ten are drawn, for each case: at the
+temperature that they are judged by, and at others.
 
 Exit status 1 where a bar is missed: over 0.5% of sound verdicts fail, or under 95% of those whose temperature
 is off by 10%.
@@ -32,6 +32,8 @@ from scalegate.serving_check.evidence.in_use import AnswerInUse, Draws
 from scalegate.serving_check.evidence.served_in_use import SAMPLED_TOKENS
 from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.quality import read_texts
+from torch import Tensor
+from tqdm import tqdm
 
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "tests" / "bench" / "results" / "gate" / "sampling_characteristic.json"
@@ -40,14 +42,16 @@ TEMPERATURES = (1.0, 0.7, 1.0, 1.3)
 SHORTEST_PROMPT, LONGEST_PROMPT = 16, 256
 SHORTEST, LONGEST = 8, 200
 TOGETHER = 64
-"""Answers that are drawn together: their logits take up to 420 MB."""
+"""Answers that are written together: their logits take up to 420 MB."""
+DRAWN_FROM = 10
+"""Verdicts of each case whose tokens are drawn from the answers of one."""
 CASES = {"sound": 1.0, "temperature 10% too low": 0.9, "temperature 10% too high": 1.1}
 MOST_FALSE_ALARMS, LEAST_CAUGHT = 0.005, 0.95
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer to be drawn."""
+    """One answer to be written."""
 
     verdict: int
     temperature: float
@@ -58,35 +62,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=200, help="verdicts of each case")
+    parser.add_argument("--runs", type=int, default=200, help=f"verdicts of each case, in {DRAWN_FROM}s")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     loaded = load_model(CHECKPOINT, device="cpu", dtype=torch.float32, progress=False)
     text = loaded.tokenizer("\n".join(read_texts(TEXT)), add_special_tokens=False)["input_ids"]
-    rows = []
-    for case, factor in CASES.items():
-        rows.append(row_of(case, verdicts(loaded, text, factor, options.runs, random.Random(case))))
-        print(sentence(rows[-1]), flush=True)
-        levels = {"surprisal": SURPRISAL_LEVEL, "spread": SPREAD_LEVEL}
-        write_json(options.out, {"tokens": SAMPLED_TOKENS, "levels": levels, "rows": rows})
+    found = simulated(loaded, text, math.ceil(options.runs / DRAWN_FROM))
+    rows = [row_of(case, results) for case, results in found.items()]
+    levels = {"surprisal": SURPRISAL_LEVEL, "spread": SPREAD_LEVEL}
+    write_json(options.out, {"tokens": SAMPLED_TOKENS, "levels": levels, "rows": rows})
+    print("\n".join(map(sentence, rows)))
     missed = [sentence(row) for row in rows if not is_met(row)]
     if missed:
         sys.exit("bar missed: " + "; ".join(missed))
 
 
-def verdicts(
-    loaded: LoadedModel, text: Sequence[int], factor: float, runs: int, drawn: random.Random
-) -> list[CheckResult]:
-    """factor: the temperature that tokens are drawn at, over the one that was asked for"""
-    asked = [answer for verdict in range(runs) for answer in answers_of(verdict, drawn)]
-    # Of one temperature, and of similar lengths, so that those that are drawn together end together.
+def simulated(loaded: LoadedModel, text: Sequence[int], written: int) -> dict[str, list[CheckResult]]:
+    """By case: the verdicts that are drawn from the answers of so many."""
+    drawn = random.Random(0)
+    asked = [answer for verdict in range(written) for answer in answers_of(verdict, drawn)]
+    # Of one temperature, and of similar lengths, so that those that are written together end together.
     asked.sort(key=lambda answer: (answer.temperature, answer.tokens))
-    found: list[list[Draws]] = [[] for _ in range(runs)]
-    for start in range(0, len(asked), TOGETHER):
+    found: dict[tuple[str, int, int], list[Draws]] = {
+        (case, verdict, again): []
+        for case in CASES
+        for verdict in range(written)
+        for again in range(DRAWN_FROM)
+    }
+    generator = torch.Generator().manual_seed(0)
+    for start in tqdm(range(0, len(asked), TOGETHER)):
         group = asked[start : start + TOGETHER]
-        for answer, draws in zip(group, answered(loaded, text, group, factor, drawn), strict=True):
-            found[answer.verdict].append(draws)
-    return [check_sampling([as_scored(draws) for draws in verdict]) for verdict in found]
+        logits = written_logits(loaded, text, group, drawn, generator)
+        for answer, rows in zip(group, logits, strict=True):
+            for case, factor in CASES.items():
+                chances = (rows[: answer.tokens] / (answer.temperature * factor)).softmax(-1)
+                draws = chances.multinomial(DRAWN_FROM, replacement=True, generator=generator)
+                for again, tokens in enumerate(draws.T.tolist()):
+                    name = f"{case} {answer} {again} {drawn.random()}"
+                    scored = draws_of(rows[: answer.tokens], tokens, answer.temperature, name)
+                    found[case, answer.verdict, again].append(scored)
+    return {
+        case: [check_sampling(list(map(as_scored, draws))) for (of, *_), draws in found.items() if of == case]
+        for case in CASES
+    }
 
 
 def answers_of(verdict: int, drawn: random.Random) -> list[Asked]:
@@ -103,27 +121,25 @@ def log_uniform(drawn: random.Random, least: int, most: int) -> int:
 
 
 @torch.inference_mode()
-def answered(
-    loaded: LoadedModel, text: Sequence[int], group: Sequence[Asked], factor: float, drawn: random.Random
-) -> list[Draws]:
-    """Draw the answers of a group together, each after a prompt of its own, all of one length."""
+def written_logits(
+    loaded: LoadedModel,
+    text: Sequence[int],
+    group: Sequence[Asked],
+    drawn: random.Random,
+    generator: torch.Generator,
+) -> Tensor:
+    """Logits [answers, longest, V] while they are written, each after a prompt of its own of one length."""
     length = log_uniform(drawn, SHORTEST_PROMPT, LONGEST_PROMPT)
     starts = [drawn.randrange(len(text) - length) for _ in group]
-    generator = torch.Generator().manual_seed(drawn.getrandbits(63))
     given = torch.tensor([text[start : start + length] for start in starts])
-    temperatures = torch.tensor([[answer.temperature * factor] for answer in group])
-    cache, logits, tokens = None, [], []
+    temperatures = torch.tensor([[answer.temperature] for answer in group])
+    cache, logits = None, []
     for _ in range(max(answer.tokens for answer in group)):
         output = loaded.model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
         logits.append(output.logits[:, -1])
         given = (logits[-1] / temperatures).softmax(-1).multinomial(1, generator=generator)
-        tokens.append(given[:, 0])
-    all_logits, all_tokens = torch.stack(logits, dim=1), torch.stack(tokens, dim=1).tolist()
-    return [
-        draws_of(rows[: answer.tokens], chosen[: answer.tokens], answer.temperature, str(drawn.random()))
-        for answer, rows, chosen in zip(group, all_logits, all_tokens, strict=True)
-    ]
+    return torch.stack(logits, dim=1)
 
 
 def as_scored(draws: Draws) -> AnswerInUse:
