@@ -25,6 +25,9 @@ CONTEXTS = "look at how keys and values of such contexts are stored, found and a
 BATCHES = "look at the kernels for that M, and at how the server batches requests"
 
 
+Holds = Callable[[AnswerInUse], bool]
+
+
 @dataclass(frozen=True)
 class Condition:
     """What wrong answers may have in common."""
@@ -32,7 +35,7 @@ class Condition:
     words: str
     """After `only answers`."""
     advice: str
-    holds: Callable[[AnswerInUse], bool]
+    holds: Holds
     limits: int = 0
     """Numbers in it that are taken from the wrong answers."""
 
@@ -120,7 +123,8 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
 
     telling = [one for one in conditions if len(right) - met(one, right) >= FEWEST_RIGHT]
     pure = [one for one in telling if met(one, wrong) >= PURE * (met(one, wrong) + met(one, right))]
-    left, chosen = list(wrong), []
+    left = list(wrong)
+    chosen: list[Condition] = []
     while left and pure and len(chosen) < MOST_CONDITIONS:
         best = max(pure, key=lambda one: met(one, left) - cost(one))
         chosen.append(best)
@@ -134,7 +138,7 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
 def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> Iterator[Condition]:
     """All that wrong answers may have in common, the plainest first."""
     for kind in sorted({answer.kind for answer in wrong}):
-        yield Condition(_of_kind(kind), _advice_on(kind), lambda answer, kind=kind: answer.kind == kind)
+        yield Condition(_of_kind(kind), _advice_on(kind), _is_of_kind(kind))
     yield Condition(
         "beside which a prompt was read",
         "look at steps that read a prompt and decode together",
@@ -143,20 +147,20 @@ def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> I
     contexts, ms = sorted(map(_context, right)), sorted(answer.m for answer in right)
     for least in sorted(set(map(_context, wrong))):
         words = f"beyond {_below(contexts, least)} tokens of context"
-        yield Condition(words, CONTEXTS, lambda answer, least=least: _context(answer) >= least, limits=1)
+        yield Condition(words, CONTEXTS, _has_context_from(least), limits=1)
     for most in sorted(set(map(_context, wrong)), reverse=True):
         words = f"of less than {_above(contexts, most)} tokens of context"
-        yield Condition(words, CONTEXTS, lambda answer, most=most: _context(answer) <= most, limits=1)
+        yield Condition(words, CONTEXTS, _has_context_to(most), limits=1)
     for lowest in sorted({answer.m for answer in wrong}):
         words = f"decoded at an M above {_below(ms, lowest):.1f}"
-        yield Condition(words, BATCHES, lambda answer, lowest=lowest: answer.m >= lowest, limits=1)
+        yield Condition(words, BATCHES, _has_m_between(lowest, math.inf), limits=1)
     for highest in sorted({answer.m for answer in wrong}, reverse=True):
         words = f"decoded at an M below {_above(ms, highest):.1f}"
-        yield Condition(words, BATCHES, lambda answer, highest=highest: answer.m <= highest, limits=1)
+        yield Condition(words, BATCHES, _has_m_between(0.0, highest), limits=1)
     if len(wrong) >= FEWEST_IN_RANGE:
         lowest, highest = min(answer.m for answer in wrong), max(answer.m for answer in wrong)
         words = f"decoded at an M of {lowest:.1f} to {highest:.1f}"
-        yield Condition(words, BATCHES, lambda answer: lowest <= answer.m <= highest, limits=2)
+        yield Condition(words, BATCHES, _has_m_between(lowest, highest), limits=2)
 
 
 def _below(values: Iterable[float], limit: float) -> float:
@@ -171,6 +175,22 @@ def _above(values: Iterable[float], limit: float) -> float:
 
 def _context(answer: AnswerInUse) -> int:
     return answer.prompt_tokens + answer.tokens
+
+
+def _is_of_kind(kind: str) -> Holds:
+    return lambda answer: answer.kind == kind
+
+
+def _has_context_from(least: int) -> Holds:
+    return lambda answer: _context(answer) >= least
+
+
+def _has_context_to(most: int) -> Holds:
+    return lambda answer: _context(answer) <= most
+
+
+def _has_m_between(lowest: float, highest: float) -> Holds:
+    return lambda answer: lowest <= answer.m <= highest
 
 
 def _of_kind(kind: str) -> str:

@@ -14,8 +14,10 @@ from scalegate.serving_check.evidence.artifact_figures import (
     TextFigures,
     WeightFigures,
 )
+from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
 from scalegate.serving_check.evidence.environment import describe_environment
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures, ScoredText, TextScore
+from scalegate.serving_check.evidence.in_use import AnswerInUse, BlockInUse, FiguresInUse, SideInUse
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import Subject, Verdict
@@ -39,6 +41,19 @@ SOUND_WEIGHTS = WeightFigures(
     compared=4,
     kept=18,
     kinds=(KindErrors("model.layers.*.mlp.up_proj", "INT4 g128, zero points", 4, 0.096, 0.01, _UP),),
+)
+
+_SIDE = SideInUse(
+    0.0, 4.0, 4000, (0.05,) * 60, (0.01,) * 60, dict.fromkeys(range(1, 9), (99, 0.01)), itl_p99=0.03
+)
+IN_USE = FiguresInUse(
+    blocks=(BlockInUse(60, _SIDE, _SIDE),) * 3,
+    answers=tuple(AnswerInUse("greedy", 64, 48, 4.0, 0, 0, 4, "text") for _ in range(40)),
+)
+_REST = Rest(running=0.0, waiting=0.0, kv_cache_usage=0.0, memory_bytes=1 << 30)
+_BURST = (BurstPart(requests=500, seconds=1.0, memory_bytes=1 << 30),) * 6
+AT_REST = AtRestFigures(
+    3200, _REST, _REST, _BURST, 1, (100.0,) * 6, (100.0,) * 6, _BURST, (100.0,) * 6, (100.0,) * 6
 )
 
 
@@ -124,6 +139,8 @@ def sample_evidence(
         measured=tuple(measured_m(m, ratio, blocks, output_len) for m, ratio in ratios.items()),
         capacity=1 << 20,
         answers=(TextScore(max(ratios), 64, 0, 3, "the text"),),
+        in_use=IN_USE,
+        at_rest=AT_REST,
     )
     return replace(sound, **changes)
 
