@@ -151,10 +151,24 @@ def plan_requests(
     generator.shuffle(requests)
     answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
     temperatures = itertools.cycle(TEMPERATURES)
-    return [
-        _with_answer(generator, replace(request, at=at), answer, shape, temperatures)
-        for at, request, answer in zip(arrivals, requests, answers, strict=True)
-    ]
+    return _with_another_seed(
+        [
+            _with_answer(generator, replace(request, at=at), answer, shape, temperatures)
+            for at, request, answer in zip(arrivals, requests, answers, strict=True)
+        ]
+    )
+
+
+def _with_another_seed(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """With two sampled requests, those of the shortest prompts, that differ in their seeds alone."""
+    found = list(requests)
+    sampled = [index for index, request in enumerate(requests) if request.kind == "sampled"]
+    if len(sampled) > 1:
+        first, second = sorted(sampled, key=lambda index: len(requests[index].prompt))[:2]
+        longer = max(requests[first].output_len, requests[second].output_len)
+        found[first] = replace(requests[first], output_len=longer)
+        found[second] = replace(found[first], at=requests[second].at, seed=requests[second].seed)
+    return found
 
 
 def stop_string(answer: str) -> str | None:

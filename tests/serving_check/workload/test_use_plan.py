@@ -127,7 +127,7 @@ def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
     for seed in range(10):
         groups = defaultdict(list)
         for request in planned(seed):
-            if request.kind != "chat":
+            if request.kind not in ("chat", "sampled"):
                 groups[request.prompt[:8]].append(request)
         sharing = [group for group in groups.values() if len(group) > 1]
         assert sharing
@@ -141,6 +141,17 @@ def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
                     if first[i : i + 1] != other[i : i + 1] or i == len(first)
                 )
                 assert len(first) / 2 <= same < len(first)
+
+
+def test_two_sampled_requests_of_a_block_differ_in_their_seeds_alone():
+    for seed in range(10):
+        sampled = [request for request in planned(seed) if request.kind == "sampled"]
+        prompts = Counter(request.prompt[:8] for request in sampled)
+        assert sorted(prompts.values())[-2:] == [1, 2]
+        first, second = [request for request in sampled if prompts[request.prompt[:8]] == 2]
+        assert first.seed != second.seed and first.at < second.at
+        assert replace(second, seed=first.seed, at=first.at) == first
+        assert len(first.prompt) == min(len(request.prompt) for request in sampled)
 
 
 @pytest.mark.parametrize("context", [128, 512])
