@@ -8,10 +8,10 @@ from ..evidence.verdict import CheckResult, finite
 
 NAME = "log-probabilities"
 MOST_ON_AVERAGE = 0.1
-"""Nats. Measured on the bundled model, served on a CPU among 16 requests, one run each: 0.004 in INT4, 0.003 with
-a KVarN cache, 0.037 in NVFP4 with 4-bit inputs, whose codes flip with the order of sums. Two roundings to
-bfloat16 of logits between 16 and 32 differ by 0.04 on average. Log-probabilities of the token before would be
-0.47 off on that model, and logarithms to base 10 would be 0.26 off."""
+"""Nats. Sound artifacts of the bundled model, served on a CPU among 16 requests, one run each, showed 0.004
+(INT4), 0.003 (KVarN cache) and 0.037 (NVFP4 with 4-bit inputs, whose codes flip with the order of sums).
+Two roundings to bfloat16 of logits between 16 and 32 differ by 0.04 on average. On that model
+log-probabilities of the token before would be 0.47 off, and logarithms to base 10 would be 0.26 off."""
 MOST = 2.5
 """Nats at one token: twice the largest in the same runs, 1.2 of 2,600 tokens in NVFP4 with 4-bit inputs."""
 

@@ -3,6 +3,11 @@
 A goodness of fit with a stated level: the summed surprisal, which another temperature moves most, the spread
 of the tokens over their distributions, which top-k and top-p cut, and answers that do not change with the
 seed.
+
+Logits in a server are rounded in another order than those computed here. Log-probabilities that were told
+with 1,000 sampled tokens of the bundled model (640 in NVFP4), one run each, show what that does to the
+surprisal of 2,500: it moves z by 0.001 (INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). Beyond
+3.3 is a fail.
 """
 
 import math
