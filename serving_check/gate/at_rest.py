@@ -30,7 +30,7 @@ PART_S = 0.75
 """Seconds that a part of the burst takes, if the server does not become slower."""
 MOST_IN_A_PART = 500
 """Requests. With 8 parts, more than 3,000 in all."""
-FIRST_REQUESTS = 64
+FIRST_REQUESTS = 200
 """Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
 BASELINE_SHARE = 0.15
 """Of the artifact's part, the baseline's: it is sent only to see whether the machine becomes slower."""
