@@ -30,7 +30,7 @@ PART_S = 0.75
 """Seconds that a part of the burst takes, if the server does not become slower."""
 MOST_IN_A_PART = 500
 """Requests. With 8 parts, more than 3,000 in all."""
-FIRST_REQUESTS = 64
+FIRST_REQUESTS = 200
 """Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
 BASELINE_SHARE = 0.15
 """Of the artifact's part, the baseline's: it is sent only to see whether the machine becomes slower."""
@@ -73,16 +73,18 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
     burst = _Burst(sides)
     burst.send()
     first = min(measured, key=lambda level: level.m)
+    # A noisy machine needs more blocks, and more of them to compare with.
+    compared = max(LOOKS[0], min(MOST_LAST, len(first.blocks) // 2))
     figures = AtRestFigures(
         requests=requests + burst.requests,
         before=before,
         after=before,
         burst=tuple(burst.parts),
         first_m=first.m,
-        first=_throughputs(first.artifact[: LOOKS[0]]),
+        first=_throughputs(first.artifact[:compared]),
         last=(),
         baseline_burst=tuple(burst.baseline_parts),
-        baseline_first=() if baseline is None else _throughputs(first.baseline[: LOOKS[0]]),
+        baseline_first=() if baseline is None else _throughputs(first.baseline[:compared]),
         errors=tuple(burst.errors[:KEPT_ERRORS]),
     )
     figures = _measure_again(sides, figures)

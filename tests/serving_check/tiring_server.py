@@ -15,8 +15,8 @@ from scalegate.serving_check.server.model_description import ModelDescription
 from scalegate.serving_check.server.run import ServerOptions, run_server
 from scalegate.tests.serving_check.counting_server import CountingEngine
 
-KEPT_BYTES = 16 << 10
-TIRED_AFTER = 300
+KEPT_BYTES = 256 << 10
+TIRED_AFTER = 130
 TIRED_S = 0.1
 """Added to each step: with less, a burst's requests in flight hide it."""
 ENDLESS = 10**9

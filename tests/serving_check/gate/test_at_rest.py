@@ -29,7 +29,10 @@ TEXT = tuple(range(1, 400))
 
 @pytest.fixture(autouse=True)
 def short_burst(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(at_rest, "PART_S", 0.25)
+    """Few requests, in parts that are never cut short: the engine tires in the middle of them."""
+    monkeypatch.setattr(at_rest, "FIRST_REQUESTS", 40)
+    monkeypatch.setattr(at_rest, "MOST_IN_A_PART", 20)
+    monkeypatch.setattr(at_rest, "PART_S", 10.0)
     monkeypatch.setattr(at_rest, "PATIENCE_S", 1.0)
 
 
@@ -75,7 +78,7 @@ def test_a_real_server_lets_go_of_an_aborted_request_and_keeps_its_speed(server:
 
 
 def test_a_look_at_both_servers_has_their_parts_and_repeats_side_by_side(tmp_path: Path):
-    with serving("none", tmp_path) as artifact, serving("tires", tmp_path) as baseline:
+    with serving("none", tmp_path) as artifact, serving("none", tmp_path / "baseline") as baseline:
         figures = looked_at(artifact, baseline)
     assert len(figures.baseline_burst) == len(figures.burst)
     assert len(figures.first) == len(figures.baseline_first) == 6
