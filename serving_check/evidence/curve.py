@@ -19,17 +19,19 @@ from .verdict import CurvePoint, RivalPoint, ServingFigures, SteadyPoint, finite
 def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
     """The test of each M, fixed before the first repeat."""
     figures = 2 if workload.decoding_apart else 1
-    return SequentialTest(floor, number_of_ms=figures * len(workload.ms), max_blocks=workload.max_blocks)
+    count = figures * len(workload.measured_ms)
+    return SequentialTest(floor, number_of_ms=count, max_blocks=workload.max_blocks)
 
 
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
     """A point for every M at which both sides finished a repeat."""
-    decisions = decisions_of(measured, sequential_test(workload, bounds.throughput_floor))
+    decisions = decisions_of(measured, workload, bounds.throughput_floor)
     voting = rival_decisions_of(measured, workload, bounds.max_first_rival_m)
     steady = steady_decisions_of(measured, workload, bounds.throughput_floor)
     return [
         replace(
             curve_point(level, decision),
+            drawn=level.m not in workload.ms,
             rival=rival_point(level, voting.get(level.m), workload),
             steady=steady_point(level, steady.get(level.m)),
         )
@@ -45,8 +47,8 @@ RIVAL_FLOOR = 1.0
 def rival_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, from_m: float
 ) -> dict[int, Decision]:
-    """Whether the artifact is faster than the rival, at each M from `from_m` on."""
-    voting = [level for level in measured if level.m >= from_m]
+    """Whether the artifact is faster than the rival, at each given M from `from_m` on."""
+    voting = [level for level in measured if level.m >= from_m and level.m in workload.ms]
     if not voting:
         return {}
     # It only has to be faster, so a wide interval is enough.
@@ -84,7 +86,7 @@ def binding_decisions_of(
 ) -> list[Decision]:
     """The decision that counts at every M, of whole requests or of decoding alone: a failed one, else an open
     one, else an undecided one, else the lower one."""
-    decisions = decisions_of(measured, sequential_test(workload, floor))
+    decisions = decisions_of(measured, workload, floor)
     steady = steady_decisions_of(measured, workload, floor)
     if not steady:
         return decisions
@@ -111,7 +113,7 @@ def steady_decisions_of(
     """
     if not workload.decoding_apart:
         return {}
-    decisions = _decided(measured, sequential_test(workload, floor), decoding_throughput)
+    decisions = _decided(measured, workload, floor, decoding_throughput)
     return {
         level.m: replace(decision, final=True)
         if len(level.blocks) >= LOOKS[0] and not level.shows_steady_decoding
@@ -135,38 +137,43 @@ def steady_point(measured: MeasuredM, decision: Decision | None) -> SteadyPoint 
     )
 
 
-def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
+def decisions_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float) -> list[Decision]:
     """The decision at every M; a hopelessly slow one has failed after two blocks.
 
     Not if servers take turns: their first blocks share a start, which may have been a bad one.
     """
-    decisions = _decided(measured, test, output_throughput)
+    decisions = _decided(measured, workload, floor, output_throughput)
     if any(took_turns(level) for level in measured):
         return decisions
     return [
         replace(decision, status="fail", final=True)
-        if decision.status == "inconclusive" and is_hopeless(level.first_looks, test.floor)
+        if decision.status == "inconclusive" and is_hopeless(level.first_looks, floor)
         else decision
         for level, decision in zip(measured, decisions, strict=True)
     ]
 
 
 def _decided(
-    measured: Sequence[MeasuredM], test: SequentialTest, figure: Callable[[Repeat], float | None]
+    measured: Sequence[MeasuredM],
+    workload: WorkloadSettings,
+    floor: float,
+    figure: Callable[[Repeat], float | None],
 ) -> list[Decision]:
     """From the blocks on the first servers or, if there are any, from groups on restarted servers; from
-    groups alone if servers take turns."""
+    groups alone if servers take turns. Drawn Ms, of which less is known, pass by their estimate."""
+    test = sequential_test(workload, floor)
+    drawn = {index for index, level in enumerate(measured) if level.m not in workload.ms}
     groups = [level.group_means(figure) for level in measured]
     if any(took_turns(level) for level in measured):
-        return decide_all(groups, test.of_turns)
+        return decide_all(groups, test.of_turns, drawn)
     first = [
         replace(level, blocks=[block for block in level.blocks if not block.restarts]).log_ratios(figure)
         for level in measured
     ]
-    decisions = decide_all(first, test)
+    decisions = decide_all(first, test, drawn)
     if any(groups):
         # An M that was decided before has no groups.
-        grouped = decide_all(groups, test.of_groups)
+        grouped = decide_all(groups, test.of_groups, drawn)
         decisions = [
             new if means else old for old, new, means in zip(decisions, grouped, groups, strict=True)
         ]

@@ -148,6 +148,8 @@ class CurvePoint:
     """The lower limit that the decision was made with, corrected for repeated looks as well."""
     decision_high: float | None = None
     """The upper one, corrected for those and for the number of Ms."""
+    drawn: bool = False
+    """Whether M was drawn between those given. It is sent shorter requests, and passes by its estimate."""
     rival: RivalPoint | None = None
     """Null where no rival was served."""
     steady: SteadyPoint | None = None

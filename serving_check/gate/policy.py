@@ -12,6 +12,7 @@ from typing import Any
 from ..adapters.all_engines import find_engine
 from ..evidence.coded_load import uncoded
 from ..evidence.verdict import Verdict
+from ..ms_between import STEP, draw_between
 from ..settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
 
 
@@ -21,8 +22,8 @@ class ReleasePolicy:
 
     least_largest_m: int = 32
     """The largest M is at least this; the smallest is 1."""
-    most_m_step: int = 8
-    """Each M is at most this many times the one before it."""
+    most_m_step: int = STEP
+    """Each M is at most this many times the one before it, given and drawn Ms together."""
     least_input_len: int = 64
     """Prompt tokens a request."""
     least_output_len: int = 64
@@ -84,9 +85,11 @@ def weaker_settings(
         found.append(f"the largest M is {ms[-1]}, the policy wants {policy.least_largest_m}")
     found += [
         f"M={after} is more than {policy.most_m_step} times M={before}, the one before it"
-        for before, after in pairwise(ms)
+        for before, after in pairwise(workload.measured_ms)
         if after > policy.most_m_step * before
     ]
+    if not workload.draws_between and draw_between(ms, workload.seed):
+        found.append("no M was drawn between the given ones")
     for what, value, least in (
         ("prompt tokens a request", workload.input_len, policy.least_input_len),
         ("output tokens a request", workload.output_len, policy.least_output_len),

@@ -25,7 +25,7 @@ such a walk's, however strong the correlation that a few groups cannot exclude.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
@@ -148,13 +148,17 @@ def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
     return decide_all([log_ratios], test)[0]
 
 
-def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[Decision]:
+def decide_all(
+    series: Sequence[Sequence[float]], test: SequentialTest, by_estimate: Collection[int] = ()
+) -> list[Decision]:
     """The decision at each M after these blocks of each, oldest first.
 
     It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
     What correlates one block with the next is the machine and not M, so all Ms are asked about it together.
 
-    series: log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
+    series:      log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
+    by_estimate: the indices of those that pass by their ratio, if it is known to within `widest`, instead of
+                 their lower limit
     """
     final: dict[int, Decision] = {}
     for blocks in test.looks:
@@ -163,7 +167,7 @@ def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[
         due = [m for m, values in enumerate(seen) if m not in final and len(values) == blocks]
         if due:
             correlation = _correlation(seen)
-            looked = {m: _look(seen[m], test, correlation) for m in due}
+            looked = {m: _look(seen[m], test, correlation, m in by_estimate) for m in due}
             final |= {m: decision for m, decision in looked.items() if decision.final}
     correlation = _correlation(series)
     return [final.get(m) or _estimate(values, test, correlation) for m, values in enumerate(series)]
@@ -188,10 +192,11 @@ def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
     return len(first_looks) >= 2 and is_far_below(first_looks, floor)
 
 
-def _look(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
+def _look(values: Sequence[float], test: SequentialTest, correlation: float, by_estimate: bool) -> Decision:
     decision = _estimate(values, test, correlation)
     shown_low, shown_high = decision.shown
-    if decision.low >= test.floor and shown_high <= shown_low * test.widest:
+    reached = decision.ratio if by_estimate else decision.low
+    if reached >= test.floor and shown_high <= shown_low * test.widest:
         return replace(decision, status="pass", final=True)
     if decision.high < test.floor:
         return replace(decision, status="fail", final=True)

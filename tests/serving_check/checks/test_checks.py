@@ -1,5 +1,6 @@
 """Each check, passing and failing, on load results made of plain numbers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from scalegate.serving_check.checks.latency import check_latency
 from scalegate.serving_check.checks.loads import check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
-from scalegate.serving_check.checks.throughput import check_throughput
+from scalegate.serving_check.checks.throughput import RUNS_TO_MISS, check_throughput
 from scalegate.serving_check.evidence.curve import curve_point
 from scalegate.serving_check.evidence.evidence import ModelFigures
 from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
@@ -23,7 +24,12 @@ from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import overall_status
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics.decide import GROUP, SequentialTest, decide
+from scalegate.serving_check.statistics.decide import GROUP, SHOWN_ERROR, WIDEST, SequentialTest, decide
+from scalegate.serving_check.statistics.trimmed_mean import (
+    VALUES_PER_TRIM,
+    _student_t_tail,
+    student_t_quantile,
+)
 
 from ..gate_samples import load_result, measured_m, sample_evidence, sample_verdict
 
@@ -102,6 +108,39 @@ def test_one_slow_m_fails_all_and_is_the_one_shown():
     status, measured = throughput_of({1: 1.2, 8: 0.8})
     assert status == "fail"
     assert "M=8" in measured
+
+
+def test_drawn_ms_are_told_apart_in_the_words():
+    load = WorkloadSettings((1, 8), seed=3, draws_between=True)
+    first = load.ms_between[0]
+
+    def check(ratios: dict[int, float]):
+        return check_throughput(sample_verdict(ratios, workload=load).curve, 0.93, {}, 15)
+
+    sound = check({1: 1.2, 8: 1.0})
+    drawn = ", ".join(map(str, load.ms_between))
+    assert sound.status == "pass" and f"M={drawn} were drawn between the given Ms" in sound.reason
+    assert f"at most 1 of {RUNS_TO_MISS} runs" in sound.reason and "by estimate at drawn Ms" in sound.bound
+    slow = check({1: 1.2, first: 0.6, first + 1: 1.2, 8: 1.0})
+    assert slow.status == "fail" and f"at M={first} (drawn): " in slow.reason
+    assert slow.measured.startswith("lowest 0.600 [") and f"at M={first} (drawn)" in slow.measured
+    assert "drawn" not in check_throughput(sample_verdict({1: 1.2, 8: 1.0}).curve, 0.93, {}, 15).reason
+
+
+def test_a_drawn_m_at_which_tokens_take_twice_as_long_passes_as_rarely_as_is_said():
+    """It passes with an estimate at the floor whose 95% interval spans `WIDEST`: how rare is that error?"""
+    prompts = 0.3
+    ratio = 1 / (prompts + 2 * (1 - prompts))
+    error = math.log(Bounds().throughput_floor / ratio)
+    half = math.log(WIDEST) / 2
+    for test in (SequentialTest(Bounds().throughput_floor, 10), SequentialTest(0.93, 10).of_turns):
+        missed = 0.0
+        for blocks in test.looks:
+            freedom = blocks - 2 * (blocks // VALUES_PER_TRIM) - 1
+            errors_of_the_mean = error / half * student_t_quantile(SHOWN_ERROR, freedom)
+            missed += _student_t_tail(errors_of_the_mean, freedom)
+        print(test.in_turns, missed)
+        assert missed <= 1 / RUNS_TO_MISS
 
 
 def test_an_undecided_m_is_never_a_pass():
