@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 
 from ..evidence.verdict import CheckResult, CurvePoint, Status
-from ..statistics.decide import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
+from ..statistics.decide import GROUP, LEAST_FOR_GROUPS, LOOKS, STRONG, TURN_LOOKS, WIDEST
 
 NAME = "throughput"
 HOPELESS_SENTENCE = "It is so far below the floor that two blocks of repeats were enough. "
@@ -105,7 +105,10 @@ def _reason(
         )
         blocks = min(max_blocks, max(len(point.log_ratios) for point in open_points))
         within, remedy = _in_turns(blocks) if in_turns else (f"{blocks} blocks of repeats", MORE_REPEATS)
-        return f"could not be decided within {within}: {ms}. Validate again on a quieter machine, {remedy}."
+        return (
+            f"could not be decided within {within}: {ms}. Validate again on a quieter machine, {remedy}."
+            + _of_correlation(open_points, max_blocks, in_turns)
+        )
     if not curve:
         return "no block of repeats was finished"
     given = [point for point in curve if not point.drawn]
@@ -126,6 +129,29 @@ def _of_drawn(curve: Sequence[CurvePoint]) -> str:
         f". M={', '.join(str(point.m) for point in drawn)} were drawn between the given Ms and sent shorter "
         f"requests, so their ratios are known less well, to within {widest:.2f}×. If tokens took twice as "
         f"long at one of them, it would pass in at most 1 of {RUNS_TO_MISS} runs"
+    )
+
+
+def _of_correlation(open_points: Sequence[CurvePoint], max_blocks: int, in_turns: bool) -> str:
+    """A sentence on what would decide in spite of a strong correlation; empty if there is none."""
+    strongest = max(point.correlation for point in open_points)
+    if strongest < STRONG:
+        return ""
+    if in_turns:
+        return (
+            " The machine itself speeds up and slows down from group to group: what would decide is a "
+            "machine or a GPU that nobody else uses."
+        )
+    if max_blocks < LEAST_FOR_GROUPS:
+        return (
+            " While one block resembles the next, more of them on the same servers say little: what would "
+            f"decide is --max-blocks {LEAST_FOR_GROUPS} or more, with which servers are restarted for each "
+            f"group of {GROUP} blocks, or longer repeats (--output-len)."
+        )
+    return (
+        " While one block resembles the next, more of them say little: what would decide are longer repeats "
+        "(--output-len, --waves), over which the machine's moods average out, or cores and a GPU that nobody "
+        "else uses."
     )
 
 

@@ -52,6 +52,8 @@ STRONG = 0.5
 """A correlation between blocks from which on more of them, on the same servers, hardly help."""
 GROUP = 6
 """Blocks on the same servers, once they are started anew: their mean then counts as one."""
+LEAST_FOR_GROUPS = RESTART_FROM + LOOKS[0] * GROUP
+"""The fewest blocks at most with which servers are started anew: what is left must do for the first look."""
 GROUPED_ERROR = 0.01
 """The chance of a wrong verdict from groups of blocks, beside that from single blocks."""
 TURN_LOOKS = (4, 6, 8, 12, 16)
@@ -176,7 +178,7 @@ def decide_all(
 def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bool:
     """Whether something is undecided, and what keeps it so is a correlation that new servers may end."""
     return (
-        test.of_groups.max_blocks >= LOOKS[0]
+        test.max_blocks >= LEAST_FOR_GROUPS
         and all(decision.final or decision.blocks >= RESTART_FROM for decision in decisions)
         and any(not decision.final and decision.correlation >= STRONG for decision in decisions)
     )

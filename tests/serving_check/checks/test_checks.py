@@ -21,10 +21,17 @@ from scalegate.serving_check.evidence.curve import curve_point
 from scalegate.serving_check.evidence.evidence import ModelFigures
 from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
 from scalegate.serving_check.evidence.quality_figures import Comparison
-from scalegate.serving_check.evidence.verdict import overall_status
+from scalegate.serving_check.evidence.verdict import CurvePoint, overall_status
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics.decide import GROUP, SHOWN_ERROR, WIDEST, SequentialTest, decide
+from scalegate.serving_check.statistics.decide import (
+    GROUP,
+    LEAST_FOR_GROUPS,
+    SHOWN_ERROR,
+    WIDEST,
+    SequentialTest,
+    decide,
+)
 from scalegate.serving_check.statistics.trimmed_mean import (
     VALUES_PER_TRIM,
     _student_t_tail,
@@ -91,6 +98,34 @@ def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
     assert check_reached([point], BOUNDS.min_reached).status == "pass"
 
 
+def ran(m: int, ours: float, theirs: float) -> CurvePoint:
+    point = sample_verdict({m: 1.0}).curve[0]
+    return replace(
+        point,
+        artifact=replace(point.artifact, running_mean=ours),
+        baseline=replace(point.baseline, running_mean=theirs),
+    )
+
+
+def test_an_artifact_need_not_run_more_requests_than_the_baseline_could():
+    """900 tokens in and 64 out: the first answers end before the last prompts are read."""
+    sound = check_reached([ran(1, 1.0, 1.0), ran(32, 22.5, 22.5)], BOUNDS.min_reached)
+    assert sound.status == "pass" and "the baseline ran 22.5 of M=32 as well" in sound.reason
+    slow = check_reached([ran(32, 16.0, 22.5)], BOUNDS.min_reached)
+    assert slow.status == "fail" and "M=32: 16 running" in slow.reason and "ran 22.5" in slow.reason
+    assert check_reached([ran(32, 22.5, 31.0)], BOUNDS.min_reached).status == "fail", "the control"
+    assert check_reached([ran(32, 30.0, 40.0)], BOUNDS.min_reached).status == "pass", "M is all that counts"
+    capped = check_reached([ran(32, 22.5, 22.5)], BOUNDS.min_reached, limit=23)
+    assert capped.status == "fail" and "at most 23 requests together" in capped.reason
+
+
+def test_a_workload_whose_m_not_even_the_baseline_reaches_decides_nothing():
+    result = check_reached([ran(1, 1.0, 1.0), ran(32, 15.0, 15.0)], BOUNDS.min_reached)
+    assert result.status == "inconclusive"
+    assert "the baseline ran 15 of M=32" in result.reason and "--output-len" in result.reason
+    assert check_reached([ran(32, 5.0, 15.0)], BOUNDS.min_reached).status == "fail"
+
+
 @pytest.mark.parametrize("server_counts", [True, False])
 def test_queued_requests_do_not_count_as_running_whether_or_not_the_server_counts(server_counts):
     result = load_result(16, 1000.0, running=4)
@@ -150,6 +185,22 @@ def test_an_undecided_m_is_never_a_pass():
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
     assert "--max-blocks" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "in_turns", "words"),
+    [
+        (LEAST_FOR_GROUPS - 1, False, f"what would decide is --max-blocks {LEAST_FOR_GROUPS}"),
+        (LEAST_FOR_GROUPS, False, "what would decide are longer repeats (--output-len, --waves)"),
+        (96, True, "what would decide is a machine"),
+    ],
+)
+def test_a_wide_correlation_says_what_would_decide(max_blocks: int, in_turns: bool, words: str):
+    point = replace(sample_verdict({8: 1.0}).curve[0], status="inconclusive", correlation=0.8)
+    result = check_throughput([point], 0.93, {}, max_blocks, in_turns=in_turns)
+    assert "correlated, up to 0.80" in result.reason and words in result.reason
+    alone = check_throughput([replace(point, correlation=0.3)], 0.93, {}, max_blocks, in_turns=in_turns)
+    assert "would decide" not in alone.reason, "the control"
 
 
 @pytest.mark.parametrize(("groups", "more_help"), [(4, True), (16, False)])
@@ -297,6 +348,9 @@ def test_a_cache_that_has_room_while_requests_wait_breaks_its_promise():
     assert check(capacity=512).status == "pass", "it says itself that it holds four"
     assert check(kv_usage_max=0.95).status == "pass", "it is full"
     assert check(waiting_max=0.0, waiting_mean=0.0).status == "pass", "they never came that far"
+    alike = replace(point, baseline=replace(point.baseline, running_mean=2.5))
+    few = replace(alike, artifact=replace(alike.artifact, **short))
+    assert check_kv_capacity([few], load, 2048, 8, share=0.75).status == "pass", "nor did the baseline's"
 
 
 def compiled(*samples: str) -> dict[str, float]:
