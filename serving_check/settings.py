@@ -38,11 +38,6 @@ def default_ms(input_len: int) -> tuple[int, ...]:
     return MS if input_len <= LONG_PROMPT else MS_OF_LONG_PROMPTS
 
 
-def decoding_is_apart(input_len: int) -> bool:
-    """Whether prefill would hide how fast answers are decoded."""
-    return input_len > LONG_PROMPT
-
-
 @dataclass(frozen=True)
 class WorkloadSettings:
     """The requests that are sent, the same to both sides. Changing any of it changes what a verdict says."""
@@ -82,7 +77,8 @@ class WorkloadSettings:
         unless_given="a fresh number, which the verdict records",
     )
     decoding_apart: bool = False
-    """Besides whole requests, decide on what is decoded while no prompt is read, where prompts are long."""
+    """Decide on decoding by itself at every M. Only verdicts from before shares of the time were recorded ask
+    for it: parts of requests are now judged by themselves by what they take of the baseline's time."""
     draws_between: bool = False
     """Whether Ms between those given are drawn from the seed and measured as well, with shorter requests."""
 

@@ -116,9 +116,12 @@ def asked_ms(verdict: Verdict) -> list[int]:
 def series_of(verdict: Verdict) -> list[Series]:
     """The artifact last, so that it is drawn over the others."""
     curve = verdict.curve
+    # Where prompts take little of the time, decoding alone is what whole requests are.
+    apart = [point for point in curve if point.prompts or verdict.workload.decoding_apart]
     found = [
         Series("rival", "artifact ÷ rival", _marks(curve, lambda point: point.rival)),
-        Series("steady", "decoding alone", _marks(curve, lambda point: point.steady)),
+        Series("steady", "decoding alone", _marks(apart, lambda point: point.steady)),
+        Series("prompts", "prompts alone", _marks(curve, lambda point: point.prompts)),
         Series("artifact", "artifact ÷ baseline", _marks(curve, lambda point: point), labelled=True),
     ]
     return [series for series in found if series.marks]

@@ -15,7 +15,6 @@ from ...serving_check.settings import (
     QUALITY_TOKENS,
     Bounds,
     WorkloadSettings,
-    decoding_is_apart,
     default_ms,
 )
 
@@ -94,8 +93,7 @@ def asked_workload(given: Mapping[str, Any], input_len: int, seed: int) -> Workl
     """
     values: dict[str, Any] = {"input_len": input_len, "seed": seed} | given_of(WorkloadSettings, given)
     values = {"ms": default_ms(values["input_len"])} | values
-    apart = decoding_is_apart(values["input_len"])
-    return WorkloadSettings(**values, decoding_apart=apart, draws_between=True)
+    return WorkloadSettings(**values, draws_between=True)
 
 
 def asked_bounds(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> Bounds:

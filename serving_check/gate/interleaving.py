@@ -47,8 +47,8 @@ def measure(
     """
     workload = servers.workload
     floor = bounds.throughput_floor
-    test = sequential_test(workload, floor)
     measured = [MeasuredM(m) for m in workload.measured_ms]
+    test = sequential_test(measured, workload, floor)
     with clock.stage("warm-up"):
         for level in measured:
             if not servers.warm_up(level):

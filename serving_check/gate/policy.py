@@ -13,7 +13,7 @@ from ..adapters.all_engines import find_engine
 from ..evidence.coded_load import uncoded
 from ..evidence.verdict import Verdict
 from ..ms_between import STEP, draw_between
-from ..settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
+from ..settings import Bounds, WorkloadSettings, checked_bound
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,6 @@ def weaker_settings(
     ):
         if value < least:
             found.append(f"{value} {what}, the policy wants {least}")
-    if decoding_is_apart(workload.input_len) and not workload.decoding_apart:
-        found.append(f"decoding after {workload.input_len} prompt tokens is not judged by itself")
     if (why := uncoded(workload, kv_cache_dtype)) is not None:
         found.append(why)
     for field in fields(Bounds):
@@ -124,6 +122,10 @@ def weaker(verdict: Verdict) -> list[str]:
     ]
     if verdict.evidence.in_use is None and verdict.status != "fail":
         found.append("no load as in use was sent")
+    if any(
+        repeat.prefill_seconds is None for level in verdict.evidence.measured for repeat in level.baseline
+    ):
+        found.append("the time that prompts take is not recorded, so no part is judged by itself")
     return found + _of_the_baseline(verdict)
 
 

@@ -132,7 +132,7 @@ def test_what_is_not_given_follows_from_the_recipe_and_the_prompts():
     given = validate.command.make_context("validate", ["model", "--input-len", "4096"]).params
     workload = asked_workload(given, input_len=64, seed=5)
     assert (workload.ms, workload.input_len, workload.seed) == ((1, 8, 32), 4096, 5)
-    assert workload.decoding_apart and workload.draws_between
+    assert workload.draws_between
     assert asked_bounds({"throughput_floor": 0.5}, given).throughput_floor == 0.5
     assert asked_bounds({"throughput_floor": 0.5}, {"floor": 0.75}).throughput_floor == 0.75
 
