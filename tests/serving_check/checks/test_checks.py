@@ -82,6 +82,8 @@ def test_a_diagnosis_acquits_layers_that_are_fast_enough():
     found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {}, 8, 0.93)
     assert SHAPE not in found
     assert "elsewhere" in found
+    between = diagnose(plan_with(SLOW_AND_FAST, "fast"), {}, 5, 0.93)
+    assert "at M=5 none was measured by itself" in between and "elsewhere" not in between
 
 
 def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
