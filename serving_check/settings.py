@@ -13,6 +13,7 @@ from pydantic import ConfigDict
 
 from ..base.errors import UserError
 from ..base.option_fields import check_options, option, text_of
+from .ms_between import draw_between
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
@@ -25,16 +26,16 @@ LARGEST_BOUND = 1e6
 MS, MS_OF_LONG_PROMPTS = (1, 2, 4, 8, 16, 32), (1, 8, 32)
 LONG_PROMPT = 1024
 """Prompt tokens beyond which fewer Ms are measured: prefill then takes most of a verdict's time."""
+SHORTER = 4
+"""Tokens of a request at a given M for each token of one at a drawn M, prompt and answer alike: the work is
+of the same mixture, and all drawn Ms together cost about as much as one more given M."""
+LEAST_SHORT = 16
+"""Output tokens that a request at a drawn M has at least, if one at a given M has them."""
 
 
 def default_ms(input_len: int) -> tuple[int, ...]:
     """The Ms of a workload whose prompts have `input_len` tokens; the release policy allows both choices."""
     return MS if input_len <= LONG_PROMPT else MS_OF_LONG_PROMPTS
-
-
-def decoding_is_apart(input_len: int) -> bool:
-    """Whether prefill would hide how fast answers are decoded."""
-    return input_len > LONG_PROMPT
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,31 @@ class WorkloadSettings:
         unless_given="a fresh number, which the verdict records",
     )
     decoding_apart: bool = False
-    """Besides whole requests, decide on what is decoded while no prompt is read, where prompts are long."""
+    """Decide on decoding by itself at every M. Only verdicts from before shares of the time were recorded ask
+    for it: parts of requests are now judged by themselves by what they take of the baseline's time."""
+    draws_between: bool = False
+    """Whether Ms between those given are drawn from the seed and measured as well, with shorter requests."""
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def ms_between(self) -> tuple[int, ...]:
+        """The drawn Ms."""
+        return draw_between(self.ms, self.seed) if self.draws_between else ()
+
+    @property
+    def measured_ms(self) -> tuple[int, ...]:
+        """Given and drawn, ascending."""
+        return tuple(sorted({*self.ms, *self.ms_between}))
+
+    def at(self, m: int) -> "WorkloadSettings":
+        """With the requests that are sent at `m`: shorter ones if it was drawn."""
+        if m in self.ms:
+            return self
+        output_len = max(self.output_len // SHORTER, min(self.output_len, LEAST_SHORT))
+        input_len = max(1, self.input_len * output_len // self.output_len)
+        return replace(self, input_len=input_len, output_len=output_len)
 
 
 @dataclass(frozen=True)

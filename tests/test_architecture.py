@@ -26,8 +26,8 @@ ROOMS = {
     ],
     "layouts": [INIT, "formats", "kv", "packing", "modules", "choosing"],
     "serving_check": [
-        INIT, "settings", "statistics", "engine", "adapters", "workload", "server", "evidence", "quality",
-        "draws", "checks", "gate",
+        INIT, "ms_between", "settings", "statistics", "engine", "adapters", "workload", "server", "evidence",
+        "quality", "draws", "checks", "gate",
     ],
     "pipeline": [
         "machine", INIT, "report", "records", "checkpoints", "conventions", "gguf_file", "model_loader",

@@ -94,6 +94,7 @@ def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options
     load = preview.validate
     beside = "" if load.rival is None else f", and faster than {load.rival}"
     scores = "" if load.tasks is None else f", scores of {load.tasks}"
+    between = f" and {load.drawn_ms} drawn between them" if load.drawn_ms else ""
     last = "" if load.last_seconds is None else f"; the last one took {in_words(load.last_seconds)}"
     lines = [
         "This would be done; nothing was:",
@@ -101,7 +102,7 @@ def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options
         + ("; it is there already, and is only checked" if preview.done_before else ""),
         *estimate_lines(preview.quantize),
         "layout    every layout of each shape at every M",
-        f"validate  beside {load.baseline} on {load.engine}, at M = {', '.join(map(str, load.ms))}, "
+        f"validate  beside {load.baseline} on {load.engine}, at M = {', '.join(map(str, load.ms))}{between}, "
         f"{load.input_len} tokens in and {load.output_len} out",
         f"  wants   at least {load.floor:g} of its throughput{beside}",
         f"  reads   {load.quality_tokens:,} tokens of text for quality{scores}",

@@ -36,6 +36,8 @@ class ServingEstimate:
     """What the verdict will rest on. `memory` is in bytes."""
 
     ms: tuple[int, ...]
+    drawn_ms: int
+    """How many more are drawn between them."""
     input_len: int
     output_len: int
     engine: str
@@ -106,6 +108,7 @@ def preview_release(
     seconds = least_serving_seconds(numbers, workload, sides, device, dtype)
     validated = ServingEstimate(
         ms=workload.ms,
+        drawn_ms=len(workload.ms_between),
         input_len=workload.input_len,
         output_len=workload.output_len,
         engine=validation.engine,

@@ -29,7 +29,7 @@ from ..validation.cpu_dtype import baseline_dtype
 from ..validation.measure import measure_and_judge
 from ..validation.options import ValidateOptions, asked_bounds, asked_workload
 from ..validation.rival import open_rival
-from ..validation.run import Run, require_context, say_exploratory
+from ..validation.run import Run, require_context, say_exploratory, weaker_than_policy
 from ..validation.servers import baseline_options, placed, refuse_unreached, sized_options
 from ..validation.task_scores import require_lm_eval, task_context
 from ..validation.write_down import Place, write_down
@@ -91,7 +91,7 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
     longest_task = 0 if asked.tasks is None else task_context(baseline)
     options = sized_options(engine_options, workload, longest_task, context)
     options = replace(options, device=placed(options.device, placement))
-    return Run(
+    run = Run(
         artifact=checkpoint,
         baseline=baseline,
         rival=rival,
@@ -105,6 +105,9 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
         progress=progress,
         clock=clock,
     )
+    # An exploratory run is asked for these Ms by name.
+    given_ms = replace(workload, draws_between=False)
+    return replace(run, workload=given_ms) if weaker_than_policy(run) else run
 
 
 def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:

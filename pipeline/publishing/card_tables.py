@@ -74,7 +74,7 @@ def _interval(low: float | None, high: float | None) -> str:
 
 def curve_row(point: CurvePoint) -> list[str]:
     return [
-        str(point.m),
+        f"{point.m} (drawn)" if point.drawn else str(point.m),
         f"{point.artifact.output_throughput:,.0f}",
         f"{point.baseline.output_throughput:,.0f}",
         _number(point.ratio, 2),

@@ -17,6 +17,8 @@ NARROW = 480
 LABEL_HEIGHT = 15
 MOST_TICKS = 6
 NICE_STEPS = (1, 2, 5, 10)
+LARGE, SMALL = 5.0, 3.0
+"""Half the width of a mark in pixels."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Mark:
     low: float | None
     high: float | None
     status: str
+    drawn: bool = False
+    """Whether M was drawn between the given ones: a smaller mark, without its number."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +109,19 @@ def curve_in_words(verdict: Verdict) -> str:
 
 
 def asked_ms(verdict: Verdict) -> list[int]:
-    """Every M that was asked for, measured or not."""
-    return sorted({*verdict.workload.ms, *(point.m for point in verdict.curve)})
+    """Every M that was asked for or drawn, measured or not."""
+    return sorted({*verdict.workload.measured_ms, *(point.m for point in verdict.curve)})
 
 
 def series_of(verdict: Verdict) -> list[Series]:
     """The artifact last, so that it is drawn over the others."""
     curve = verdict.curve
+    # Where prompts take little of the time, decoding alone is what whole requests are.
+    apart = [point for point in curve if point.prompts or verdict.workload.decoding_apart]
     found = [
         Series("rival", "artifact ÷ rival", _marks(curve, lambda point: point.rival)),
-        Series("steady", "decoding alone", _marks(curve, lambda point: point.steady)),
+        Series("steady", "decoding alone", _marks(apart, lambda point: point.steady)),
+        Series("prompts", "prompts alone", _marks(curve, lambda point: point.prompts)),
         Series("artifact", "artifact ÷ baseline", _marks(curve, lambda point: point), labelled=True),
     ]
     return [series for series in found if series.marks]
@@ -128,6 +135,7 @@ def _marks(curve: Sequence[CurvePoint], part: Callable[[CurvePoint], object]) ->
             getattr(figures, "ratio_low", None),
             getattr(figures, "ratio_high", None),
             getattr(figures, "status", None) or "unknown",
+            point.drawn,
         )
         for point in curve
         if (figures := part(point)) is not None and (ratio := getattr(figures, "ratio", None)) is not None
@@ -194,9 +202,9 @@ def _series(series: Series, scale: Scale) -> list[str]:
         kind = f"{series.kind} {escape(mark.status)}"
         parts += [
             _interval(mark, kind, scale),
-            _mark(scale.x(mark.m), scale.y(mark.ratio), mark.status, kind),
+            _mark(scale.x(mark.m), scale.y(mark.ratio), mark.status, kind, SMALL if mark.drawn else LARGE),
         ]
-        if series.labelled:
+        if series.labelled and not mark.drawn:
             parts.append(_label(mark, kind, scale))
     return parts
 
@@ -222,11 +230,14 @@ def _label(mark: Mark, kind: str, scale: Scale) -> str:
     return f'<text class="value {kind}" x="{x}" y="{y:.1f}" text-anchor="{anchor}">{mark.ratio:.2f}</text>'
 
 
-def _mark(x: float, y: float, status: str, kind: str) -> str:
+def _mark(x: float, y: float, status: str, kind: str, size: float) -> str:
     """A dot for a pass, a cross for a fail, an open circle for anything else: told apart without colour."""
     if status == "fail":
-        return f'<path class="mark {kind}" d="M{x - 5} {y - 5}l10 10M{x - 5} {y + 5}l10 -10"/>'
-    return f'<circle class="mark {kind}" cx="{x}" cy="{y}" r="5"/>'
+        low, high, span = f"{x - size:g}", f"{y - size:g}", f"{2 * size:g}"
+        return (
+            f'<path class="mark {kind}" d="M{low} {high}l{span} {span}M{low} {y + size:g}l{span} -{span}"/>'
+        )
+    return f'<circle class="mark {kind}" cx="{x}" cy="{y}" r="{size:g}"/>'
 
 
 def _legend(series: Sequence[Series]) -> list[str]:

@@ -78,7 +78,7 @@ function draw() {
     circle.addEventListener("mouseenter", () => choose(index));
     return { dot, circle };
   });
-  say(`${all.length} dots: ${points.map(point => `M=${point.m}: ${point.blocks.length} blocks, ${point.status}`).join("; ")}`);
+  say(`${all.length} dots: ${points.map(point => `${named(point)}: ${point.blocks.length} blocks, ${point.status}`).join("; ")}`);
 }
 
 // Marks one dot and says its figures.
@@ -97,7 +97,7 @@ function whisker(svg, point, at, y, low, high) {
   const [below, ratio, above] = point.ratio;
   element("line", { class: "interval artifact", x1: at, x2: at, y1: y(below ?? low), y2: y(above ?? high) }, svg);
   const mark = element("circle", { class: "mark artifact", cx: at, cy: y(ratio), r: 5 }, svg);
-  mark.addEventListener("mouseenter", () => say(`M=${point.m}: ratio ${shown(ratio)}, interval ${shown(below)} to ${shown(above)}, ${point.status}`));
+  mark.addEventListener("mouseenter", () => say(`${named(point)}: ratio ${shown(ratio)}, interval ${shown(below)} to ${shown(above)}, ${point.status}`));
 }
 
 function medians(svg, points, own, side, x, y) {
@@ -108,11 +108,15 @@ function medians(svg, points, own, side, x, y) {
   element("polyline", { class: `line ${side}`, points: at.join(" ") }, svg);
 }
 
+function named(point) {
+  return `M=${point.m}${point.drawn ? " (drawn)" : ""}`;
+}
+
 function words({ point, block, index, side, value }) {
   const what = figure === "ratio" ? "artifact ÷ baseline" : side;
   const others = figure === "ratio" ? ` (${shown(block.throughput.artifact)} ÷ ${shown(block.throughput.baseline)} tok/s)` : "";
   const restarts = block.restarts ? `, servers restarted ${block.restarts} times` : "";
-  return `M=${point.m}, block ${index + 1} of ${point.blocks.length}, at ${shown(block.began)} s${restarts}: ${what} ${shown(value)}${others}`;
+  return `${named(point)}, block ${index + 1} of ${point.blocks.length}, at ${shown(block.began)} s${restarts}: ${what} ${shown(value)}${others}`;
 }
 
 const say = text => { document.getElementById("curves-words").textContent = text; };

@@ -38,6 +38,7 @@ def curves_of(verdict: Verdict) -> dict[str, Any]:
         "points": [
             {
                 "m": each.m,
+                "drawn": decided[each.m].drawn,
                 "status": decided[each.m].status,
                 "ratio": [decided[each.m].ratio_low, decided[each.m].ratio, decided[each.m].ratio_high],
                 "blocks": [_block(block, sides, start) for block in each.blocks],

@@ -44,6 +44,7 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[str]:
         f"{'M':>5} {'artifact':>10} {'baseline':>10} {'ratio':>7} {'interval':>16}"
         f" {'TPOT ms':>16} {'TTFT ms':>16}"
     )
+    drawn = [str(point.m) for point in curve if point.drawn]
     rows = [
         head,
         f"{'':5} {'tok/s':>10} {'tok/s':>10} {'':7} {'':16} {'ours / base':>16} {'ours / base':>16}",
@@ -56,7 +57,10 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[str]:
             f" {_number(point.ratio, 3):>7} {interval:>16}"
             f" {_pair(ours.tpot_p50_ms, base.tpot_p50_ms):>16}"
             f" {_pair(ours.ttft_p50_ms, base.ttft_p50_ms):>16}  {MARKS[point.status]}"
+            + (", drawn" if point.drawn else "")
         )
+    if drawn:
+        rows.append(f"  M={', '.join(drawn)} were drawn between the given Ms and sent shorter requests")
     return rows
 
 

@@ -15,7 +15,6 @@ from ...serving_check.settings import (
     QUALITY_TOKENS,
     Bounds,
     WorkloadSettings,
-    decoding_is_apart,
     default_ms,
 )
 
@@ -87,13 +86,14 @@ class ValidateOptions:
 
 
 def asked_workload(given: Mapping[str, Any], input_len: int, seed: int) -> WorkloadSettings:
-    """The workload's options that are given, and what follows from the prompts' length for the others.
+    """The workload's options that are given, and what follows from the prompts' length for the others. Ms
+    between those given are drawn: whoever measures what cannot be published leaves them out.
 
     input_len, seed: unless they are given
     """
     values: dict[str, Any] = {"input_len": input_len, "seed": seed} | given_of(WorkloadSettings, given)
     values = {"ms": default_ms(values["input_len"])} | values
-    return WorkloadSettings(**values, decoding_apart=decoding_is_apart(values["input_len"]))
+    return WorkloadSettings(**values, draws_between=True)
 
 
 def asked_bounds(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> Bounds:

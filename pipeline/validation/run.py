@@ -140,10 +140,10 @@ def say_exploratory(run: Run) -> None:
 def outlook(run: Run) -> str:
     """What is to come, before any of it has begun."""
     workload = run.workload
-    least = sum(workload.ms) * workload.waves * LOOKS[0]
+    least = sum(workload.measured_ms) * workload.waves * LOOKS[0]
     text = (
         f"{run.artifact.public_name} against {run.baseline.public_name} in {run.baseline_dtype}: at least "
-        f"{least} requests of {workload.input_len} + {workload.output_len} tokens to either server"
+        f"{least} requests of up to {workload.input_len} + {workload.output_len} tokens to either server"
     )
     path = run.artifact.folder / VERDICT_NAME
     if run.manifest is not None and path.is_file():

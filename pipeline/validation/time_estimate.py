@@ -28,7 +28,10 @@ def least_serving_seconds(
     Linear layers alone: attention, sampling and the start of servers come on top. Experts count as if every
     token went to all of them.
     """
-    repeats = sum(workload.waves * _repeat_seconds(numbers, m, workload, device, dtype) for m in workload.ms)
+    repeats = sum(
+        workload.waves * _repeat_seconds(numbers, m, workload.at(m), device, dtype)
+        for m in workload.measured_ms
+    )
     return LOOKS[0] * sides * repeats
 
 

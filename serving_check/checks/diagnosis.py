@@ -21,6 +21,7 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
     """
     losses = []
     slow_from = []
+    nearest = m
     for choice in plan.choices:
         layout = next((used[module] for module in choice.modules if module in used), choice.layout)
         first = next(
@@ -29,9 +30,15 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
         if first is not None:
             slow_from.append(f"{choice.shape} ({layout}) from M={first}")
         measured = _at(choice, layout, m)
+        nearest = nearest if measured is None else measured.m
         if measured is not None and measured.ratio < floor:
             lost = measured.microseconds - measured.baseline_microseconds
             losses.append((lost * len(choice.modules), choice, measured))
+    if not losses and nearest != m:
+        return (
+            f"Every linear layer by itself is at or above the floor at M={nearest}; at M={m} none was "
+            f"measured by itself. `pipeline layout --m {m}` measures there."
+        )
     if not losses:
         return (
             "Every linear layer by itself is at or above the floor at this M, so the time is lost elsewhere: "

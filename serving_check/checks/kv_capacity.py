@@ -7,6 +7,7 @@ from ..adapters.prometheus_text import labelled
 from ..adapters.series import SCALEGATE_SERIES, Series
 from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 from ..settings import WorkloadSettings
+from .reached import reachable
 
 NAME = "KV capacity"
 FULL = 0.9
@@ -47,7 +48,8 @@ def check_kv_capacity(
 
     Inconclusive if the server does not count preemptions.
 
-    limit: the most requests that the server runs together, if it says; share: of M, that must be running
+    limit: the most requests that the server runs together, if it says
+    share: of M, or of those that ran on the baseline if they were fewer, that must be running
     """
     preemptions = {point.m: point.artifact.preemptions for point in curve}
     lost = {m: count for m, count in preemptions.items() if count}
@@ -82,14 +84,16 @@ def check_kv_capacity(
 def _breaks_promise(
     point: CurvePoint, workload: WorkloadSettings, capacity: int | None, limit: int | None, share: float
 ) -> bool:
-    """Whether some requests were queued although all M fit, by the server's own figures."""
+    """Whether some requests were queued although all M fit, by the server's own figures, and the baseline ran
+    more."""
     if capacity is None or limit is None or limit < point.m:
         return False
     holds = capacity // (workload.input_len + workload.output_len) >= point.m
     side = point.artifact
-    missing = point.m - (side.running_mean or 0.0)
+    expected = reachable(point)
+    missing = expected - (side.running_mean or 0.0)
     queued = _waiting(side) >= missing / 2
-    return holds and queued and missing > (1 - share) * point.m and (side.kv_usage_max or 0.0) < FULL
+    return holds and queued and missing > (1 - share) * expected and (side.kv_usage_max or 0.0) < FULL
 
 
 def _waiting(side: ServingFigures) -> float:

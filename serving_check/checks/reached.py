@@ -1,12 +1,19 @@
-"""Whether M requests really decoded together, rather than some of them while the rest were queued."""
+"""Whether M requests really decoded together, rather than some of them while the rest were queued.
+
+If prompts are long and answers short, the first requests end before the last one decodes, on any server. So M
+stands for the number that the baseline ran, if that is smaller.
+"""
 
 from collections.abc import Sequence
 
 from ..adapters.prometheus_text import total
 from ..adapters.series import SCALEGATE_SERIES, Series
-from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
+from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures, Status
 
 NAME = "M reached"
+LEAST_OF_BASELINE = 0.5
+"""Share of M that the baseline must run: below it, a point of the curve is not about M. For long prompts,
+`pipeline/validation/servers.py` refuses workloads by the same half."""
 
 
 def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
@@ -16,32 +23,65 @@ def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -
 
 
 def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None = None) -> CheckResult:
-    """Fail if the average output token of the artifact saw fewer than `share` of M requests running.
+    """Fail if the average output token of the artifact saw fewer than `share` of M requests running, or of
+    those that ran on the baseline if it ran fewer. Inconclusive if the baseline ran less than half of M.
 
     limit: the server's own limit on running requests, if known
     """
-    short = [point for point in curve if _share(point) < share]
-    lowest = min(curve, key=_share, default=None)
+    bound = f"at least {share:.0%} of M running, or of what the baseline ran, at every M"
+    shares = {point.m: _share(point, limit) for point in curve}
+    lowest = min(curve, key=lambda point: shares[point.m], default=None)
     if lowest is None:
-        return CheckResult(
-            NAME, "inconclusive", "nothing", f"{share:.0%} of M running", "no repeat was finished"
-        )
+        return CheckResult(NAME, "inconclusive", "nothing", bound, "no repeat was finished")
+    short = [point for point in curve if shares[point.m] < share]
+    far = [point for point in curve if reachable(point) < LEAST_OF_BASELINE * point.m]
+    status: Status = "fail" if short else "inconclusive" if far else "pass"
     return CheckResult(
         name=NAME,
-        status="fail" if short else "pass",
+        status=status,
         measured=_glance(lowest.m, lowest.artifact),
-        bound=f"at least {share:.0%} of M running, at every M",
-        reason=(
-            "; ".join(_glance(point.m, point.artifact) for point in short) + ". " + _advice(short[0], limit)
-            if short
-            else "requests were running, not queued, at every M"
-        ),
+        bound=bound,
+        reason=_reason(curve, short, far, share, limit),
         figures={f"running_m{point.m}": point.artifact.running_mean for point in curve},
     )
 
 
-def _share(point: CurvePoint) -> float:
-    return (point.artifact.running_mean or 0.0) / point.m
+def reachable(point: CurvePoint) -> float:
+    """How many requests this workload lets decode together at M: as many as on the baseline, M at most."""
+    baseline = point.baseline.running_mean
+    return point.m if baseline is None else min(point.m, baseline)
+
+
+def _share(point: CurvePoint, limit: int | None) -> float:
+    """Of the requests that could decode together; of M, if the server's own limit is below it."""
+    expected = point.m if limit is not None and limit < point.m else reachable(point)
+    return (point.artifact.running_mean or 0.0) / max(expected, 1.0)
+
+
+def _reason(
+    curve: Sequence[CurvePoint],
+    short: Sequence[CurvePoint],
+    far: Sequence[CurvePoint],
+    share: float,
+    limit: int | None,
+) -> str:
+    if short:
+        glances = "; ".join(_glance(point.m, point.artifact) + _beside(point, share) for point in short)
+        return f"{glances}. {_advice(short[0], limit)}"
+    if far:
+        ran = ", ".join(f"{reachable(point):.3g} of M={point.m}" for point in far)
+        return (
+            f"the baseline ran {ran}: requests end before the last prompts are read, so this workload does "
+            "not measure that M. Ask for longer answers (--output-len) or shorter prompts (--input-len)"
+        )
+    fewer = [_beside(point, share) for point in curve]
+    return "requests were running, not queued, at every M" + next(filter(None, reversed(fewer)), "")
+
+
+def _beside(point: CurvePoint, share: float) -> str:
+    """What the baseline ran at M, if that was too few by itself; else empty."""
+    ran = reachable(point)
+    return f" (the baseline ran {ran:.3g} of M={point.m} as well)" if ran < share * point.m else ""
 
 
 def _glance(m: int, side: ServingFigures) -> str:

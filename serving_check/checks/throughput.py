@@ -6,10 +6,15 @@
 from collections.abc import Mapping, Sequence
 
 from ..evidence.verdict import CheckResult, CurvePoint, Status
-from ..statistics.decide import GROUP, LOOKS, STRONG, TURN_LOOKS, WIDEST
+from ..statistics.decide import GROUP, LEAST_FOR_GROUPS, LOOKS, STRONG, TURN_LOOKS, WIDEST
 
 NAME = "throughput"
 HOPELESS_SENTENCE = "It is so far below the floor that two blocks of repeats were enough. "
+RUNS_TO_MISS = 150
+"""In at most one of so many runs, an M drawn between the given ones passes although tokens take twice as long
+there. It passes if its estimate reaches the floor and its 95% interval spans at most `WIDEST`. With prompts
+that take up to 30% of the time, the estimate would have to be wrong by 2.2 times half of that interval;
+Student's t says how rarely it is, summed over all looks: 1 of 333 runs, 1 of 184 in turns."""
 MORE_REPEATS = "or with more repeats (--max-blocks) or longer ones (--output-len)"
 
 
@@ -34,10 +39,10 @@ def check_throughput(
     return CheckResult(
         name=NAME,
         status=status,
-        measured=f"lowest {_ratio(worst)} at M={worst.m}" if worst else "nothing",
+        measured=f"lowest {_ratio(worst)} at {_name(worst)}" if worst else "nothing",
         bound=(
-            f"at least {floor:.2f} of the baseline's output tok/s at every M, "
-            f"known to within {WIDEST:g}× (95%)"
+            f"at least {floor:.2f} of the baseline's output tok/s at every M, known to within {WIDEST:g}× "
+            "(95%)" + ("; by estimate at drawn Ms" if any(point.drawn for point in curve) else "")
         ),
         reason=_reason(curve, floor, diagnoses, max_blocks, broken_off, in_turns),
         figures=_figures(curve),
@@ -47,6 +52,10 @@ def check_throughput(
 def _figures(curve: Sequence[CurvePoint]) -> dict[str, float | int | str | None]:
     figures: dict[str, float | int | str | None] = {f"ratio_m{point.m}": point.ratio for point in curve}
     return figures | {f"width_m{point.m}": _width(point) for point in curve}
+
+
+def _name(point: CurvePoint) -> str:
+    return f"M={point.m} (drawn)" if point.drawn else f"M={point.m}"
 
 
 def _width(point: CurvePoint) -> float | None:
@@ -80,7 +89,7 @@ def _reason(
     open_points = [point for point in curve if point.status == "inconclusive"]
     if failed:
         lines = [
-            f"at M={point.m}: {point.artifact.output_throughput:.0f} tok/s against the baseline's "
+            f"at {_name(point)}: {point.artifact.output_throughput:.0f} tok/s against the baseline's "
             f"{point.baseline.output_throughput:.0f}, ratio {_ratio(point)}. "
             + (HOPELESS_SENTENCE if len(point.log_ratios) < LOOKS[0] else "")
             + diagnoses.get(point.m, "")
@@ -91,18 +100,58 @@ def _reason(
         return f"measuring stopped early because a request failed at M={broken_off}"
     if open_points:
         ms = ", ".join(
-            f"M={point.m} ({point.ratio or 0:.3f}, limits {_limits(point)}{_obstacle(point, floor)})"
+            f"{_name(point)} ({point.ratio or 0:.3f}, limits {_limits(point)}{_obstacle(point, floor)})"
             for point in open_points
         )
         blocks = min(max_blocks, max(len(point.log_ratios) for point in open_points))
         within, remedy = _in_turns(blocks) if in_turns else (f"{blocks} blocks of repeats", MORE_REPEATS)
-        return f"could not be decided within {within}: {ms}. Validate again on a quieter machine, {remedy}."
+        return (
+            f"could not be decided within {within}: {ms}. Validate again on a quieter machine, {remedy}."
+            + _of_correlation(open_points, max_blocks, in_turns)
+        )
     if not curve:
         return "no block of repeats was finished"
-    widest = max(curve, key=lambda point: _width(point) or 0.0)
+    given = [point for point in curve if not point.drawn]
+    widest = max(given or curve, key=lambda point: _width(point) or 0.0)
     return (
         "every ratio is at or above the floor with confidence; the widest 95% interval spans "
-        f"{_width(widest) or 1:.2f}×, at M={widest.m}"
+        f"{_width(widest) or 1:.2f}×, at M={widest.m}" + _of_drawn(curve)
+    )
+
+
+def _of_drawn(curve: Sequence[CurvePoint]) -> str:
+    """A sentence on the Ms that were drawn between the given ones, and how much is known of them."""
+    drawn = [point for point in curve if point.drawn]
+    if not drawn:
+        return ""
+    widest = max(_width(point) or 1.0 for point in drawn)
+    return (
+        f". M={', '.join(str(point.m) for point in drawn)} were drawn between the given Ms and sent shorter "
+        f"requests, so their ratios are known less well, to within {widest:.2f}×. If tokens took twice as "
+        f"long at one of them, it would pass in at most 1 of {RUNS_TO_MISS} runs"
+    )
+
+
+def _of_correlation(open_points: Sequence[CurvePoint], max_blocks: int, in_turns: bool) -> str:
+    """A sentence on what would decide in spite of a strong correlation; empty if there is none."""
+    strongest = max(point.correlation for point in open_points)
+    if strongest < STRONG:
+        return ""
+    if in_turns:
+        return (
+            " The machine itself speeds up and slows down from group to group: what would decide is a "
+            "machine or a GPU that nobody else uses."
+        )
+    if max_blocks < LEAST_FOR_GROUPS:
+        return (
+            " While one block resembles the next, more of them on the same servers say little: what would "
+            f"decide is --max-blocks {LEAST_FOR_GROUPS} or more, with which servers are restarted for each "
+            f"group of {GROUP} blocks, or longer repeats (--output-len)."
+        )
+    return (
+        " While one block resembles the next, more of them say little: what would decide are longer repeats "
+        "(--output-len, --waves), over which the machine's moods average out, or cores and a GPU that nobody "
+        "else uses."
     )
 
 

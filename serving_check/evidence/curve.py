@@ -12,26 +12,44 @@ from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import LOOKS, Decision, SequentialTest, decide, decide_all, is_hopeless
 from ..workload import percentile
 from ..workload.engine_work import EngineWork
-from .measurement import MeasuredM, Repeat, decoding_throughput, output_throughput
-from .verdict import CurvePoint, RivalPoint, ServingFigures, SteadyPoint, finite
+from .measurement import (
+    MeasuredM,
+    Repeat,
+    decoding_throughput,
+    output_throughput,
+    prompts_per_second,
+)
+from .parts import parts_apart, prompt_share
+from .verdict import CurvePoint, PartPoint, RivalPoint, ServingFigures, finite
+
+Figure = Callable[[Repeat], float | None]
 
 
-def sequential_test(workload: WorkloadSettings, floor: float) -> SequentialTest:
-    """The test of each M, fixed before the first repeat."""
-    figures = 2 if workload.decoding_apart else 1
-    return SequentialTest(floor, number_of_ms=figures * len(workload.ms), max_blocks=workload.max_blocks)
+def sequential_test(
+    measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
+) -> SequentialTest:
+    """The test of each M. How many figures are decided is settled by the first look."""
+    parts = sum(parts_apart(level, workload).count for level in measured)
+    count = len(workload.measured_ms) + parts
+    return SequentialTest(floor, number_of_ms=count, max_blocks=workload.max_blocks)
 
 
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
     """A point for every M at which both sides finished a repeat."""
-    decisions = decisions_of(measured, sequential_test(workload, bounds.throughput_floor))
+    decisions = decisions_of(measured, workload, bounds.throughput_floor)
     voting = rival_decisions_of(measured, workload, bounds.max_first_rival_m)
     steady = steady_decisions_of(measured, workload, bounds.throughput_floor)
+    prompts = prompt_decisions_of(measured, workload, bounds.throughput_floor)
     return [
         replace(
             curve_point(level, decision),
+            drawn=level.m not in workload.ms,
             rival=rival_point(level, voting.get(level.m), workload),
-            steady=steady_point(level, steady.get(level.m)),
+            steady=part_point(level, steady.get(level.m), decoding_throughput),
+            prompts=part_point(
+                level, prompts.get(level.m), prompts_per_second, workload.at(level.m).input_len
+            ),
+            prompt_share=prompt_share(level),
         )
         for level, decision in zip(measured, decisions, strict=True)
         if level.artifact and level.baseline
@@ -45,8 +63,8 @@ RIVAL_FLOOR = 1.0
 def rival_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, from_m: float
 ) -> dict[int, Decision]:
-    """Whether the artifact is faster than the rival, at each M from `from_m` on."""
-    voting = [level for level in measured if level.m >= from_m]
+    """Whether the artifact is faster than the rival, at each given M from `from_m` on."""
+    voting = [level for level in measured if level.m >= from_m and level.m in workload.ms]
     if not voting:
         return {}
     # It only has to be faster, so a wide interval is enough.
@@ -82,15 +100,14 @@ def rival_point(
 def binding_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> list[Decision]:
-    """The decision that counts at every M, of whole requests or of decoding alone: a failed one, else an open
-    one, else an undecided one, else the lower one."""
-    decisions = decisions_of(measured, sequential_test(workload, floor))
+    """The decision that counts at every M, of whole requests, decoding or prompts alone: a failed one, else
+    an open one, else an undecided one, else the lowest one."""
+    decisions = decisions_of(measured, workload, floor)
     steady = steady_decisions_of(measured, workload, floor)
-    if not steady:
-        return decisions
+    prompts = prompt_decisions_of(measured, workload, floor)
     return [
         min(
-            (whole, steady[level.m]),
+            (whole, *(part[level.m] for part in (steady, prompts) if level.m in part)),
             key=lambda decision: (
                 decision.status != "fail",
                 decision.final,
@@ -105,27 +122,46 @@ def binding_decisions_of(
 def steady_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> dict[int, Decision]:
-    """The decision on decoding alone at every M; empty if the workload does not ask for it.
+    """The decision on decoding alone, at every M at which it is judged by itself."""
+    levels = [level for level in measured if parts_apart(level, workload).decoding]
+    test = sequential_test(measured, workload, floor)
+    return _decided_by_m(levels, workload, test, decoding_throughput)
 
-    If M requests hardly ever decode at once, more blocks would not help, so the decision is final.
-    """
-    if not workload.decoding_apart:
-        return {}
-    decisions = _decided(measured, sequential_test(workload, floor), decoding_throughput)
+
+def prompt_decisions_of(
+    measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
+) -> dict[int, Decision]:
+    """The decision on prompts alone, at every M at which they are judged by themselves."""
+    levels = [level for level in measured if parts_apart(level, workload).prompts]
+    test = sequential_test(measured, workload, floor)
+    return _decided_by_m(levels, workload, test, prompts_per_second)
+
+
+def _decided_by_m(
+    levels: Sequence[MeasuredM], workload: WorkloadSettings, test: SequentialTest, figure: Figure
+) -> dict[int, Decision]:
+    """If repeats hardly ever have the figure, more blocks would not help, so the decision is final."""
+    decisions = _decided(levels, workload, test, figure)
     return {
         level.m: replace(decision, final=True)
-        if len(level.blocks) >= LOOKS[0] and not level.shows_steady_decoding
+        if len(level.blocks) >= LOOKS[0] and not level.shows(figure)
         else decision
-        for level, decision in zip(measured, decisions, strict=True)
+        for level, decision in zip(levels, decisions, strict=True)
     }
 
 
-def steady_point(measured: MeasuredM, decision: Decision | None) -> SteadyPoint | None:
+def part_point(
+    measured: MeasuredM, decision: Decision | None, figure: Figure, unit: float = 1.0
+) -> PartPoint | None:
+    """None where the part is not judged by itself. unit: what one of the figure stands for"""
     if decision is None:
         return None
-    return SteadyPoint(
-        artifact=_median([repeat.steady_decoding for repeat in measured.artifact]),
-        baseline=_median([repeat.steady_decoding for repeat in measured.baseline]),
+    ours, theirs = (
+        _median([figure(repeat) for repeat in repeats]) for repeats in (measured.artifact, measured.baseline)
+    )
+    return PartPoint(
+        artifact=None if ours is None else ours * unit,
+        baseline=None if theirs is None else theirs * unit,
         ratio=finite(decision.ratio),
         ratio_low=finite(decision.shown[0]),
         ratio_high=finite(decision.shown[1]),
@@ -135,38 +171,43 @@ def steady_point(measured: MeasuredM, decision: Decision | None) -> SteadyPoint 
     )
 
 
-def decisions_of(measured: Sequence[MeasuredM], test: SequentialTest) -> list[Decision]:
+def decisions_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float) -> list[Decision]:
     """The decision at every M; a hopelessly slow one has failed after two blocks.
 
     Not if servers take turns: their first blocks share a start, which may have been a bad one.
     """
-    decisions = _decided(measured, test, output_throughput)
+    test = sequential_test(measured, workload, floor)
+    decisions = _decided(measured, workload, test, output_throughput)
     if any(took_turns(level) for level in measured):
         return decisions
     return [
         replace(decision, status="fail", final=True)
-        if decision.status == "inconclusive" and is_hopeless(level.first_looks, test.floor)
+        if decision.status == "inconclusive" and is_hopeless(level.first_looks, floor)
         else decision
         for level, decision in zip(measured, decisions, strict=True)
     ]
 
 
 def _decided(
-    measured: Sequence[MeasuredM], test: SequentialTest, figure: Callable[[Repeat], float | None]
+    measured: Sequence[MeasuredM],
+    workload: WorkloadSettings,
+    test: SequentialTest,
+    figure: Figure,
 ) -> list[Decision]:
     """From the blocks on the first servers or, if there are any, from groups on restarted servers; from
-    groups alone if servers take turns."""
+    groups alone if servers take turns. Drawn Ms, of which less is known, pass by their estimate."""
+    drawn = {index for index, level in enumerate(measured) if level.m not in workload.ms}
     groups = [level.group_means(figure) for level in measured]
     if any(took_turns(level) for level in measured):
-        return decide_all(groups, test.of_turns)
+        return decide_all(groups, test.of_turns, drawn)
     first = [
         replace(level, blocks=[block for block in level.blocks if not block.restarts]).log_ratios(figure)
         for level in measured
     ]
-    decisions = decide_all(first, test)
+    decisions = decide_all(first, test, drawn)
     if any(groups):
         # An M that was decided before has no groups.
-        grouped = decide_all(groups, test.of_groups)
+        grouped = decide_all(groups, test.of_groups, drawn)
         decisions = [
             new if means else old for old, new, means in zip(decisions, grouped, groups, strict=True)
         ]

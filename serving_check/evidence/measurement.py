@@ -14,6 +14,7 @@ from ..workload import RequestRecord, WorkloadResult, percentile
 from ..workload.engine_work import EngineWork
 from .answer_figures import AnswerFigures, TokenText, answer_figures
 from .gaps import NO_GAPS, LongestGaps, longest_gaps
+from .prefill_time import prefill_seconds
 from .steady_decoding import steady_decoding
 
 SLOWEST = 95
@@ -61,7 +62,9 @@ class Repeat:
     answers: AnswerFigures | None = None
     """Null where they were not kept."""
     steady_decoding: float | None = None
-    """Output tokens per second while all M requests decoded, outside prefill; null where they hardly did."""
+    """Output tokens per second of M streams, outside prefill; null if hardly half of them decode together."""
+    prefill_seconds: float | None = None
+    """In which some request had no token yet; null in verdicts from before it was recorded."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":
@@ -85,6 +88,7 @@ class Repeat:
             gaps=longest_gaps(result),
             answers=None if tokenizer is None else answer_figures(result, tokenizer),
             steady_decoding=steady_decoding(result),
+            prefill_seconds=prefill_seconds(result),
         )
 
     @property
@@ -165,10 +169,9 @@ class MeasuredM:
         """The log ratios of throughput of the first two blocks of all, warm-ups among them."""
         return _log_ratios([*self.warmups, *self.blocks][:2], output_throughput)
 
-    @property
-    def shows_steady_decoding(self) -> bool:
-        """Whether most of its blocks tell how fast both sides decode by themselves."""
-        return 2 * len(self.log_ratios(decoding_throughput)) > len(self.blocks)
+    def shows(self, figure: Callable[[Repeat], float | None]) -> bool:
+        """Whether most of its blocks have `figure` on both sides."""
+        return 2 * len(self.log_ratios(figure)) > len(self.blocks)
 
 
 def _log_ratios(
@@ -188,6 +191,11 @@ def output_throughput(result: Repeat) -> float:
 
 def decoding_throughput(result: Repeat) -> float | None:
     return result.steady_decoding
+
+
+def prompts_per_second(result: Repeat) -> float | None:
+    """While some request had no token yet."""
+    return result.requests / result.prefill_seconds if result.prefill_seconds else None
 
 
 def slowest_tpot(result: Repeat) -> float | None:

@@ -1,4 +1,4 @@
-"""How fast a server decodes while all M requests decode, outside prefill.
+"""How fast a server decodes while it reads no prompt.
 
 With long prompts, prefill takes most of a repeat, and a decode step could take twice as long unnoticed. Not
 for whole requests, whose throughput is `Repeat.output_throughput`.
@@ -6,37 +6,53 @@ for whole requests, whose throughput is `Repeat.output_throughput`.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from ..workload import WorkloadResult
+from ..workload import RequestRecord, WorkloadResult
 
 LEAST_TOKENS = 8
-"""Of each request, in the parts of a repeat that count: fewer say little."""
+"""For each of M requests, in the parts of a repeat that count: fewer say little."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A time in which the number of open streams does not change."""
+
+    begin: float
+    end: float
+    streams: int
 
 
 def steady_decoding(result: WorkloadResult) -> float | None:
-    """Output tokens per second in the parts of a repeat in which M streams are open, from the last one's
-    first chunk to the end of the first that ends; None where those parts are too short.
+    """Output tokens per second of M streams, from the parts of a repeat in which more than half of M streams
+    are open and no request waits for its first token; None where those parts are too short.
 
-    Contexts are never shorter there than the prompts, and a chunk that holds several tokens counts as many.
+    Where fewer than M are open, M times the speed of one stream. If prompts are long, the first answers end
+    soon after the last prompt, so all M streams may be open for a few steps only. Contexts are never shorter
+    in these parts than the prompts, and a chunk that holds several tokens counts as many.
     """
     streams = [record for record in result.requests if record.error is None and record.itls]
     arrivals = [record.arrivals for record in streams]
-    seconds = tokens = 0.0
-    for begin, end in _all_open(arrivals, result.spec.m):
-        seconds += end - begin
+    stream_seconds = tokens = 0.0
+    for part in _steady_parts(streams, arrivals, result.spec.m):
+        stream_seconds += part.streams * (part.end - part.begin)
         for record, stamps in zip(streams, arrivals, strict=True):
-            chunks = bisect_right(stamps, end) - bisect_right(stamps, begin)
+            chunks = bisect_right(stamps, part.end) - bisect_right(stamps, part.begin)
             tokens += chunks * (record.output_tokens - 1) / len(record.itls)
-    if seconds <= 0 or tokens < LEAST_TOKENS * result.spec.m:
+    if stream_seconds <= 0 or tokens < LEAST_TOKENS * result.spec.m:
         return None
-    return tokens / seconds
+    return tokens * result.spec.m / stream_seconds
 
 
-def _all_open(arrivals: Sequence[Sequence[float]], m: int) -> Iterator[tuple[float, float]]:
-    """The times during which `m` streams are between their first and their last chunk."""
-    changes = [(stamps[0], 1) for stamps in arrivals] + [(stamps[-1], -1) for stamps in arrivals]
-    opened, then = 0, 0.0
-    for now, change in sorted(changes):
-        if opened == m and now > then:
-            yield then, now
-        opened, then = opened + change, now
+def _steady_parts(
+    streams: Sequence[RequestRecord], arrivals: Sequence[Sequence[float]], m: int
+) -> Iterator[_Part]:
+    # Streams opened, and requests that begin to wait, at each moment.
+    changes = [(stamps[0], 1, -1) for stamps in arrivals] + [(stamps[-1], -1, 0) for stamps in arrivals]
+    changes += [(record.start, 0, 1) for record in streams]
+    opened = waiting = 0
+    then = 0.0
+    for now, more_open, more_waiting in sorted(changes):
+        if not waiting and 2 * opened > m and now > then:
+            yield _Part(then, now, opened)
+        opened, waiting, then = opened + more_open, waiting + more_waiting, now

@@ -105,13 +105,14 @@ class RivalPoint:
 
 
 @dataclass(frozen=True)
-class SteadyPoint:
-    """Decoding alone at one M, from the parts of the same repeats outside prefill."""
+class PartPoint:
+    """Decoding alone at one M, from the parts of the same repeats outside prefill; or prompts alone, from the
+    times in which some request had no token yet."""
 
     __pydantic_config__ = DOCUMENTED
 
     artifact: float | None
-    """Output tokens per second, median over repeats; null where M requests hardly ever decoded at once."""
+    """Output tokens per second, or prompt tokens per second, median over repeats; null if none tells."""
     baseline: float | None
     ratio: float | None
     """Artifact over baseline: trimmed geometric mean over blocks."""
@@ -148,15 +149,22 @@ class CurvePoint:
     """The lower limit that the decision was made with, corrected for repeated looks as well."""
     decision_high: float | None = None
     """The upper one, corrected for those and for the number of Ms."""
+    drawn: bool = False
+    """Whether M was drawn between those given. It is sent shorter requests, and passes by its estimate."""
     rival: RivalPoint | None = None
     """Null where no rival was served."""
-    steady: SteadyPoint | None = None
-    """Null where the workload does not ask for it."""
+    steady: PartPoint | None = None
+    """Decoding by itself; null if it is not judged by itself at this M."""
+    prompts: PartPoint | None = None
+    """Prompts by themselves; null if they take too little of the time to be judged by themselves."""
+    prompt_share: float | None = None
+    """Of the baseline's time, 0 to 1, the part in which some request had no token yet."""
 
     @property
     def is_slow(self) -> bool:
-        """Whether whole requests, or decoding by itself, surely miss the floor."""
-        return "fail" in (self.status, self.steady.status if self.steady else None)
+        """Whether whole requests, decoding or prompts by themselves surely miss the floor."""
+        parts = [part.status for part in (self.steady, self.prompts) if part is not None]
+        return "fail" in (self.status, *parts)
 
 
 @dataclass(frozen=True)

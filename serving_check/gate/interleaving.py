@@ -47,8 +47,8 @@ def measure(
     """
     workload = servers.workload
     floor = bounds.throughput_floor
-    test = sequential_test(workload, floor)
-    measured = [MeasuredM(m) for m in sorted(workload.ms)]
+    measured = [MeasuredM(m) for m in workload.measured_ms]
+    test = sequential_test(measured, workload, floor)
     with clock.stage("warm-up"):
         for level in measured:
             if not servers.warm_up(level):
@@ -231,11 +231,12 @@ class Servers:
 
 def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:
     """One repeat at M; artifact and baseline repeats of the same `seed` send the same prompts."""
+    request = workload.at(m)
     return WorkloadSpec(
         m=m,
         num_requests=m * workload.waves,
-        input_len=workload.input_len,
-        output_len=workload.output_len,
+        input_len=request.input_len,
+        output_len=request.output_len,
         seed=workload.seed * SEEDS_PER_RUN + m * SEEDS_PER_M + seed,
         token_pool=tuple(text),
     )

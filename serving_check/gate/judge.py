@@ -10,7 +10,6 @@ from ..checks.at_rest import check_at_rest
 from ..checks.batch_invariance import check_batch_invariance
 from ..checks.canary import check_canary
 from ..checks.compilations import check_compilations
-from ..checks.decode_throughput import check_decode_throughput
 from ..checks.drift import check_drift
 from ..checks.failures import check_failures
 from ..checks.kv_capacity import check_kv_capacity
@@ -18,6 +17,7 @@ from ..checks.latency import check_latency
 from ..checks.loads import check_loads
 from ..checks.logprobs import check_logprobs
 from ..checks.other_readers import check_other_readers
+from ..checks.part_throughput import check_decode_throughput, check_prompt_throughput
 from ..checks.plausible import check_plausible
 from ..checks.quality import check_quality
 from ..checks.reached import check_reached
@@ -70,8 +70,13 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
             curve, bounds.throughput_floor, evidence.diagnoses, workload.max_blocks, broken_off, in_turns
         ),
         *(
-            [check_decode_throughput(curve, bounds.throughput_floor, workload.input_len, evidence.diagnoses)]
-            if workload.decoding_apart
+            [check_decode_throughput(curve, bounds.throughput_floor, evidence.diagnoses)]
+            if workload.decoding_apart or any(point.steady for point in curve)
+            else []
+        ),
+        *(
+            [check_prompt_throughput(curve, bounds.throughput_floor)]
+            if any(point.prompts for point in curve)
             else []
         ),
         check_plausible(curve, evidence.loaded, evidence.baseline_loaded, evidence.repeated, bounds),

@@ -12,7 +12,8 @@ from typing import Any
 from ..adapters.all_engines import find_engine
 from ..evidence.coded_load import uncoded
 from ..evidence.verdict import Verdict
-from ..settings import Bounds, WorkloadSettings, checked_bound, decoding_is_apart
+from ..ms_between import STEP, draw_between
+from ..settings import Bounds, WorkloadSettings, checked_bound
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class ReleasePolicy:
 
     least_largest_m: int = 32
     """The largest M is at least this; the smallest is 1."""
-    most_m_step: int = 8
-    """Each M is at most this many times the one before it."""
+    most_m_step: int = STEP
+    """Each M is at most this many times the one before it, given and drawn Ms together."""
     least_input_len: int = 64
     """Prompt tokens a request."""
     least_output_len: int = 64
@@ -84,9 +85,11 @@ def weaker_settings(
         found.append(f"the largest M is {ms[-1]}, the policy wants {policy.least_largest_m}")
     found += [
         f"M={after} is more than {policy.most_m_step} times M={before}, the one before it"
-        for before, after in pairwise(ms)
+        for before, after in pairwise(workload.measured_ms)
         if after > policy.most_m_step * before
     ]
+    if not workload.draws_between and draw_between(ms, workload.seed):
+        found.append("no M was drawn between the given ones")
     for what, value, least in (
         ("prompt tokens a request", workload.input_len, policy.least_input_len),
         ("output tokens a request", workload.output_len, policy.least_output_len),
@@ -95,8 +98,6 @@ def weaker_settings(
     ):
         if value < least:
             found.append(f"{value} {what}, the policy wants {least}")
-    if decoding_is_apart(workload.input_len) and not workload.decoding_apart:
-        found.append(f"decoding after {workload.input_len} prompt tokens is not judged by itself")
     if (why := uncoded(workload, kv_cache_dtype)) is not None:
         found.append(why)
     for field in fields(Bounds):
@@ -121,6 +122,10 @@ def weaker(verdict: Verdict) -> list[str]:
     ]
     if verdict.evidence.in_use is None and verdict.status != "fail":
         found.append("no load as in use was sent")
+    if any(
+        repeat.prefill_seconds is None for level in verdict.evidence.measured for repeat in level.baseline
+    ):
+        found.append("the time that prompts take is not recorded, so no part is judged by itself")
     return found + _of_the_baseline(verdict)
 
 

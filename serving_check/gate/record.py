@@ -111,8 +111,8 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
     """Repeats that are not the ones that the workload asks for."""
     problems = []
     measured, workload = verdict.evidence.measured, verdict.workload
-    if [level.m for level in measured] != sorted(workload.ms):
-        problems.append("its repeats are at other Ms than its workload asks for")
+    if tuple(level.m for level in measured) != workload.measured_ms:
+        problems.append("its repeats are at other Ms than its workload asks for, or its seed draws")
     for level in measured:
         if len(level.blocks) > workload.max_blocks or not all(
             _as_asked(repeat, level.m, workload) for repeat in (*level.artifact, *level.baseline)
@@ -140,11 +140,9 @@ def _same_version(verdict: Verdict) -> bool:
 
 
 def _as_asked(repeat: Repeat, m: int, workload: WorkloadSettings) -> bool:
-    answered = repeat.requests - len(repeat.errors)
-    most = repeat.requests * workload.output_len
-    return repeat.requests == m * workload.waves and (
-        answered * workload.output_len <= repeat.output_tokens <= most
-    )
+    answered, output_len = repeat.requests - len(repeat.errors), workload.at(m).output_len
+    most = repeat.requests * output_len
+    return repeat.requests == m * workload.waves and answered * output_len <= repeat.output_tokens <= most
 
 
 def _is_whole(measured: MeasuredM) -> bool:

@@ -58,8 +58,8 @@ class Turns:
     def measure(self, clock: StageClock) -> list[MeasuredM]:
         """Group after group over all undecided Ms. UserError if the workload allows too few blocks."""
         require_groups(self.workload)
-        test = sequential_test(self.workload, self.floor)
-        measured = [MeasuredM(m) for m in sorted(self.workload.ms)]
+        measured = [MeasuredM(m) for m in self.workload.measured_ms]
+        test = sequential_test(measured, self.workload, self.floor)
         groups = test.of_turns
         order = list(reversed(self.sides))
         with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=clock.shown) as bar:

@@ -25,7 +25,7 @@ such a walk's, however strong the correlation that a few groups cannot exclude.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
@@ -52,6 +52,8 @@ STRONG = 0.5
 """A correlation between blocks from which on more of them, on the same servers, hardly help."""
 GROUP = 6
 """Blocks on the same servers, once they are started anew: their mean then counts as one."""
+LEAST_FOR_GROUPS = RESTART_FROM + LOOKS[0] * GROUP
+"""The fewest blocks at most with which servers are started anew: what is left must do for the first look."""
 GROUPED_ERROR = 0.01
 """The chance of a wrong verdict from groups of blocks, beside that from single blocks."""
 TURN_LOOKS = (4, 6, 8, 12, 16)
@@ -148,13 +150,17 @@ def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
     return decide_all([log_ratios], test)[0]
 
 
-def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[Decision]:
+def decide_all(
+    series: Sequence[Sequence[float]], test: SequentialTest, by_estimate: Collection[int] = ()
+) -> list[Decision]:
     """The decision at each M after these blocks of each, oldest first.
 
     It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
     What correlates one block with the next is the machine and not M, so all Ms are asked about it together.
 
-    series: log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
+    series:      log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
+    by_estimate: the indices of those that pass by their ratio, if it is known to within `widest`, instead of
+                 their lower limit
     """
     final: dict[int, Decision] = {}
     for blocks in test.looks:
@@ -163,7 +169,7 @@ def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[
         due = [m for m, values in enumerate(seen) if m not in final and len(values) == blocks]
         if due:
             correlation = _correlation(seen)
-            looked = {m: _look(seen[m], test, correlation) for m in due}
+            looked = {m: _look(seen[m], test, correlation, m in by_estimate) for m in due}
             final |= {m: decision for m, decision in looked.items() if decision.final}
     correlation = _correlation(series)
     return [final.get(m) or _estimate(values, test, correlation) for m, values in enumerate(series)]
@@ -172,7 +178,7 @@ def decide_all(series: Sequence[Sequence[float]], test: SequentialTest) -> list[
 def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bool:
     """Whether something is undecided, and what keeps it so is a correlation that new servers may end."""
     return (
-        test.of_groups.max_blocks >= LOOKS[0]
+        test.max_blocks >= LEAST_FOR_GROUPS
         and all(decision.final or decision.blocks >= RESTART_FROM for decision in decisions)
         and any(not decision.final and decision.correlation >= STRONG for decision in decisions)
     )
@@ -188,10 +194,11 @@ def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
     return len(first_looks) >= 2 and is_far_below(first_looks, floor)
 
 
-def _look(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
+def _look(values: Sequence[float], test: SequentialTest, correlation: float, by_estimate: bool) -> Decision:
     decision = _estimate(values, test, correlation)
     shown_low, shown_high = decision.shown
-    if decision.low >= test.floor and shown_high <= shown_low * test.widest:
+    reached = decision.ratio if by_estimate else decision.low
+    if reached >= test.floor and shown_high <= shown_low * test.widest:
         return replace(decision, status="pass", final=True)
     if decision.high < test.floor:
         return replace(decision, status="fail", final=True)

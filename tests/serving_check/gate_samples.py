@@ -97,7 +97,8 @@ def simulated_run(
     def run(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
         of_baseline = {ARTIFACT.model: ratio, RIVAL.model: rival}.get(endpoint.model, lambda m: 1.0)
         speed = 100 * spec.m**0.7 * of_baseline(spec.m)
-        return load_result(spec.m, speed * math.exp(generator.gauss(0, noise)), ttft=0.01 + 0.001 * spec.m)
+        speed *= math.exp(generator.gauss(0, noise))
+        return load_result(spec.m, speed, ttft=0.01 + 0.001 * spec.m, output_len=spec.output_len)
 
     return run
 
@@ -124,9 +125,14 @@ SHAPES = {"layers.0.up": (768, 256), "layers.0.down": (256, 768)}
 
 
 def sample_evidence(
-    ratios: Mapping[int, float], blocks: int = 12, output_len: int = 64, **changes: Any
+    ratios: Mapping[int, float], blocks: int = 12, load: WorkloadSettings | None = None, **changes: Any
 ) -> Evidence:
-    """What a sound artifact shows with these throughput ratios by M; `changes` replace fields."""
+    """What a sound artifact shows with these throughput ratios by M; `changes` replace fields.
+
+    load: whose requests were sent; a drawn M has the ratio of the M before it, unless it is given one
+    """
+    load = load or WorkloadSettings(tuple(ratios))
+    levels = {m: ratios[max(given for given in ratios if given <= m)] for m in (*ratios, *load.measured_ms)}
     text = ScoredText((1, 2, 3, 4), "the text", 0.5)
     sound = Evidence(
         loaded=ModelFigures(SHAPES, 8192, {"layers.0.up": "tiles", "layers.0.down": "tiles"}),
@@ -136,7 +142,9 @@ def sample_evidence(
         texts=TextFigures(),
         canary=(text,),
         baseline_canary=(text,),
-        measured=tuple(measured_m(m, ratio, blocks, output_len) for m, ratio in ratios.items()),
+        measured=tuple(
+            measured_m(m, ratio, blocks, load.at(m).output_len) for m, ratio in sorted(levels.items())
+        ),
         capacity=1 << 20,
         answers=(TextScore(max(ratios), 64, 0, 3, "the text"),),
         in_use=IN_USE,
@@ -147,6 +155,7 @@ def sample_evidence(
 
 def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
     """A whole verdict, as the gate gives it on these throughput ratios by M; `changes` replace fields."""
+    load = changes.get("workload", WorkloadSettings(tuple(ratios)))
     subject = Subject(
         "base-int4",
         None,
@@ -166,9 +175,9 @@ def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
         baseline=base,
         checks=(),
         curve=(),
-        evidence=sample_evidence(ratios),
+        evidence=sample_evidence(ratios, load=load),
         environment=describe_environment("cpu", "bfloat16", "embedded", "embedded"),
-        workload=WorkloadSettings(tuple(ratios)),
+        workload=load,
         bounds=Bounds(),
         quality_tokens=8192,
         quality_text_sha256="c" * 64,

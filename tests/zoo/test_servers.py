@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
-from scalegate.serving_check.checks.decode_throughput import NAME as DECODE_THROUGHPUT
+from scalegate.serving_check.checks.part_throughput import DECODING as DECODE_THROUGHPUT
 from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS

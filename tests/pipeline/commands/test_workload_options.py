@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import click
 import pytest
@@ -123,7 +124,7 @@ def test_words_of_a_command_line_give_the_same_workload_and_bounds():
     bounds = Bounds(throughput_floor=0.875, max_first_rival_m=16.0)
     words = words_of(values_of(workload) | values_of(bounds))
     given = validate.command.make_context("validate", ["model", *words]).params
-    assert asked_workload(given, input_len=1, seed=1) == workload
+    assert asked_workload(given, input_len=1, seed=1) == replace(workload, draws_between=True)
     assert asked_bounds({}, given) == bounds
 
 
@@ -131,7 +132,7 @@ def test_what_is_not_given_follows_from_the_recipe_and_the_prompts():
     given = validate.command.make_context("validate", ["model", "--input-len", "4096"]).params
     workload = asked_workload(given, input_len=64, seed=5)
     assert (workload.ms, workload.input_len, workload.seed) == ((1, 8, 32), 4096, 5)
-    assert workload.decoding_apart
+    assert workload.draws_between
     assert asked_bounds({"throughput_floor": 0.5}, given).throughput_floor == 0.5
     assert asked_bounds({"throughput_floor": 0.5}, {"floor": 0.75}).throughput_floor == 0.75
 

@@ -12,7 +12,7 @@ from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact, record_f
 from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.serving_check.evidence.verdict import CurvePoint, ServingFigures, Verdict
 from scalegate.serving_check.gate.policy import declared_by
-from scalegate.serving_check.settings import Bounds
+from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.tests.serving_check.gate_samples import sample_verdict
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -20,6 +20,7 @@ INT4 = {"label": "INT4 g128, zero points", "modules": 28, "spec": {"format": "in
 PLOT = b"\x89PNG\r\n\x1a\n" + b"plot" * 64
 PLOTS = {f"{name}.png": PLOT + name.encode() for name in ("throughput", "ratio")}
 RATIOS = {1: 1.04, 4: 1.05, 32: 1.02}
+WORKLOAD = WorkloadSettings(tuple(RATIOS), draws_between=True)
 SOURCE_SHA256 = "5" * 64
 
 
@@ -57,7 +58,7 @@ def give_verdict(folder: Path, artifact: Artifact, verdict: Verdict) -> None:
 
 def passing_verdict(artifact: Artifact, **changes: Any) -> Verdict:
     """What the gate gives on a sound `artifact`; `changes` replace fields, and the checks follow them."""
-    sample = sample_verdict(RATIOS)
+    sample = sample_verdict(RATIOS, workload=WORKLOAD)
     subject = replace(
         sample.artifact,
         name="artifact",
@@ -76,6 +77,7 @@ def passing_verdict(artifact: Artifact, **changes: Any) -> Verdict:
         "bounds": Bounds.from_recipe(artifact.recipe),
         "report": {name: hashlib.sha256(content).hexdigest() for name, content in PLOTS.items()},
         "command": "pipeline validate artifact",
+        "workload": WORKLOAD,
     }
     return sample_verdict(RATIOS, **(bound | changes))
 

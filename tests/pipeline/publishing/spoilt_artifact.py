@@ -13,6 +13,7 @@ from scalegate.tests.pipeline.publishing.passed_artifact import (
     PLOT,
     RATIOS,
     SHARDS,
+    WORKLOAD,
     edit_json,
     give_verdict,
     make_artifact,
@@ -69,7 +70,7 @@ def say_another_duration(artifact):
 
 
 def fail(artifact):
-    give(artifact, evidence=sample_evidence({1: 1.0, 4: 0.4, 32: 1.0}))
+    give(artifact, evidence=sample_evidence({1: 1.0, 4: 0.4, 32: 1.0}, load=WORKLOAD))
 
 
 def fail_and_edit_it_to_a_pass(artifact):
@@ -78,7 +79,7 @@ def fail_and_edit_it_to_a_pass(artifact):
 
 
 def leave_undecided(artifact):
-    give(artifact, evidence=sample_evidence(RATIOS, capacity=None, baseline_canary=()))
+    give(artifact, evidence=sample_evidence(RATIOS, load=WORKLOAD, capacity=None, baseline_canary=()))
 
 
 def lay_out_again(artifact):
@@ -178,12 +179,12 @@ def put_a_signature_there(artifact):
 
 
 def workload(**changes):
-    return lambda artifact: give(artifact, workload=replace(WorkloadSettings(tuple(RATIOS)), **changes))
+    return lambda artifact: give(artifact, workload=replace(WORKLOAD, **changes))
 
 
 def measure(ms, blocks=12):
-    evidence = sample_evidence(dict.fromkeys(ms, 1.1), blocks=blocks)
-    load = WorkloadSettings(tuple(ms), max_blocks=blocks)
+    load = WorkloadSettings(tuple(ms), max_blocks=blocks, draws_between=True)
+    evidence = sample_evidence(dict.fromkeys(ms, 1.1), blocks, load)
     return lambda artifact: give(artifact, evidence=evidence, workload=load)
 
 
@@ -197,7 +198,7 @@ def loosen_a_bound_of_quality(artifact):
 
 def measure_quality_on_little(artifact):
     quality = replace(sample_evidence(RATIOS).quality, tokens=1000)
-    give(artifact, evidence=sample_evidence(RATIOS, quality=quality), quality_tokens=1000)
+    give(artifact, evidence=sample_evidence(RATIOS, load=WORKLOAD, quality=quality), quality_tokens=1000)
 
 
 def baseline(**changes):
@@ -221,9 +222,9 @@ def forget_the_source(artifact):
 
 def quantize_nothing(artifact):
     weights = replace(SOUND_WEIGHTS, quantized=0, kinds=())
-    give(artifact, evidence=sample_evidence(RATIOS, weights=weights))
+    give(artifact, evidence=sample_evidence(RATIOS, load=WORKLOAD, weights=weights))
 
 
 def quantize_other_layers(artifact):
     weights = replace(SOUND_WEIGHTS, not_quantized=("model.layers.3.mlp.up_proj",))
-    give(artifact, evidence=sample_evidence(RATIOS, weights=weights))
+    give(artifact, evidence=sample_evidence(RATIOS, load=WORKLOAD, weights=weights))

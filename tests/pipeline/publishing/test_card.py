@@ -83,6 +83,12 @@ def test_the_table_holds_the_measured_figures(artifact):
     assert "1,234 tokens of held-out text" in text
 
 
+def test_ms_that_were_drawn_are_marked(artifact):
+    text = card_of(artifact)
+    assert "| 1 | " in text and "| 2 (drawn) | " in text and "| 32 | " in text
+    assert "Ms marked as drawn were drawn between the others" in text
+
+
 def test_a_comparison_beside_the_artifact_is_shown(artifact):
     assert "## Beside others" not in card_of(artifact)
     digest = Artifact.read(artifact).bytes_digest()

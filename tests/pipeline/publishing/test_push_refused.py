@@ -81,7 +81,8 @@ from scalegate.tests.serving_check.gate_samples import sample_evidence
         (put_a_signature_there, "does not fit serving_check.json"),
         (measure((1, 4)), "the largest M is 4, the policy wants 32"),
         (measure((4, 32)), "the smallest M is 4, not 1"),
-        (measure((1, 32)), "M=32 is more than 8 times M=1"),
+        (workload(draws_between=False), "M=4 is more than 2 times M=1"),
+        (workload(draws_between=False), "no M was drawn between the given ones"),
         (measure((1, 4, 32), blocks=5), "5 blocks of repeats at M=1, the policy wants 6"),
         (workload(output_len=64, input_len=1), "1 prompt tokens a request, the policy wants 64"),
         (workload(warmups=0), "0 warm-ups, the policy wants 1"),
@@ -115,8 +116,8 @@ def test_the_same_artifact_unspoilt_is_published(artifact, tmp_path):
 def test_a_policy_that_the_recipe_lowers_openly_is_published_and_said_first(artifact, tmp_path):
     manifest = Artifact.read(artifact)
     manifest.recipe = manifest.recipe | {"throughput_floor": 0.8, "least_largest_m": 4}
-    evidence = sample_evidence({1: 0.85, 4: 0.9})
-    given = passing_verdict(manifest, evidence=evidence, workload=WorkloadSettings((1, 4)))
+    load = WorkloadSettings((1, 4), draws_between=True)
+    given = passing_verdict(manifest, evidence=sample_evidence({1: 0.85, 4: 0.9}, load=load), workload=load)
     assert given.status == "pass" and given.exploratory == ()
     give_verdict(artifact, manifest, given)
     push(artifact, f"folder:{tmp_path / 'release'}")

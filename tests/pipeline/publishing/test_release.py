@@ -62,7 +62,7 @@ def gate(monkeypatch):
             verdict = passing_verdict(
                 manifest,
                 evidence=sample_evidence(
-                    dict.fromkeys(load.ms, 1.0), output_len=load.output_len, **lacking.get(self.status, {})
+                    dict.fromkeys(load.ms, 1.0), load=load, **lacking.get(self.status, {})
                 ),
                 environment=replace(environment, engine_options=recorded),
                 workload=load,

@@ -17,6 +17,7 @@ from scalegate.pipeline.report.table import verdict_table
 from scalegate.pipeline.report.write import render_report, write_files
 from scalegate.serving_check.evidence.measurement import output_throughput
 from scalegate.serving_check.evidence.verdict import CheckResult, Verdict
+from scalegate.serving_check.settings import WorkloadSettings
 
 from ...serving_check.gate_samples import sample_verdict
 
@@ -205,6 +206,20 @@ def test_the_curve_has_every_m_its_ratio_and_a_cross_where_it_failed():
     ]
     assert [each.tag.split("}")[1] for each in crosses] == ["path"], "of the M that failed, and no dot"
     assert "M=8: 0.40, fail" in ElementTree.fromstring(svg).get("aria-label", "")
+
+
+def test_ms_that_were_drawn_are_marked_in_curve_page_and_table():
+    verdict = sample_verdict({1: 1.4, 4: 1.2}, workload=WorkloadSettings((1, 4), draws_between=True))
+    assert [point.m for point in verdict.curve if point.drawn] == [2, 3]
+    svg = draw_curve(verdict, 700, 300)
+    assert _texts(svg, "m") == ["1", "2", "3", "4"] and _texts(svg, "value") == ["1.40", "1.20"]
+    radii = [each.get("r") for each in ElementTree.fromstring(svg).iter() if each.get("r")]
+    assert radii == ["5", "3", "3", "5"]
+    page = render_report(verdict)["report.html"].decode()
+    assert page.count("</span> drawn</td>") == 2 and "drawn between the given ones, from the seed 0" in page
+    table = verdict_table(verdict)
+    assert table.count("pass, drawn") == 2 and "M=2, 3 were drawn between the given Ms" in table
+    assert "pass, drawn" not in verdict_table(sample_verdict({1: 1.4, 4: 1.2})), "the control"
 
 
 def test_an_m_that_was_not_measured_keeps_its_place_in_the_curve():

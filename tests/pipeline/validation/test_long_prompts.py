@@ -74,7 +74,7 @@ def test_lengths_that_cannot_be_served_are_refused_before_anything_starts(
 
 def test_fewer_ms_are_measured_and_the_policy_agrees():
     assert default_ms(64) == (1, 2, 4, 8, 16, 32) and default_ms(4096) == (1, 8, 32)
-    long = WorkloadSettings(default_ms(4096), 4096, 128, decoding_apart=True)
+    long = WorkloadSettings(default_ms(4096), 4096, 128, draws_between=True)
     assert weaker_settings(long, Bounds(), QUALITY_TOKENS, {}, None) == []
 
 

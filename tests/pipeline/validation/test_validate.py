@@ -22,6 +22,7 @@ from scalegate.pipeline.records.artifact import SOURCE_NAME, Artifact
 from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.pipeline.records.signature import check_signature
 from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.checks.part_throughput import DECODING, PROMPTS
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.tests.verdict_files import read_verdict
@@ -79,7 +80,9 @@ def test_the_verdict_is_signed_where_a_key_is_given(passed: Verdict, artifact: P
 
 def test_a_good_artifact_passes_every_check(passed: Verdict):
     assert passed.status == "pass", [check for check in passed.checks if check.status != "pass"]
-    assert [check.name for check in passed.checks] == [
+    # A busy machine says what prompts and decoding take of the time.
+    parts = [DECODING, PROMPTS]
+    assert [check.name for check in passed.checks if check.name not in parts] == [
         "loads", "weights", "tokenizer and templates", "other readers",
         "canary text", "quality", "served text", "no failed requests", "tokens received",
         "M reached", "throughput", "plausible speed", "streamed", "latency", "stalls", "KV capacity",

@@ -1,5 +1,6 @@
 """Each check, passing and failing, on load results made of plain numbers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,15 +16,27 @@ from scalegate.serving_check.checks.latency import check_latency
 from scalegate.serving_check.checks.loads import check_loads
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.reached import check_reached
-from scalegate.serving_check.checks.throughput import check_throughput
+from scalegate.serving_check.checks.throughput import RUNS_TO_MISS, check_throughput
 from scalegate.serving_check.evidence.curve import curve_point
 from scalegate.serving_check.evidence.evidence import ModelFigures
 from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
 from scalegate.serving_check.evidence.quality_figures import Comparison
-from scalegate.serving_check.evidence.verdict import overall_status
+from scalegate.serving_check.evidence.verdict import CurvePoint, overall_status
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics.decide import GROUP, SequentialTest, decide
+from scalegate.serving_check.statistics.decide import (
+    GROUP,
+    LEAST_FOR_GROUPS,
+    SHOWN_ERROR,
+    WIDEST,
+    SequentialTest,
+    decide,
+)
+from scalegate.serving_check.statistics.trimmed_mean import (
+    VALUES_PER_TRIM,
+    _student_t_tail,
+    student_t_quantile,
+)
 
 from ..gate_samples import load_result, measured_m, sample_evidence, sample_verdict
 
@@ -69,6 +82,8 @@ def test_a_diagnosis_acquits_layers_that_are_fast_enough():
     found = diagnose(plan_with(SLOW_AND_FAST, "fast"), {}, 8, 0.93)
     assert SHAPE not in found
     assert "elsewhere" in found
+    between = diagnose(plan_with(SLOW_AND_FAST, "fast"), {}, 5, 0.93)
+    assert "at M=5 none was measured by itself" in between and "elsewhere" not in between
 
 
 def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
@@ -83,6 +98,34 @@ def test_a_server_that_runs_22_of_82_requests_is_caught_at_a_glance():
     unseen = replace(capped, waiting_max=None, waiting_mean=41.0)
     assert "41 waiting" in check_reached([replace(point, artifact=unseen)], BOUNDS.min_reached).measured
     assert check_reached([point], BOUNDS.min_reached).status == "pass"
+
+
+def ran(m: int, ours: float, theirs: float) -> CurvePoint:
+    point = sample_verdict({m: 1.0}).curve[0]
+    return replace(
+        point,
+        artifact=replace(point.artifact, running_mean=ours),
+        baseline=replace(point.baseline, running_mean=theirs),
+    )
+
+
+def test_an_artifact_need_not_run_more_requests_than_the_baseline_could():
+    """900 tokens in and 64 out: the first answers end before the last prompts are read."""
+    sound = check_reached([ran(1, 1.0, 1.0), ran(32, 22.5, 22.5)], BOUNDS.min_reached)
+    assert sound.status == "pass" and "the baseline ran 22.5 of M=32 as well" in sound.reason
+    slow = check_reached([ran(32, 16.0, 22.5)], BOUNDS.min_reached)
+    assert slow.status == "fail" and "M=32: 16 running" in slow.reason and "ran 22.5" in slow.reason
+    assert check_reached([ran(32, 22.5, 31.0)], BOUNDS.min_reached).status == "fail", "the control"
+    assert check_reached([ran(32, 30.0, 40.0)], BOUNDS.min_reached).status == "pass", "M is all that counts"
+    capped = check_reached([ran(32, 22.5, 22.5)], BOUNDS.min_reached, limit=23)
+    assert capped.status == "fail" and "at most 23 requests together" in capped.reason
+
+
+def test_a_workload_whose_m_not_even_the_baseline_reaches_decides_nothing():
+    result = check_reached([ran(1, 1.0, 1.0), ran(32, 15.0, 15.0)], BOUNDS.min_reached)
+    assert result.status == "inconclusive"
+    assert "the baseline ran 15 of M=32" in result.reason and "--output-len" in result.reason
+    assert check_reached([ran(32, 5.0, 15.0)], BOUNDS.min_reached).status == "fail"
 
 
 @pytest.mark.parametrize("server_counts", [True, False])
@@ -104,6 +147,39 @@ def test_one_slow_m_fails_all_and_is_the_one_shown():
     assert "M=8" in measured
 
 
+def test_drawn_ms_are_told_apart_in_the_words():
+    load = WorkloadSettings((1, 8), seed=3, draws_between=True)
+    first = load.ms_between[0]
+
+    def check(ratios: dict[int, float]):
+        return check_throughput(sample_verdict(ratios, workload=load).curve, 0.93, {}, 15)
+
+    sound = check({1: 1.2, 8: 1.0})
+    drawn = ", ".join(map(str, load.ms_between))
+    assert sound.status == "pass" and f"M={drawn} were drawn between the given Ms" in sound.reason
+    assert f"at most 1 of {RUNS_TO_MISS} runs" in sound.reason and "by estimate at drawn Ms" in sound.bound
+    slow = check({1: 1.2, first: 0.6, first + 1: 1.2, 8: 1.0})
+    assert slow.status == "fail" and f"at M={first} (drawn): " in slow.reason
+    assert slow.measured.startswith("lowest 0.600 [") and f"at M={first} (drawn)" in slow.measured
+    assert "drawn" not in check_throughput(sample_verdict({1: 1.2, 8: 1.0}).curve, 0.93, {}, 15).reason
+
+
+def test_a_drawn_m_at_which_tokens_take_twice_as_long_passes_as_rarely_as_is_said():
+    """It passes with an estimate at the floor whose 95% interval spans `WIDEST`: how rare is that error?"""
+    prompts = 0.3
+    ratio = 1 / (prompts + 2 * (1 - prompts))
+    error = math.log(Bounds().throughput_floor / ratio)
+    half = math.log(WIDEST) / 2
+    for test in (SequentialTest(Bounds().throughput_floor, 10), SequentialTest(0.93, 10).of_turns):
+        missed = 0.0
+        for blocks in test.looks:
+            freedom = blocks - 2 * (blocks // VALUES_PER_TRIM) - 1
+            errors_of_the_mean = error / half * student_t_quantile(SHOWN_ERROR, freedom)
+            missed += _student_t_tail(errors_of_the_mean, freedom)
+        print(test.in_turns, missed)
+        assert missed <= 1 / RUNS_TO_MISS
+
+
 def test_an_undecided_m_is_never_a_pass():
     one = measured_m(8, 0.93, blocks=3)
     test = SequentialTest(0.93, 1, max_blocks=3)
@@ -111,6 +187,22 @@ def test_an_undecided_m_is_never_a_pass():
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
     assert "--max-blocks" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "in_turns", "words"),
+    [
+        (LEAST_FOR_GROUPS - 1, False, f"what would decide is --max-blocks {LEAST_FOR_GROUPS}"),
+        (LEAST_FOR_GROUPS, False, "what would decide are longer repeats (--output-len, --waves)"),
+        (96, True, "what would decide is a machine"),
+    ],
+)
+def test_a_wide_correlation_says_what_would_decide(max_blocks: int, in_turns: bool, words: str):
+    point = replace(sample_verdict({8: 1.0}).curve[0], status="inconclusive", correlation=0.8)
+    result = check_throughput([point], 0.93, {}, max_blocks, in_turns=in_turns)
+    assert "correlated, up to 0.80" in result.reason and words in result.reason
+    alone = check_throughput([replace(point, correlation=0.3)], 0.93, {}, max_blocks, in_turns=in_turns)
+    assert "would decide" not in alone.reason, "the control"
 
 
 @pytest.mark.parametrize(("groups", "more_help"), [(4, True), (16, False)])
@@ -258,6 +350,9 @@ def test_a_cache_that_has_room_while_requests_wait_breaks_its_promise():
     assert check(capacity=512).status == "pass", "it says itself that it holds four"
     assert check(kv_usage_max=0.95).status == "pass", "it is full"
     assert check(waiting_max=0.0, waiting_mean=0.0).status == "pass", "they never came that far"
+    alike = replace(point, baseline=replace(point.baseline, running_mean=2.5))
+    few = replace(alike, artifact=replace(alike.artifact, **short))
+    assert check_kv_capacity([few], load, 2048, 8, share=0.75).status == "pass", "nor did the baseline's"
 
 
 def compiled(*samples: str) -> dict[str, float]:

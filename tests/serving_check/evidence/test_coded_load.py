@@ -16,7 +16,7 @@ def positions_that_write_a_page(workload: WorkloadSettings, page: int) -> list[i
 @pytest.mark.parametrize("name", [name for name in KV_FORMATS if name.startswith("kvarn")])
 def test_the_default_load_reads_codes_from_its_first_token_and_writes_a_page(name):
     page = KV_FORMATS[name].group_size
-    load = WorkloadSettings(input_len=default_input_len(name))
+    load = WorkloadSettings(input_len=default_input_len(name), draws_between=True)
     assert load.input_len >= 2 * page, "the first page and the one being written are no codes"
     assert positions_that_write_a_page(load, page) == [load.input_len + 32]
     assert weaker_settings(load, Bounds(), QUALITY_TOKENS, {}, name) == []
@@ -29,7 +29,8 @@ def test_formats_that_code_each_token_keep_the_short_default(name):
 
 
 def test_prompts_that_are_kept_as_they_came_are_exploratory():
-    (said,) = weaker_settings(WorkloadSettings(), Bounds(), QUALITY_TOKENS, {}, "kvarn_k4v2_g128")
+    load = WorkloadSettings(draws_between=True)
+    (said,) = weaker_settings(load, Bounds(), QUALITY_TOKENS, {}, "kvarn_k4v2_g128")
     assert "codes none until it has been answered with 192" in said and "352" in said
     assert uncoded(WorkloadSettings(input_len=255), "kvarn_k4v2_g128") is not None
 

@@ -103,6 +103,53 @@ def test_what_is_decided_is_not_loaded_any_more():
     assert decisions[-1].status == "inconclusive"
 
 
+def drawing(**changes) -> WorkloadSettings:
+    return replace(WorkloadSettings(MS, seed=5, draws_between=True), **changes)
+
+
+def test_a_kernel_that_is_slow_for_all_ms_but_powers_of_two_is_caught_at_those_that_are_drawn():
+    def slow_between(m: int) -> float:
+        return 1.0 if m in MS else 0.55
+
+    for seed in range(20):
+        load = drawing(seed=seed)
+        measured, decisions = run_gate(slow_between, noise=0.05, seed=seed, load=load)
+        failed = {
+            one.m for one, decision in zip(measured, decisions, strict=True) if decision.status == "fail"
+        }
+        assert failed and failed <= set(load.ms_between), seed
+    # The control: at the given Ms alone it passes.
+    _, decisions = run_gate(slow_between, noise=0.05)
+    assert {decision.status for decision in decisions} == {"pass"}
+
+
+def test_drawn_ms_take_little_of_the_time_and_hold_no_sound_artifact_up():
+    load, sent = drawing(), Counter()
+    run = simulated_run(lambda m: 1.0, noise=0.05)
+
+    def counting(endpoint, spec):
+        sent[spec.m in MS] += spec.m * (spec.input_len + spec.output_len)
+        return run(endpoint, spec)
+
+    measured, decisions = measured_by(counting, load)
+    assert {decision.status for decision in decisions} == {"pass"}
+    assert sent[False] < sent[True] / 3
+    assert all(len(one.blocks) <= LOOKS[1] for one in measured if one.m not in MS)
+
+
+def test_a_drawn_m_passes_by_its_estimate_where_a_given_one_needs_confidence():
+    def a_little_above(m: int) -> float:
+        return 0.97 if m in (8, 13) else 1.3
+
+    load = next(load for seed in range(100) if 13 in (load := drawing(seed=seed)).ms_between)
+    measured, decisions = run_gate(a_little_above, noise=0.08, load=load)
+    blocks = {one.m: len(one.blocks) for one in measured}
+    assert blocks[13] < blocks[8]
+    assert all(
+        decision.status == "pass" for one, decision in zip(measured, decisions, strict=True) if one.m == 13
+    )
+
+
 def test_after_a_fail_the_others_are_not_pursued():
     measured, _ = run_gate(lambda m: 0.5 if m == 1 else 0.93, noise=0.05)
     assert max(len(one.blocks) for one in measured) <= 8

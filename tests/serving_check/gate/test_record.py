@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.gate.record import contradictions, parse_verdict
+from scalegate.serving_check.settings import WorkloadSettings
 
 from ...verdict_files import read_verdict
 from ..gate_samples import sample_verdict
 
+DRAWING = WorkloadSettings((1, 8), seed=3, draws_between=True)
 PASSED = {1: 1.0, 8: 1.2}
 FAILED = {1: 1.0, 8: 0.4}
 
@@ -106,6 +108,46 @@ def test_the_control_an_unedited_verdict_follows_from_its_figures(tmp_path: Path
 def test_bounds_and_figures_that_are_none_are_refused(tmp_path: Path, edit, words: str):
     with pytest.raises(UserError, match=words):
         parse_verdict(edited(tmp_path, PASSED, edit))
+
+
+def drop_a_drawn_m(value: dict) -> None:
+    value["evidence"]["measured"].pop(1)
+
+
+def draw_from_another_seed(value: dict) -> None:
+    value["workload"]["seed"] += 1
+
+
+def call_a_drawn_m_given(value: dict) -> None:
+    """Then all that is given was decided with confidence, and nothing was drawn."""
+    value["workload"].update(ms=[level["m"] for level in value["evidence"]["measured"]], draws_between=False)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda value: None, ""),
+        (drop_a_drawn_m, "at other Ms than its workload asks for, or its seed draws"),
+        (draw_from_another_seed, "at other Ms than its workload asks for, or its seed draws"),
+        (
+            lambda value: value["workload"].update(draws_between=False),
+            "at other Ms than its workload asks for",
+        ),
+        (call_a_drawn_m_given, "do not match its workload"),
+        (
+            lambda value: value["curve"][1].update(drawn=False),
+            "the curve at M=2 is not the one of its repeats",
+        ),
+    ],
+)
+def test_the_measured_ms_are_those_that_the_seed_draws(tmp_path: Path, edit, words: str):
+    value = json.loads(json.dumps(sample_verdict(PASSED, workload=DRAWING).to_json()))
+    assert [point["drawn"] for point in value["curve"]] == [False, True, True, True, False]
+    edit(value)
+    path = tmp_path / "serving_check.json"
+    path.write_text(json.dumps(value), encoding="utf-8")
+    found = "; ".join(contradictions(parse_verdict(path)))
+    assert words in found and bool(words) == bool(found)
 
 
 def test_figures_that_are_not_finite_survive_the_file(tmp_path: Path):

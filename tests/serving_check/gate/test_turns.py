@@ -112,6 +112,22 @@ def test_a_start_is_followed_by_as_many_warm_ups_as_were_asked_for(warmups: int)
     assert sum(length < LOAD.output_len for length in sent) == warmups * len(servers.starts) * len(LOAD.ms)
 
 
+def test_drawn_ms_take_their_turns_with_shorter_requests():
+    load, sent = replace(LOAD, draws_between=True, warmups=0), {}
+    simulated = simulated_run(lambda m: 1.0 if m in LOAD.ms else 0.5, 0.02)
+
+    def recording(endpoint, spec):
+        sent[spec.m] = spec.output_len
+        return simulated(endpoint, spec)
+
+    repeats = Repeats(recording, ARTIFACT, BASELINE, None)
+    turns = Turns(Simulated(), ["artifact", "baseline"], load, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    measured = turns.measure(QUIET)
+    assert sent == {m: load.at(m).output_len for m in load.measured_ms} and len(sent) == 5
+    failed = {point.m for point in curve_of(measured, load, Bounds()) if point.status == "fail"}
+    assert failed == set(load.ms_between)
+
+
 def test_each_side_is_looked_at_once_before_it_is_sent_anything():
     seen: list[str] = []
     simulated = simulated_run(lambda m: 2.0, 0.02)

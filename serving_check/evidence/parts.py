@@ -1,0 +1,64 @@
+"""Which parts of requests are judged by themselves at an M: prompts, decoding, or both.
+
+A part that takes little of the time hides behind the other one. The baseline's first blocks say what takes
+how much, so that it is settled before anything is decided, and whoever reads a verdict finds the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..settings import WorkloadSettings
+from ..statistics.decide import LOOKS
+from .measurement import MeasuredM, Repeat
+from .steady_decoding import LEAST_TOKENS
+
+LARGE = 0.3
+"""Share of the time from which on prompts are judged by themselves, and decoding has to be."""
+SMALL = 0.1
+"""Share of the time below which decoding is not: whole requests then tell all that matters of them."""
+
+
+@dataclass(frozen=True)
+class PartsApart:
+    """What is judged by itself at one M, beside whole requests."""
+
+    decoding: bool = False
+    prompts: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.decoding + self.prompts
+
+
+def parts_apart(level: MeasuredM, workload: WorkloadSettings) -> PartsApart:
+    """Prompts if they take a large share of the baseline's time; decoding unless its share is small.
+
+    Prompts only at given Ms: how fast they are read depends on their tokens, and those at drawn Ms are short.
+    Decoding that the baseline does not show is left out where prompts take little, at a drawn M, and of
+    answers too short to show any. Elsewhere it stays undecided.
+    """
+    share = prompt_share(level)
+    if share is None:
+        return PartsApart(decoding=workload.decoding_apart)
+    repeats = _first(level)
+    shown = 2 * sum(repeat.steady_decoding is not None for repeat in repeats) > len(repeats)
+    prompts = share > LARGE and level.m in workload.ms
+    hidden = prompts and workload.output_len >= 2 * LEAST_TOKENS
+    decoding = workload.decoding_apart or (1 - share > SMALL and (shown or hidden))
+    return PartsApart(decoding, prompts)
+
+
+def prompt_share(level: MeasuredM) -> float | None:
+    """Of the baseline's time, 0 to 1, median over its first repeats; None in verdicts that do not say."""
+    known = [
+        repeat.prefill_seconds / repeat.duration
+        for repeat in _first(level)
+        if repeat.prefill_seconds is not None and repeat.duration > 0
+    ]
+    return median(known) if known else None
+
+
+def _first(level: MeasuredM) -> Sequence[Repeat]:
+    """The baseline's repeats up to the first look."""
+    return level.baseline[: LOOKS[0]]
