@@ -4,6 +4,7 @@ Not for what the tensors mean; that is `conventions/`.
 """
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,13 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+OTHER_INPUTS = {
+    "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),
+    "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
+}
+"""What the sections of a config that describe a tower are called, by the inputs that it takes."""
+OTHER_WEIGHTS = ("consolidated", "adapter_")
+"""How files begin that hold a checkpoint's weights once more under other names, or changes to them."""
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -67,6 +75,12 @@ class Checkpoint:
     @property
     def shards(self) -> list[Path]:
         return list(self.headers)
+    @property
+    def other_inputs(self) -> tuple[str, ...]:
+        """What the model takes besides text, by the sections of its config: `images`, `sound`."""
+        sections = [key for key, value in self.config.items() if isinstance(value, dict)]
+        return tuple(kind for kind, tower in OTHER_INPUTS.items() if any(map(tower.search, sections)))
+
 
     @property
     def nbytes(self) -> int:

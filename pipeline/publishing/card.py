@@ -101,7 +101,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
     """What the serving check measured and decided, and where."""
     environment = verdict.environment
     return {
-        "first_lines": first_lines(verdict.exploratory, verdict.declared),
+        "first_lines": first_lines(verdict.exploratory, verdict.declared, verdict.artifact.other_inputs),
         "baseline": baseline_phrase(verdict),
         "engine_measured": engine_phrase(verdict),
         "workload": verdict.workload,
