@@ -15,14 +15,18 @@ from transformers.core_model_loading import Interleave, MergeModulelist, Transpo
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale
-from .skeleton import build_skeleton
-from .weight_map import Assignment, map_weights
+from .prediction_heads import is_prediction_head
+from .reader_names import ReaderModel, is_experts_parameter, reader_model
+from .skeleton import build_skeleton, other_models
+from .weight_map import OUTSIDE, Assignment, foreign_roots, map_weights
 
 WEIGHT = ".weight"
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
-NOT_THE_DECODER = re.compile(r"(^|\.)\w*(vision|visual|audio|image|multi_modal|projector|connector)\w*(\.|$)")
 
 LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", "router", "unknown"
+PREDICTION_HEAD = "multi-token prediction head"
+OUTSIDE_DECODER = "outside the text decoder"
+"""The reason why what belongs to a tower or a projector stays as it is."""
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 
 
@@ -61,6 +65,8 @@ class ModelWeights:
     """Tensors that hold no linear weight, and what they are."""
     tied_lm_head: LinearWeight | None
     """The output projection where it has no tensor of its own but shares the embeddings'."""
+    readers: list[ReaderModel]
+    """What each transformers class that loads such a checkpoint makes of it, ours first."""
 
 
 def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
@@ -69,29 +75,52 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
     names = [name for name in checkpoint.tensors if not is_scale(checkpoint, name)]
     mapped = map_weights(model, names)
     if mapped.unexpected:
+        roots = foreign_roots(model, mapped.unexpected)
+        advice = "the config does not describe these files"
+        if roots is not None:
+            patterns = ", ".join(f"'{root}.*'" for root in roots)
+            advice = f"a recipe with `leave_out: [{patterns}]` makes an artifact without it"
         raise UserError(
             f"{checkpoint.source}: the checkpoint has {mapped.unexpected[0]}, and "
-            f"{type(model).__name__} has no place for it; the config does not describe these files"
+            f"{type(model).__name__} has no place for it; {advice}"
         )
     _refuse_missing(checkpoint, model, mapped.assignments)
     linears: dict[str, list[LinearWeight]] = {}
     others: dict[str, str] = {}
-    head = model.get_output_embeddings()
+    head, decoder = model.get_output_embeddings(), _decoder_prefix(model)
     for assignment in mapped.assignments:
         for name in assignment.names:
-            found = _linear_weights(checkpoint, model, assignment, name, head)
+            found = _linear_weights(checkpoint, model, assignment, name, head, decoder)
             if isinstance(found, str):
                 others[name] = found
             else:
                 linears[name] = found
+    text = checkpoint.config.get("text_config") or checkpoint.config
     for name in names:
         if name not in linears and name not in others:
-            others[name] = "not used by the model"
-    return ModelWeights(linears, others, _tied_head(checkpoint, model, linears))
+            others[name] = PREDICTION_HEAD if is_prediction_head(name, text) else "not used by the model"
+    readers = [reader_model(model, mapped.assignments)]
+    for other in other_models(checkpoint, model):
+        readers.append(reader_model(other, map_weights(other, names).assignments))
+    return ModelWeights(linears, others, _tied_head(checkpoint, model, linears), readers)
+
+
+def _decoder_prefix(model: PreTrainedModel) -> str:
+    """What the names of the language model's modules begin with, in a model that has others; else nothing."""
+    text = model.config.get_text_config(decoder=True)
+    decoder = model.get_decoder()
+    if text is model.config or getattr(decoder, "config", None) is not text:
+        return ""
+    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is decoder)
 
 
 def _linear_weights(
-    checkpoint: Checkpoint, model: PreTrainedModel, assignment: Assignment, name: str, head: nn.Module | None
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    assignment: Assignment,
+    name: str,
+    head: nn.Module | None,
+    decoder: str,
 ) -> list[LinearWeight] | str:
     """The linear weights in one tensor, or what else it is."""
     owner_name, _, leaf = assignment.target.rpartition(".")
@@ -100,7 +129,10 @@ def _linear_weights(
     target = owner._parameters.get(leaf)
     if target is None:
         return "buffer"
-    if target.dim() == 3 and "expert" in type(owner).__name__.lower():
+    outside = owner is not head and (OUTSIDE.search(owner_name) or not owner_name.startswith(decoder))
+    if outside and is_experts_parameter(owner, leaf):
+        return OUTSIDE_DECODER
+    if is_experts_parameter(owner, leaf):
         if leaf.endswith("_bias"):
             return "bias"
         if len(shape) == 2 and name.endswith(WEIGHT):
@@ -111,11 +143,11 @@ def _linear_weights(
         raise UserError(
             f"{checkpoint.source}: {name} has shape {list(shape)}; config.json makes it {list(target.shape)}"
         )
+    if outside:
+        return OUTSIDE_DECODER
     if len(shape) != 2 or not name.endswith(WEIGHT):
         return "bias" if leaf.endswith("bias") else "norm, bias or other small tensor"
     module = name.removesuffix(WEIGHT)
-    if NOT_THE_DECODER.search(owner_name):
-        return "outside the text decoder"
     if isinstance(owner, nn.Embedding):
         return [LinearWeight(module, name, owner_name, EMBEDDING, *shape)]
     if owner is head:

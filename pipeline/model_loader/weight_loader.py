@@ -29,7 +29,7 @@ from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader
 from .merge_groups import merged_alike, plain_kinds
 from .products import DenseProduct, ExpertsProduct, Product, find_products
-from .weight_map import Assignment, map_weights
+from .weight_map import Assignment, foreign_roots, map_weights
 
 WEIGHT = ".weight"
 NAMES_IN_AN_ERROR = 5
@@ -83,7 +83,7 @@ class WeightLoader:
         consumed = {name for weight in self.stored.values() for name in weight.tensors}
         names = [name for name in self.checkpoint.tensors if name not in consumed] + list(self.stored)
         mapped = map_weights(self.model, names)
-        if mapped.unexpected:
+        if mapped.unexpected and foreign_roots(self.model, mapped.unexpected) is None:
             raise UserError(
                 f"{self.checkpoint.source}: {listed(mapped.unexpected)} in the checkpoint, but "
                 f"{type(self.model).__name__} has no such weight; the config does not describe these files"

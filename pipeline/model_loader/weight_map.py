@@ -18,8 +18,17 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from .prediction_heads import is_prediction_head
+
 # Not weights of the model: old rotary caches, and scales for an FP8 KV cache, which `kv_cache.py` reads.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
+OUTSIDE = re.compile(
+    r"(^|\.)\w*(vision|visual|audio|speech|image|multi_modal|projector|connector|resampler|talker|2wav)\w*(\.|$)"
+)
+"""Names of what lies beside the language model: towers, and what projects their outputs."""
+TEXT_CONFIG = "text_config"
+"""transformers' name for the config of a language model that may be part of a larger one: its checkpoint may
+have towers."""
 EXPERT_SLICE = re.compile(r"^(?P<experts>.+)\.(?P<index>\d+)\.(?P<name>\w+)\.weight$")
 
 
@@ -39,6 +48,14 @@ class Assignment:
     @property
     def names(self) -> list[str]:
         return [name for names in self.sources.values() for name in names]
+
+    @property
+    def targets(self) -> list[str]:
+        """All parameters that it makes: a converter names them by what stands in the first one's place."""
+        patterns = self.converter.target_patterns if self.converter else []
+        if len(patterns) < 2:
+            return [self.target]
+        return [self.target.replace(patterns[0], pattern) for pattern in patterns]
 
     def expert_parts(self) -> list[list[str]] | None:
         """For each expert, the weights that lie one above the other in its slice; None for anything else."""
@@ -92,8 +109,22 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
             assignment.sources.setdefault(EXPERT_SLICE.pattern, []).append(name)
         elif not IGNORED.search(name) and not any(pattern.search(renamed) for pattern in ignorable):
             unexpected.append(name)
+    text = model.config.get_text_config(decoder=True).to_dict()
+    unexpected = [name for name in unexpected if not is_prediction_head(name, text)]
+    if model.config.base_config_key == TEXT_CONFIG:
+        unexpected = [name for name in unexpected if not OUTSIDE.search(name)]
     found = list(assignments.values())
     return WeightMap(found, unexpected, _missing(model, found))
+
+
+def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | None:
+    """What the names of tensors begin with that another program has added, such as a trainer's `v_head`.
+
+    None where one of `names` begins as a module of the model does: then the config is of another model.
+    """
+    roots = list(dict.fromkeys(name.split(".")[0] for name in names))
+    known = {part for name, _ in model.named_modules() for part in name.split(".")}
+    return None if known.intersection(roots) else roots
 
 
 def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]:

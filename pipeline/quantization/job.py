@@ -65,7 +65,11 @@ def prepare(
             f"the recipe {recipe.name!r} quantizes no weights, and {export} has no place for "
             f"{recipe.kv_cache} keys and values; export {PLAIN}, or leave --export out"
         )
-    config = convention.quantization_config(specs, tasks.ignore, embeddings) | (declared or {})
+    named = specs
+    if len(set(specs.values())) > 1:
+        # A config of several formats names modules one by one, which it otherwise does not.
+        named = specs | {name: specs[module] for name, module in tasks.other_names.items()}
+    config = convention.quantization_config(named, tasks.ignore, embeddings) | (declared or {})
     plain = [task.written_name for task in tasks.in_order if not task.is_quantized]
     metadata = convention.file_metadata(specs, tasks.shapes, plain)
     quantizer = weight_quantizer(checkpoint, device)

@@ -5,7 +5,7 @@ Decided before any weight is read, so that a recipe that does not fit is refused
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ....base.errors import UserError
@@ -24,6 +24,7 @@ from ...model_loader.linear_weights import (
     ModelWeights,
     find_linear_weights,
 )
+from ...model_loader.reader_names import WEIGHT, names_of_unquantized, other_names
 from ...records.recipe import Recipe, Rule, matches
 from ...records.recipe_fields import KEEP
 
@@ -62,7 +63,9 @@ class QuantizationTasks:
     kept: dict[str, list[str]]
     """Tensors and modules that stay unquantized, by the reason."""
     ignore: list[str]
-    """Linear modules that stay unquantized, as the quantization config names them."""
+    """Every linear module that stays unquantized, by each name that a reader may know it by."""
+    other_names: dict[str, str]
+    """What other readers call quantized modules whose checkpoint's name they do not use, to that name."""
     untied: bool
     """The output projection gets weights of its own, and the config has to say so."""
 
@@ -97,7 +100,7 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     head = weights.tied_lm_head
     if head is not None and recipe.lm_head != KEEP:
         linears[head.module] = head
-    _refuse_idle_patterns(recipe, linears.values())
+    _refuse_idle_patterns(recipe, linears.values(), _all_names(checkpoint, weights))
     decisions = {module: _decide(recipe, weight) for module, weight in linears.items()}
     chosen = {module: choice for module, choice in decisions.items() if not isinstance(choice, str)}
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
@@ -108,6 +111,7 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
         )
     for module, spec in chosen.items():
         _check_fit(checkpoint, recipe, linears[module], spec)
+    quantized = {linears[module].tensor for module in chosen}
     tasks, kept = _order(checkpoint, weights, decisions)
     if recipe.kv_cache != KV_UNQUANTIZED:
         tasks = [task for task in tasks if not KV_SCALE.search(task.tensor)]
@@ -117,7 +121,17 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     unquantized = [m for m, weight in linears.items() if m not in chosen and weight.role != EMBEDDING]
     if head is not None and head.module not in linears:
         unquantized.append(head.module)
-    return QuantizationTasks(tasks, kept, unquantized, untied)
+    # The embeddings' tensor, which a quantized copy of a tied head is made from, stays.
+    replaced = quantized - ({head.tensor} if head is not None else set())
+    outside = names_of_unquantized(checkpoint, weights.readers, replaced, chosen.keys())
+    by_tensor = {linears[module].tensor: module for module in chosen if linears[module].expert is None}
+    return QuantizationTasks(
+        tasks,
+        kept,
+        list(dict.fromkeys([*unquantized, *outside])),
+        other_names(weights.readers, by_tensor),
+        untied,
+    )
 
 
 def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
@@ -154,7 +168,18 @@ def rule_for(recipe: Recipe, weight: LinearWeight) -> Rule | None:
     return next((r for r in recipe.rules if any(matches(r.modules, name) for name in names)), None)
 
 
-def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight]) -> None:
+def _all_names(checkpoint: Checkpoint, weights: ModelWeights) -> set[str]:
+    """Every name in the checkpoint and of its linear layers, in or beside the language model."""
+    tensors = {name for tensor in checkpoint.tensors for name in (tensor, tensor.removesuffix(WEIGHT))}
+    return tensors.union(*(reader.linears for reader in weights.readers))
+
+
+def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight], names: Collection[str]) -> None:
+    """UserError for a pattern of nothing; to keep what is quantized by no recipe, or lies under another name,
+    is no mistake.
+
+    names: whatever may be kept
+    """
     linears = list(linears)
     quantizable = [weight for weight in linears if weight.role != ROUTER]
     quantized = [rule.modules for rule in recipe.rules if not isinstance(rule.spec, Unquantized)]
@@ -167,7 +192,7 @@ def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight]) -> No
         for pattern in patterns:
             if any(
                 matches(pattern, weight.module) or matches(pattern, weight.tensor) for weight in candidates
-            ):
+            ) or (what == "ignore" and any(matches(pattern, name) for name in names)):
                 continue
             routers = [w.module for w in linears if w.role == ROUTER and matches(pattern, w.module)]
             if routers:
