@@ -19,24 +19,31 @@ MAX_PATH_BYTES = 1 << 16
 
 
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
-    """The checkpoint given, or the one that the artifact says it was made from.
+    """The checkpoint given, or the one that the artifact says it was made from; without what was left out.
 
     UserError where it cannot be opened, or is the quantized artifact itself.
     """
     if baseline is not None:
-        return _refuse_itself(artifact, open_checkpoint(baseline, revision))
+        return _without_left_out(artifact, _refuse_itself(artifact, open_checkpoint(baseline, revision)))
     source, recorded = recorded_source(artifact)
     if source is None:
         raise UserError(
             f"{artifact.source} does not say which checkpoint it was made from; give it with --baseline"
         )
     try:
-        return _refuse_itself(artifact, open_checkpoint(source, revision or recorded))
+        opened = _refuse_itself(artifact, open_checkpoint(source, revision or recorded))
+        return _without_left_out(artifact, opened)
     except UserError as error:
         raise UserError(
             f"{artifact.source} was made from {source}, which cannot be opened: {error.message}\n"
             "Give the unquantized checkpoint with --baseline."
         ) from error
+
+
+def _without_left_out(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
+    """`baseline` without the tensors that the artifact's recipe left out, so that none is missed."""
+    names = artifact.manifest.quantization.get("left_out") if artifact.manifest else None
+    return baseline.without(names) if isinstance(names, list) else baseline
 
 
 def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:

@@ -5,8 +5,8 @@ Not for what the tensors mean; that is `conventions/`.
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-
 OTHER_INPUTS = {
     "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
@@ -33,6 +32,7 @@ OTHER_INPUTS = {
 """What the sections of a config that describe a tower are called, by the inputs that it takes."""
 OTHER_WEIGHTS = ("consolidated", "adapter_")
 """How files begin that hold a checkpoint's weights once more under other names, or changes to them."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -47,6 +47,8 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     """In file order, shard after shard."""
     headers: dict[Path, SafetensorsHeader]
+    unindexed: tuple[Path, ...] = ()
+    """Those of the shards that the index does not name, such as `mtp.safetensors`; some readers skip them."""
 
     @property
     def public_name(self) -> str:
@@ -73,18 +75,27 @@ class Checkpoint:
         return context if isinstance(context, int) else None
 
     @property
-    def shards(self) -> list[Path]:
-        return list(self.headers)
-    @property
     def other_inputs(self) -> tuple[str, ...]:
         """What the model takes besides text, by the sections of its config: `images`, `sound`."""
         sections = [key for key, value in self.config.items() if isinstance(value, dict)]
         return tuple(kind for kind, tower in OTHER_INPUTS.items() if any(map(tower.search, sections)))
 
+    @property
+    def shards(self) -> list[Path]:
+        return list(self.headers)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the tensors that are in the files and left out of `tensors`."""
+        return [name for h in self.headers.values() for name in h.tensors if name not in self.tensors]
 
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
+
+    def without(self, names: Collection[str]) -> "Checkpoint":
+        """The checkpoint as if it did not have these tensors."""
+        return replace(self, tensors={n: info for n, info in self.tensors.items() if n not in names})
 
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU, in memory of its own; nothing else is read or kept."""
@@ -123,9 +134,13 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     config = read_config(folder)
     headers = {shard: read_header(shard) for shard in _find_shards(folder)}
     tensors = _all_tensors(folder, headers)
+    unindexed = _unindexed_shards(folder, tensors, headers)
+    headers |= unindexed
+    for header in unindexed.values():
+        tensors |= header.tensors
     refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
     logger.debug(f"{model}: {len(tensors)} tensors in {folder}")
-    return Checkpoint(folder, model, commit, config, tensors, headers)
+    return Checkpoint(folder, model, commit, config, tensors, headers, tuple(unindexed))
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -179,6 +194,25 @@ def _find_shards(folder: Path) -> list[Path]:
             )
         raise UserError(f"{folder} has no weights: no *.safetensors file in it")
     return shards
+
+
+def _unindexed_shards(
+    folder: Path, tensors: Mapping[str, TensorInfo], headers: Mapping[Path, SafetensorsHeader]
+) -> dict[Path, SafetensorsHeader]:
+    """Further safetensors files with tensors of their own, each with its header.
+
+    Not those that hold the same tensors again, in another precision or under their makers' names.
+    """
+    found: dict[Path, SafetensorsHeader] = {}
+    known = set(tensors)
+    for path in sorted(folder.glob("*.safetensors")):
+        if path in headers or path.name.startswith(OTHER_WEIGHTS):
+            continue
+        header = read_header(require_file(folder, path.name))
+        if known.isdisjoint(header.tensors):
+            found[path] = header
+            known |= header.tensors.keys()
+    return found
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

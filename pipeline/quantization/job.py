@@ -14,7 +14,7 @@ from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
-from ..records.recipe import Recipe
+from ..records.recipe import Recipe, matches
 from .calibration.calibration_needs import CalibrationNeeds, calibration_needs
 from .calibration.calibration_text import CalibrationText, read_calibration_text
 from .calibration.text_source import text_source
@@ -40,6 +40,19 @@ class QuantizeJob:
     quantizer: WeightQuantizer
     needs: CalibrationNeeds
     text: CalibrationText | None
+
+
+def without_left_out(checkpoint: Checkpoint, recipe: Recipe) -> Checkpoint:
+    """`checkpoint` without the tensors that the recipe leaves out. UserError for a pattern of none."""
+    names = set[str]()
+    for pattern in recipe.leave_out:
+        found = [name for name in checkpoint.tensors if matches(pattern, name)]
+        if not found:
+            raise UserError(
+                f"the recipe's `leave_out` pattern {pattern!r} matches no tensor of {checkpoint.source}"
+            )
+        names.update(found)
+    return checkpoint.without(names) if names else checkpoint
 
 
 def prepare(

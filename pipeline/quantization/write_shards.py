@@ -20,6 +20,7 @@ from ...layouts.kv.format import KVScales
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
+from ..model_loader.prediction_heads import without_heads
 from ..records.artifact import SCALED_BY, FileRecord
 from ..records.file_digests import sha256_of
 from .calibration.calibration_result import WeightReader
@@ -193,7 +194,9 @@ def write_rest(
             )
         with atomic_path(folder / name) as partial:
             shutil.copyfile(path, partial)
-    config = {k: v for k, v in job.checkpoint.config.items() if k != "quantization_config"}
+    checkpoint = job.checkpoint
+    config = without_heads(checkpoint.config, checkpoint.left_out, checkpoint.tensors)
+    config.pop("quantization_config", None)
     if job.tasks.untied:
         config["tie_word_embeddings"] = False
         if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:

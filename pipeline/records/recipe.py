@@ -75,6 +75,8 @@ class Recipe:
     ignore: Patterns = ()
     """Patterns of modules to keep as they are."""
     rules: tuple[Rule, ...] = ()
+    leave_out: Patterns = ()
+    """Patterns of tensors that the artifact does not have, such as `v_head.*` of a trained reward."""
     lm_head: Treatment = KEEP
     """`quantize` unties a tied output projection: it gets a quantized copy, and the embeddings stay."""
     embeddings: Treatment = KEEP
@@ -107,6 +109,7 @@ class Recipe:
             "include": list(self.include),
             "ignore": list(self.ignore),
             "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
+            **({"leave_out": list(self.leave_out)} if self.leave_out else {}),
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
             **({"kv_cache": self.kv_cache} if self.kv_cache != UNQUANTIZED else {}),

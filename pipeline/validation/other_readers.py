@@ -26,7 +26,7 @@ def misreadings(artifact: Checkpoint) -> tuple[str, ...]:
 
 def _all(artifact: Checkpoint) -> Iterator[str]:
     for path in sorted(artifact.folder.glob("*.safetensors")):
-        if path not in artifact.shards:
+        if path not in artifact.shards or path in artifact.unindexed:
             yield f"{path.name}: no index names it, and some readers load every safetensors file"
     for text in contradictions(artifact.config):
         yield f"config.json: {text}"
