@@ -18,7 +18,17 @@ from ..checkpoints.float_source import is_scale
 from .prediction_heads import is_prediction_head
 from .reader_names import ReaderModel, is_experts_parameter, reader_model
 from .skeleton import build_skeleton, other_models
-from .weight_map import OUTSIDE, Assignment, foreign_roots, map_weights
+from .weight_map import (
+    GATE,
+    GATE_UP,
+    INTERLEAVED,
+    OUTSIDE,
+    UP,
+    Assignment,
+    foreign_roots,
+    gate_up_order,
+    map_weights,
+)
 
 WEIGHT = ".weight"
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
@@ -41,6 +51,7 @@ class LinearWeight:
     role:       LINEAR, LM_HEAD, EMBEDDING, ROUTER, or UNKNOWN for fused experts in an order not known here
     expert:     which slice of a fused [E, ...] tensor it is; None for a tensor of its own
     rows:       which rows of that slice, first and one past the last
+    step:       from one of its rows to the next: 2 where the rows of gate and up take turns
     transposed: the slice lies as [K, N]
     """
 
@@ -53,6 +64,13 @@ class LinearWeight:
     expert: int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    step: int = 1
+
+    @property
+    def row_slice(self) -> slice:
+        """The rows of its tensor, or of the expert's slice of that, that are this weight's."""
+        first, stop = self.rows or (0, self.n)
+        return slice(first, stop, self.step)
 
 
 @dataclass(frozen=True)
@@ -164,8 +182,8 @@ def _fused_experts(
 ) -> list[LinearWeight]:
     """One linear for each expert and projection of a fused 3-D tensor.
 
-    They take the names under which transformers reads single experts of this architecture
-    (`experts.0.gate_proj`); where it knows none, the fused parameter's own (`experts.0.gate_up_proj`).
+    They take the names under which transformers reads single experts of this architecture, and otherwise
+    those of engines (`experts.0.gate_proj`).
     """
     owner_name, _, leaf = assignment.target.rpartition(".")
     experts, first, second = checkpoint.tensors[name].shape
@@ -176,17 +194,24 @@ def _fused_experts(
         return [LinearWeight(name, name, name, UNKNOWN, first, second)]
     n, k = (second, first) if transposed else (first, second)
     prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{owner_name}."
-    single = _single_expert_names(model, assignment.target) or [leaf]
+    single, interleaved = _single_expert_names(model, assignment.target), False
+    if not single and leaf == GATE_UP:
+        order = gate_up_order(owner)
+        if order is None:
+            return [LinearWeight(name, name, name, UNKNOWN, first, second)]
+        single, interleaved = [GATE, UP], order == INTERLEAVED
+    single = single or [leaf]
     if n % len(single):
         raise UserError(f"{checkpoint.source}: {name} has {n} rows, which {len(single)} projections share")
-    size = n // len(single)
+    size, step = n // len(single), len(single) if interleaved else 1
+    rows = [(i, n) if interleaved else (i * size, (i + 1) * size) for i in range(len(single))]
     return [
         LinearWeight(
             f"{prefix}{expert}.{projection}", name, f"{name}[{expert}]", LINEAR, size, k,
-            expert=expert, rows=(index * size, (index + 1) * size), transposed=transposed,
+            expert=expert, rows=its_rows, transposed=transposed, step=step,
         )
         for expert in range(experts)
-        for index, projection in enumerate(single)
+        for projection, its_rows in zip(single, rows, strict=True)
     ]  # fmt: skip
 
 

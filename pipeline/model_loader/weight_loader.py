@@ -18,7 +18,7 @@ from ...base.progress import progress_bar
 from ...layouts.choosing.choose import default_layout, forced_for, refuse_impossible
 from ...layouts.choosing.plan import LayoutPlan
 from ...layouts.formats.input_format import InputFormat
-from ...layouts.formats.weight_format import Weight, merge_rows
+from ...layouts.formats.weight_format import Weight, merge_rows, rows_by_turns
 from ...layouts.modules.experts import ExpertsPart, PackedExperts, stack_inputs
 from ...layouts.modules.linear import QuantizedLinear
 from ...layouts.modules.merged_linear import merge_unquantized, put_merged
@@ -154,7 +154,7 @@ class WeightLoader:
     def _pack_experts(self, product: ExpertsProduct) -> ExpertsPart:
         self._check_experts(product)
         layout = cast(ExpertsLayout, self._pick(product))
-        weights = [self._merged(parts).to(self.device) for parts in product.experts]
+        weights = [self._merged(parts, product.interleaved).to(self.device) for parts in product.experts]
         packed = layout.pack_experts(weights, self.model.dtype)
         inputs = [found for parts in product.experts if (found := self._read_input(parts[0])) is not None]
         return ExpertsPart(packed, stack_inputs(inputs) if inputs else None)
@@ -173,12 +173,12 @@ class WeightLoader:
     def _problem(self, product: Product) -> Problem:
         return product.problem(self.stored, self.model.dtype, self.device, self.batch_invariance)
 
-    def _merged(self, names: Sequence[str]) -> Weight:
-        """The weights' rows one after another, on the CPU."""
+    def _merged(self, names: Sequence[str], interleaved: bool = False) -> Weight:
+        """The weights' rows one after another, or by turns, on the CPU."""
         merged = merge_rows([self._read_quantized(name) for name in names])
         if merged is None:
             raise TypeError(f"{listed(list(names))} are of different formats or do not share their scales")
-        return merged
+        return rows_by_turns(merged, len(names)) if interleaved else merged
 
     def _read_input(self, name: str) -> InputFormat | None:
         read = self.stored[name].read_input
@@ -239,10 +239,12 @@ class WeightLoader:
         """
         if assignment.converter is None:
             names = assignment.names
-            if assignment.expert_parts() is None:
+            experts = assignment.expert_parts()
+            if experts is None:
                 value = self._read_plain(names[0], reader)
             else:
-                value = self._stack_slices(assignment.target, [self._read_plain(name) for name in names])
+                slices = [[self._read_plain(name) for name in parts] for parts in experts]
+                value = self._stack_slices(assignment.target, slices, assignment.interleaved)
             self._set(assignment.target, value, names[0])
             return
         converter = assignment.converter
@@ -259,10 +261,19 @@ class WeightLoader:
         for target, value in converted.items():
             self._set(target, value[0] if isinstance(value, list) else value, assignment.names[0])
 
-    def _stack_slices(self, target: str, tensors: list[Tensor]) -> Tensor:
-        """[N, K] weights of single experts to the 3-D parameter, transposed where the model wants that."""
+    def _stack_slices(self, target: str, experts: list[list[Tensor]], interleaved: bool) -> Tensor:
+        """[N, K] weights of single experts to the 3-D parameter, transposed where the model wants that; or
+        their biases [N] to the 2-D one.
+
+        experts: for each the weights that lie one above the other in its slice, or whose rows take turns
+        """
         expected = tuple(self.model.get_parameter(target).shape)
-        stacked = torch.stack(tensors)
+        slices = [torch.cat(parts) for parts in experts]
+        if interleaved:
+            slices = [torch.stack(parts, dim=1).flatten(0, 1) for parts in experts]
+        stacked = torch.stack(slices)
+        if stacked.dim() == 2:
+            return stacked
         return stacked if tuple(stacked.shape) == expected else stacked.transpose(1, 2).contiguous()
 
     def _set(self, target: str, value: Tensor, source: str) -> None:

@@ -64,11 +64,14 @@ class WeightQuantizer:
 
 def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: int) -> Tensor:
     """Rows `start:stop` of a linear weight [N, K], wherever in its tensor they lie."""
-    first = weight.rows[0] if weight.rows else 0
     if weight.transposed:
         slice_ = read_rows(checkpoint, weight.tensor, 0, weight.k, weight.expert)
-        return slice_.T[first + start : first + stop].contiguous()
-    return read_rows(checkpoint, weight.tensor, first + start, first + stop, weight.expert)
+        return slice_.T[weight.row_slice][start:stop].contiguous()
+    first, step = weight.row_slice.start, weight.step
+    rows = read_rows(
+        checkpoint, weight.tensor, first + step * start, first + step * (stop - 1) + 1, weight.expert
+    )
+    return rows[::step].contiguous()
 
 
 def read_kept(checkpoint: Checkpoint, info: TensorInfo) -> tuple[torch.dtype, Iterator[Tensor]]:
