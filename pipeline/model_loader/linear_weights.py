@@ -31,6 +31,8 @@ from .weight_map import (
 )
 
 WEIGHT = ".weight"
+BIAS = "_bias"
+"""What the name of the tensor of all experts' biases has behind that of their weights."""
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
 
 LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", "router", "unknown"
@@ -74,6 +76,19 @@ class LinearWeight:
 
 
 @dataclass(frozen=True)
+class ExpertBias:
+    """One expert's part of a tensor [E, N] that holds the biases of all.
+
+    name: what it is called beside the expert's own weight; rows: which of the N
+    """
+
+    name: str
+    tensor: str
+    expert: int
+    rows: slice
+
+
+@dataclass(frozen=True)
 class ModelWeights:
     """The checkpoint's tensors, sorted into linear weights and everything else."""
 
@@ -83,6 +98,8 @@ class ModelWeights:
     """Tensors that hold no linear weight, and what they are."""
     tied_lm_head: LinearWeight | None
     """The output projection where it has no tensor of its own but shares the embeddings'."""
+    biases: dict[str, list[ExpertBias]]
+    """By the tensor of an expert layer's biases, what it becomes where its weights become single experts'."""
     readers: list[ReaderModel]
     """What each transformers class that loads such a checkpoint makes of it, ours first."""
 
@@ -120,7 +137,9 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
     readers = [reader_model(model, mapped.assignments)]
     for other in other_models(checkpoint, model):
         readers.append(reader_model(other, map_weights(other, names).assignments))
-    return ModelWeights(linears, others, _tied_head(checkpoint, model, linears), readers)
+    return ModelWeights(
+        linears, others, _tied_head(checkpoint, model, linears), _expert_biases(checkpoint, linears), readers
+    )
 
 
 def _decoder_prefix(model: PreTrainedModel) -> str:
@@ -151,13 +170,11 @@ def _linear_weights(
     if outside and is_experts_parameter(owner, leaf):
         return OUTSIDE_DECODER
     if is_experts_parameter(owner, leaf):
-        if leaf.endswith("_bias"):
-            return "bias"
         if len(shape) == 2 and name.endswith(WEIGHT):
             place = _expert_place(assignment, name)
             return [LinearWeight(name.removesuffix(WEIGHT), name, place, LINEAR, *shape)]
         return _fused_experts(checkpoint, model, assignment, name, owner)
-    if assignment.converter is None and shape != tuple(target.shape):
+    if assignment.converter is None and not assignment.is_stacked and shape != tuple(target.shape):
         raise UserError(
             f"{checkpoint.source}: {name} has shape {list(shape)}; config.json makes it {list(target.shape)}"
         )
@@ -213,6 +230,21 @@ def _fused_experts(
         for expert in range(experts)
         for projection, its_rows in zip(single, rows, strict=True)
     ]  # fmt: skip
+
+
+def _expert_biases(
+    checkpoint: Checkpoint, linears: dict[str, list[LinearWeight]]
+) -> dict[str, list[ExpertBias]]:
+    """The biases that lie beside fused experts, by the names that go with their weights'."""
+    return {
+        f"{tensor}{BIAS}": [
+            ExpertBias(f"{weight.module}.bias", f"{tensor}{BIAS}", weight.expert, weight.row_slice)
+            for weight in weights
+            if weight.expert is not None
+        ]
+        for tensor, weights in linears.items()
+        if f"{tensor}{BIAS}" in checkpoint.tensors
+    }
 
 
 def _expert_place(assignment: Assignment, name: str) -> str:

@@ -56,7 +56,7 @@ def reader_model(model: PreTrainedModel, assignments: Sequence[Assignment]) -> R
 
 
 def is_experts_parameter(owner: nn.Module, leaf: str) -> bool:
-    """Whether a module's parameter holds the weights, or the biases, of experts one upon another."""
+    """Whether a module's parameter holds the weights of experts one upon another."""
     parameter = owner._parameters.get(leaf)
     return parameter is not None and parameter.dim() == 3 and "expert" in type(owner).__name__.lower()
 

@@ -70,12 +70,17 @@ class Assignment:
             return [self.target]
         return [self.target.replace(patterns[0], pattern) for pattern in patterns]
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether single experts' tensors are stacked by their names alone."""
+        return self.converter is None and bool(self.sources) and all(n in PROJECTIONS for n in self.sources)
+
     def expert_parts(self) -> list[list[str]] | None:
         """For each expert, the weights that lie one above the other in its slice; None for anything else."""
         operations = self.converter.operations if self.converter else []
         merges = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         rest_stacks_rows = all(isinstance(op, Concatenate) and op.dim == 1 for op in operations[1:])
-        if self.converter is None and self.sources and all(name in PROJECTIONS for name in self.sources):
+        if self.is_stacked:
             columns = [self.sources[name] for name in PROJECTIONS if name in self.sources]
         elif self.converter is None or not merges or not rest_stacks_rows:
             return None

@@ -30,7 +30,7 @@ from .shards.ranks import Ranks
 from .shards.shard_writer import ShardWriter, header_room
 from .shards.shared_tensors import Shared
 from .shards.tasks import WeightTask, source_bytes
-from .shards.weight_tensors import read_kept, read_linear, refuse_non_finite
+from .shards.weight_tensors import read_bias, read_kept, read_linear, refuse_non_finite
 from .shards.work_record import FinishedShard, WorkRecord
 from .solvers.equalization import EqualizedNorm
 
@@ -72,6 +72,8 @@ def divide_into_shards(
 def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
     """What a task leaves in its shard."""
     info = checkpoint.tensors[task.tensor]
+    if task.bias is not None:
+        return source_bytes(checkpoint, task)
     if task.linear is None:
         return info.nbytes * (2 if info.dtype.itemsize == 1 else 1)
     return task.spec.nbytes(task.linear.n, task.linear.k)
@@ -124,7 +126,7 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
     """Names at least as long and as many as the tensors these tasks make."""
     for task in tasks:
         if task.linear is None:
-            yield task.tensor
+            yield task.written_name
         else:
             for tensor in TENSORS_OF_A_LINEAR:
                 yield f"{task.linear.module}._weight_{tensor}_and_more"
@@ -135,6 +137,9 @@ def _carry_out(
 ) -> dict[str, dict[str, Any]]:
     """Write one task's tensors; what was measured of a quantized module, by its name."""
     checkpoint, linear = job.checkpoint, task.linear
+    if task.bias is not None:
+        writer.add(task.written_name, read_bias(checkpoint, task.bias))
+        return {}
     if linear is None and task.tensor in results.equalized:
         writer.add(task.tensor, results.equalized[task.tensor].weight)
         return {}

@@ -16,10 +16,12 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.float_source import is_scale, refuse_unreadable, scale_of
 from ...conventions.kv_cache import SCALE as KV_SCALE
 from ...model_loader.linear_weights import (
+    BIAS,
     EMBEDDING,
     LM_HEAD,
     ROUTER,
     UNKNOWN,
+    ExpertBias,
     LinearWeight,
     ModelWeights,
     find_linear_weights,
@@ -34,16 +36,18 @@ UNQUANTIZED = Unquantized()
 
 @dataclass(frozen=True)
 class WeightTask:
-    """One thing to write: a quantized linear, a linear sliced out unquantized, or a tensor copied as it is.
+    """One thing to write: a quantized linear, a linear or bias sliced out as it is, or a whole tensor copied.
 
     tensor: the checkpoint tensor it is made from
-    linear: the linear weight, None for a whole tensor copied under its own name
+    linear: the linear weight, None for a whole tensor copied under its own name, or a bias
     spec:   what it becomes; Unquantized where it stays as it is
+    bias:   a single expert's bias
     """
 
     tensor: str
     linear: LinearWeight | None = None
     spec: WeightFormat = UNQUANTIZED
+    bias: ExpertBias | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -52,6 +56,8 @@ class WeightTask:
     @property
     def written_name(self) -> str:
         """The tensor it makes where it stays unquantized."""
+        if self.bias is not None:
+            return self.bias.name
         return f"{self.linear.module}.weight" if self.linear else self.tensor
 
 
@@ -90,6 +96,8 @@ class QuantizationTasks:
 def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
     """Bytes read to carry out a task."""
     info = checkpoint.tensors[task.tensor]
+    if task.bias is not None:
+        return info.shape[-1] * info.dtype.itemsize
     return info.nbytes if task.linear is None else task.linear.n * task.linear.k * info.dtype.itemsize
 
 
@@ -246,6 +254,11 @@ def _order(
 ) -> tuple[list[WeightTask], dict[str, list[str]]]:
     tasks: list[WeightTask] = []
     kept: dict[str, list[str]] = {}
+    split = {
+        name
+        for name, linears in weights.linears.items()
+        if any(not isinstance(decisions[weight.module], str) for weight in linears)
+    }
     for name in checkpoint.tensors:
         if is_scale(checkpoint, name):
             continue
@@ -256,7 +269,9 @@ def _order(
         for weight, choice in zip(linears, choices, strict=True):
             if isinstance(choice, str):
                 kept.setdefault(choice, []).append(weight.module)
-        if any(not isinstance(choice, str) for choice in choices):
+        if name in weights.biases and name.removesuffix(BIAS) in split:
+            tasks += [WeightTask(name, bias=bias) for bias in weights.biases[name]]
+        elif name in split:
             tasks += [
                 WeightTask(name, weight, UNQUANTIZED if isinstance(choice, str) else choice)
                 for weight, choice in zip(linears, choices, strict=True)

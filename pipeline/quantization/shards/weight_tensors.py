@@ -14,7 +14,7 @@ from ....layouts.formats.weight_format import WeightFormat, merge_rows
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ...checkpoints.safetensors_file import TensorInfo
-from ...model_loader.linear_weights import LinearWeight
+from ...model_loader.linear_weights import ExpertBias, LinearWeight
 from ..quantizers.all_quantizers import QUANTIZERS
 from ..quantizers.quantizer import QuantizedWeight, SharingQuantizer, WeighingQuantizer
 from ..solvers.importance import importance_of_columns
@@ -72,6 +72,14 @@ def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: 
         checkpoint, weight.tensor, first + step * start, first + step * (stop - 1) + 1, weight.expert
     )
     return rows[::step].contiguous()
+
+
+def read_bias(checkpoint: Checkpoint, bias: ExpertBias) -> Tensor:
+    """One expert's bias [N], out of the tensor of all."""
+    row = checkpoint.tensors[bias.tensor].read_rows(bias.expert, bias.expert + 1)[0]
+    values = row[bias.rows].contiguous()
+    refuse_non_finite(checkpoint, bias.tensor, values)
+    return values
 
 
 def read_kept(checkpoint: Checkpoint, info: TensorInfo) -> tuple[torch.dtype, Iterator[Tensor]]:
