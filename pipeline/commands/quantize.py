@@ -112,6 +112,7 @@ def quantize(
         copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
         _say_left_out(travelling.left_out, progress)
         _say_without(checkpoint.left_out, progress)
+        _say_fitted(job, progress)
         folder = Path(out).expanduser()
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -146,6 +147,7 @@ def preview(
     checkpoint = without_left_out(checkpoint, chosen)
     job = prepare(checkpoint, chosen, asked.export, device, asked.calibration)
     _say_unread(job, asked.calibration, progress=True)
+    _say_fitted(job, progress=True)
     folder = Path(out).expanduser()
     _refuse_inside_itself(checkpoint, folder)
     return estimate(job, divide_into_shards(checkpoint, job.tasks.in_order, MAX_SHARD_BYTES), folder)
@@ -309,6 +311,11 @@ def _say_without(tensors: Sequence[str], progress: bool) -> None:
         shown = ", ".join(tensors[:LEFT_OUT_SHOWN])
         more = f" and {len(tensors) - LEFT_OUT_SHOWN} more" if len(tensors) > LEFT_OUT_SHOWN else ""
         _notice(f"left out by the recipe: {shown}{more}", progress)
+
+
+def _say_fitted(job: QuantizeJob, progress: bool) -> None:
+    if job.tasks.fitted:
+        _notice(f"not every layer can be {job.recipe.spec.label}: {job.tasks.fitted}", progress)
 
 
 def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> None:

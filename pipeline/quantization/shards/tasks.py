@@ -5,7 +5,7 @@ Decided before any weight is read, so that a recipe that does not fit is refused
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....base.errors import UserError
@@ -28,7 +28,7 @@ from ...model_loader.linear_weights import (
 )
 from ...model_loader.reader_names import WEIGHT, names_of_unquantized, other_names
 from ...records.recipe import Recipe, Rule, matches
-from ...records.recipe_fields import KEEP
+from ...records.recipe_fields import EXACT, KEEP, NEAREST
 
 IGNORED = "ignored by the recipe"
 UNQUANTIZED = Unquantized()
@@ -74,6 +74,8 @@ class QuantizationTasks:
     """What other readers call quantized modules whose checkpoint's name they do not use, to that name."""
     untied: bool
     """The output projection gets weights of its own, and the config has to say so."""
+    fitted: str = ""
+    """What became of the layers that the recipe's format could not have, in one line."""
 
     @property
     def specs(self) -> dict[str, WeightFormat]:
@@ -111,14 +113,22 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     _refuse_idle_patterns(recipe, linears.values(), _all_names(checkpoint, weights))
     decisions = {module: _decide(recipe, weight) for module, weight in linears.items()}
     chosen = {module: choice for module, choice in decisions.items() if not isinstance(choice, str)}
+    for module in chosen:
+        refuse_unreadable(checkpoint, linears[module].tensor)
+    unfit = {m: reason for m, spec in chosen.items() if (reason := spec.refuses(linears[m].n, linears[m].k))}
+    if unfit and recipe.fit == EXACT:
+        raise _unfit(recipe, [linears[module] for module in unfit], chosen)
+    fitted = _fitted(linears, chosen, unfit)
+    for module in unfit:
+        chosen.pop(module)
+        decisions[module] = fitted.get(module, f"kept, since {unfit[module]}")
+    chosen |= fitted
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
             f"{checkpoint.model_type} model, which has {len(linears)} linear weights, and stores keys and "
             "values as they are"
         )
-    for module, spec in chosen.items():
-        _check_fit(checkpoint, recipe, linears[module], spec)
     quantized = {linears[module].tensor for module in chosen}
     tasks, kept = _order(checkpoint, weights, decisions)
     if recipe.kv_cache != KV_UNQUANTIZED:
@@ -139,6 +149,7 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
         list(dict.fromkeys([*unquantized, *outside])),
         other_names(weights.readers, by_tensor),
         untied,
+        _said(unfit, fitted),
     )
 
 
@@ -222,18 +233,40 @@ def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
     return [kind for kind, _ in kinds.most_common()]
 
 
-def _check_fit(checkpoint: Checkpoint, recipe: Recipe, weight: LinearWeight, spec: WeightFormat) -> None:
-    refuse_unreadable(checkpoint, weight.tensor)
-    reason = spec.refuses(weight.n, weight.k)
-    if reason is None:
-        return
-    kind = next(iter(_kinds([weight])))
-    nearest = spec.nearest(weight.n, weight.k)
-    advice = f"`ignore: ['{kind}']`"
-    if nearest is not None:
-        changes = " and ".join(f"`{change}`" for change in _changes(recipe.spec, spec, nearest))
-        advice = f"a rule `modules: '{kind}'` with {changes}"
-    raise UserError(f"{weight.module} cannot be {spec.label}: {reason}; give the recipe {advice}")
+def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str, WeightFormat]) -> UserError:
+    """What says of every kind of layer that its format cannot have it, and which rules would fit."""
+    said, rules = [], []
+    by_kind = {next(iter(_kinds([weight]))): weight for weight in linears}
+    for kind, weight in by_kind.items():
+        spec = chosen[weight.module]
+        said.append(f"{weight.module} cannot be {spec.label}: {spec.refuses(weight.n, weight.k)}")
+        nearest = spec.nearest(weight.n, weight.k)
+        if nearest is None:
+            rules.append(f"`ignore: ['{kind}']`")
+        else:
+            changes = " and ".join(f"`{change}`" for change in _changes(recipe.spec, spec, nearest))
+            rules.append(f"a rule `modules: '{kind}'` with {changes}")
+    return UserError(
+        "; ".join(said)
+        + f"; give the recipe {', '.join(rules)}, or `fit: {NEAREST}`, which does so by itself"
+    )
+
+
+def _fitted(
+    linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat], unfit: Iterable[str]
+) -> dict[str, WeightFormat]:
+    """The nearest format of each module that cannot have its own; those without one are left out."""
+    nearest = {m: chosen[m].nearest(linears[m].n, linears[m].k) for m in unfit}
+    return {module: spec for module, spec in nearest.items() if spec is not None}
+
+
+def _said(unfit: Mapping[str, str], fitted: Mapping[str, WeightFormat]) -> str:
+    """`48 x INT4 g64, zero points (K = 2880 is no multiple of group size 128)`, for each reason."""
+    counts = Counter(
+        (fitted[module].label if module in fitted else "kept as it is", reason)
+        for module, reason in unfit.items()
+    )
+    return "; ".join(f"{count} × {became} ({reason})" for (became, reason), count in counts.items())
 
 
 def _changes(own: WeightFormat, refused: WeightFormat, wanted: WeightFormat) -> list[str]:
