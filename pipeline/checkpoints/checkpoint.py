@@ -25,6 +25,8 @@ from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+OLD_SECTION = "compression_config"
+"""What compressed-tensors called the quantization section at first."""
 OTHER_INPUTS = {
     "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
@@ -62,7 +64,7 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        return self.config.get("quantization_config")
+        return self.config.get("quantization_config") or self.config.get(OLD_SECTION)
 
     @property
     def model_type(self) -> str:

@@ -93,10 +93,11 @@ def auto_class_of(checkpoint: Checkpoint, model: nn.Module) -> Any:
     return next((auto for auto, made in classes if made is type(model)), AutoModelForCausalLM)
 
 
-def auto_class_name(model_type: str) -> str:
+def auto_class_name(model_type: str | None) -> str:
     """The auto class by which transformers' users load a model of this type."""
-    config = CONFIG_MAPPING[model_type]
-    return next((c.__name__ for c in AUTO_CLASSES if config in c._model_mapping), AUTO_CLASSES[0].__name__)
+    known = model_type in CONFIG_MAPPING
+    classes = [c for c in AUTO_CLASSES if known and CONFIG_MAPPING[model_type] in c._model_mapping]
+    return (classes or AUTO_CLASSES)[0].__name__
 
 
 def other_models(checkpoint: Checkpoint, model: PreTrainedModel) -> Iterator[PreTrainedModel]:

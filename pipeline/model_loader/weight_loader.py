@@ -25,6 +25,7 @@ from ...layouts.modules.merged_linear import merge_unquantized, put_merged
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import ExpertsLayout, Layout, Problem
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.float_source import FLOAT8, is_scale, read_whole
 from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader
 from .merge_groups import merged_alike, plain_kinds
@@ -81,7 +82,8 @@ class WeightLoader:
     def assignments(self) -> list[Assignment]:
         """Every weight's place in the model; UserError where a weight has none."""
         consumed = {name for weight in self.stored.values() for name in weight.tensors}
-        names = [name for name in self.checkpoint.tensors if name not in consumed] + list(self.stored)
+        others = [name for name in self.checkpoint.tensors if name not in consumed]
+        names = [name for name in others if not is_scale(self.checkpoint, name)] + list(self.stored)
         mapped = map_weights(self.model, names)
         if mapped.unexpected and foreign_roots(self.model, mapped.unexpected) is None:
             raise UserError(
@@ -224,9 +226,9 @@ class WeightLoader:
 
     def _read_plain(self, name: str, reader: DeviceReader | None = None) -> Tensor:
         if name not in self.stored:
-            return (
-                self.checkpoint.read(name) if reader is None else reader.read(self.checkpoint.tensors[name])
-            )
+            if reader is None or self.checkpoint.tensors[name].dtype in FLOAT8:
+                return read_whole(self.checkpoint, name)
+            return reader.read(self.checkpoint.tensors[name])
         if self.stored[name].read_input is not None and not self.rounded_elsewhere:
             raise self._no_linear(name)
         weight = self.stored[name].read()

@@ -94,7 +94,7 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
         "size": size_phrase(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "licence": licence_of(artifact.base_metadata),
         "licence_files": licence_files(artifact),
-        "engines": engines(name, method, artifact.kv_cache, auto_class_name(config["model_type"])),
+        "engines": engines(name, method, artifact.kv_cache, auto_class_name(config.get("model_type"))),
     }
 
 

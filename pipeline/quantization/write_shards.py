@@ -17,7 +17,7 @@ from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv.format import KVScales
-from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
+from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, OLD_SECTION, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from ..model_loader.prediction_heads import without_heads
@@ -201,7 +201,8 @@ def write_rest(
             shutil.copyfile(path, partial)
     checkpoint = job.checkpoint
     config = without_heads(checkpoint.config, checkpoint.left_out, checkpoint.tensors)
-    config.pop("quantization_config", None)
+    for section in ("quantization_config", OLD_SECTION):
+        config.pop(section, None)
     if job.tasks.untied:
         config["tie_word_embeddings"] = False
         if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:
