@@ -20,6 +20,10 @@ from ...base.untrusted_names import require_file, require_inside
 from ..records.artifact import MANIFEST_NAME, Artifact
 from .companion_files import WEIGHT_SUFFIXES, CompanionFiles, companion_files
 from .config_sections import refuse_malformed, refuse_sizes
+from .decoded_tensors import as_decoded
+from .gptq_and_awq import AWQ, GPTQ, decoded_awq, decoded_gptq
+from .mxfp4 import METHOD as MXFP4
+from .mxfp4 import decoded_mxfp4
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 CONFIG_NAME = "config.json"
@@ -27,6 +31,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 OLD_SECTION = "compression_config"
 """What compressed-tensors called the quantization section at first."""
+DECODERS = {MXFP4: decoded_mxfp4, GPTQ: decoded_gptq, AWQ: decoded_awq}
+"""By `quant_method`, what tells the 16-bit tensors that others stand for."""
 OTHER_INPUTS = {
     "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
@@ -51,6 +57,8 @@ class Checkpoint:
     headers: dict[Path, SafetensorsHeader]
     unindexed: tuple[Path, ...] = ()
     """Those of the shards that the index does not name, such as `mtp.safetensors`; some readers skip them."""
+    left_out: tuple[str, ...] = ()
+    """Tensors that are in the files and not in `tensors`, since a recipe leaves them out."""
 
     @property
     def public_name(self) -> str:
@@ -87,17 +95,14 @@ class Checkpoint:
         return list(self.headers)
 
     @property
-    def left_out(self) -> list[str]:
-        """Names of the tensors that are in the files and left out of `tensors`."""
-        return [name for h in self.headers.values() for name in h.tensors if name not in self.tensors]
-
-    @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
     def without(self, names: Collection[str]) -> "Checkpoint":
         """The checkpoint as if it did not have these tensors."""
-        return replace(self, tensors={n: info for n, info in self.tensors.items() if n not in names})
+        left = tuple(name for name in self.tensors if name in names)
+        kept = {name: info for name, info in self.tensors.items() if name not in names}
+        return replace(self, tensors=kept, left_out=(*self.left_out, *left))
 
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU, in memory of its own; nothing else is read or kept."""
@@ -140,6 +145,10 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     headers |= unindexed
     for header in unindexed.values():
         tensors |= header.tensors
+    section = config.get("quantization_config") or {}
+    decode = DECODERS.get(str(section.get("quant_method")))
+    if decode is not None:
+        tensors = as_decoded(tensors, decode(model, tensors, section))
     refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
     logger.debug(f"{model}: {len(tensors)} tensors in {folder}")
     return Checkpoint(folder, model, commit, config, tensors, headers, tuple(unindexed))

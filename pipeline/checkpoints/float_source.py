@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...base.errors import UserError
 from .checkpoint import Checkpoint
+from .decoded_tensors import as_matrix
 from .safetensors_file import TensorInfo
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -99,19 +100,12 @@ def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int, expert: 
     """Rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 where it is FP8."""
     info = checkpoint.tensors[name]
     first = start if expert is None else expert * info.shape[1] + start
-    flat = _as_matrix(info)
+    flat = as_matrix(info)
     rows = flat.read_rows(first, first + stop - start)
     scale = scale_of(checkpoint, name)
     return (
         rows if scale is None else rows.float() * _spread_scale(checkpoint, info, scale, start, stop, expert)
     )
-
-
-def _as_matrix(info: TensorInfo) -> TensorInfo:
-    rows = 1
-    for length in info.shape[:-1]:
-        rows *= length
-    return TensorInfo(info.name, info.dtype, (rows, info.shape[-1]), info.file, info.offset, info.nbytes)
 
 
 def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -> tuple[int, int]:

@@ -81,9 +81,10 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             return _on_meta(AutoModelForCausalLM, text, dtype)
         except Exception as error:
             first_error = first_error or error
+    reason = _no_class(config) if first_error is None else _one_line(first_error)
     raise UserError(
-        f"{checkpoint.source}: transformers cannot build a language model from its config (model_type "
-        f"{config.model_type!r}): {_no_class(config) if first_error is None else _one_line(first_error)}"
+        f"{checkpoint.source}: transformers cannot build a causal language model from its config "
+        f"(model_type {config.model_type!r}): {reason}"
     ) from first_error
 
 
@@ -95,9 +96,10 @@ def auto_class_of(checkpoint: Checkpoint, model: nn.Module) -> Any:
 
 def auto_class_name(model_type: str | None) -> str:
     """The auto class by which transformers' users load a model of this type."""
-    known = model_type in CONFIG_MAPPING
-    classes = [c for c in AUTO_CLASSES if known and CONFIG_MAPPING[model_type] in c._model_mapping]
-    return (classes or AUTO_CLASSES)[0].__name__
+    if model_type is None or model_type not in CONFIG_MAPPING:
+        return AutoModelForCausalLM.__name__
+    config = CONFIG_MAPPING[model_type]
+    return next((c for c in AUTO_CLASSES if config in c._model_mapping), AutoModelForCausalLM).__name__
 
 
 def other_models(checkpoint: Checkpoint, model: PreTrainedModel) -> Iterator[PreTrainedModel]:

@@ -25,6 +25,7 @@ from ...layouts.modules.merged_linear import merge_unquantized, put_merged
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import ExpertsLayout, Layout, Problem
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.decoded_tensors import DecodedTensor
 from ..checkpoints.float_source import FLOAT8, is_scale, read_whole
 from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader
@@ -226,9 +227,10 @@ class WeightLoader:
 
     def _read_plain(self, name: str, reader: DeviceReader | None = None) -> Tensor:
         if name not in self.stored:
-            if reader is None or self.checkpoint.tensors[name].dtype in FLOAT8:
+            info = self.checkpoint.tensors[name]
+            if reader is None or info.dtype in FLOAT8 or isinstance(info, DecodedTensor):
                 return read_whole(self.checkpoint, name)
-            return reader.read(self.checkpoint.tensors[name])
+            return reader.read(info)
         if self.stored[name].read_input is not None and not self.rounded_elsewhere:
             raise self._no_linear(name)
         weight = self.stored[name].read()
