@@ -210,7 +210,7 @@ def _fused_experts(
     if not known or any(not isinstance(operation, Transpose) for operation in operations):
         return [LinearWeight(name, name, name, UNKNOWN, first, second)]
     n, k = (second, first) if transposed else (first, second)
-    prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{owner_name}."
+    prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{_as_stored(owner_name, name)}."
     single, interleaved = _single_expert_names(model, assignment.target), False
     if not single and leaf == GATE_UP:
         order = gate_up_order(owner)
@@ -230,6 +230,15 @@ def _fused_experts(
         for expert in range(experts)
         for projection, its_rows in zip(single, rows, strict=True)
     ]  # fmt: skip
+
+
+def _as_stored(module: str, tensor: str) -> str:
+    """A module's name in the model with what `tensor` has before the layer's number."""
+    ours, stored = module.split("."), tensor.split(".")
+    here, there = ([i for i, part in enumerate(parts) if part.isdigit()] for parts in (ours, stored))
+    if not here or not there:
+        return module
+    return ".".join([*stored[: there[0] + 1], *ours[here[0] + 1 :]])
 
 
 def _expert_biases(

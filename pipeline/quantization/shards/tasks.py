@@ -236,7 +236,7 @@ def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
 def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str, WeightFormat]) -> UserError:
     """What says of every kind of layer that its format cannot have it, and which rules would fit."""
     said, rules = [], []
-    by_kind = {next(iter(_kinds([weight]))): weight for weight in linears}
+    by_kind = {next(iter(_kinds([weight]))): weight for weight in reversed(linears)}
     for kind, weight in by_kind.items():
         spec = chosen[weight.module]
         said.append(f"{weight.module} cannot be {spec.label}: {spec.refuses(weight.n, weight.k)}")

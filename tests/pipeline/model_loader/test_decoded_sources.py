@@ -140,7 +140,7 @@ def test_mxfp4_is_decoded_to_transformers_bits(mxfp4_source: Source) -> None:
 
 
 def test_mxfp4_is_quantized_in_one_command(mxfp4_source: Source, tmp_path: Path) -> None:
-    folder, meant = mxfp4_source
+    folder, _ = mxfp4_source
     artifact = quantize(folder, RECIPE, tmp_path / "out", progress=False)
     experts = [module for module in artifact.quantization["modules"] if ".experts." in module]
     assert len(experts) == 2 * 4 * 3
