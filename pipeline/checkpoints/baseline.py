@@ -88,10 +88,12 @@ def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> s
 
 
 def remember_source(artifact: Path, source: Checkpoint) -> None:
-    """Keep the path of the folder that an artifact was made from, for this machine alone."""
-    if source.revision is None:
-        with atomic_path(artifact / SOURCE_NAME) as partial:
-            partial.write_bytes(os.fsencode(source.folder.resolve()))
+    """Keep the path of the folder that an artifact was made from, for this machine alone.
+
+    Of a Hub snapshot too: it may lie in another cache than the one that is looked into.
+    """
+    with atomic_path(artifact / SOURCE_NAME) as partial:
+        partial.write_bytes(os.fsencode(source.folder.resolve()))
 
 
 def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
@@ -99,6 +101,9 @@ def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
     manifest = artifact.manifest
     if manifest is not None:
         if manifest.source_revision is not None:
+            snapshot = _remembered(artifact.folder)
+            if snapshot is not None and snapshot.name == manifest.source_revision:
+                return str(snapshot), None
             return manifest.source, manifest.source_revision
         return _source_folder(artifact.folder, manifest.source), None
     source = artifact.config.get("_name_or_path")
@@ -107,9 +112,14 @@ def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
 
 def _source_folder(artifact: Path, name: str) -> str:
     """Where the source lay when the artifact was made; failing that, the folder of its name beside it."""
-    remembered = artifact / SOURCE_NAME
-    if remembered.is_file():
-        folder = os.fsdecode(read_outside(remembered, MAX_PATH_BYTES))
-        if "\0" not in folder and Path(folder).is_dir():
-            return folder
-    return str(artifact.resolve().parent / name)
+    folder = _remembered(artifact)
+    return str(artifact.resolve().parent / name) if folder is None else str(folder)
+
+
+def _remembered(artifact: Path) -> Path | None:
+    """The folder that the artifact was made from, if it was kept and is still there."""
+    record = artifact / SOURCE_NAME
+    if not record.is_file():
+        return None
+    folder = os.fsdecode(read_outside(record, MAX_PATH_BYTES))
+    return Path(folder) if "\0" not in folder and Path(folder).is_dir() else None

@@ -38,6 +38,8 @@ OTHER_INPUTS = {
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
 }
 """What the sections of a config that describe a tower are called, by the inputs that it takes."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+ADAPTER_CONFIG = "adapter_config.json"
 OTHER_WEIGHTS = ("consolidated", "adapter_")
 """How files begin that hold a checkpoint's weights once more under other names, or changes to them."""
 
@@ -130,6 +132,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     if folder.is_dir():
         if revision is not None:
             raise UserError(f"{model} is a folder; --revision applies to Hub ids only")
+        model, commit = _snapshot_of(folder) or (model, None)
     elif folder.exists():
         raise UserError(f"{model} is a file; give the folder that holds config.json and the weights")
     elif _looks_like_a_path(model):
@@ -138,6 +141,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
         from .download import download_checkpoint
 
         folder, commit = download_checkpoint(model, revision)
+    _refuse_adapter(folder)
     config = read_config(folder)
     headers = {shard: read_header(shard) for shard in _find_shards(folder)}
     tensors = _all_tensors(folder, headers)
@@ -152,6 +156,26 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
     logger.debug(f"{model}: {len(tensors)} tensors in {folder}")
     return Checkpoint(folder, model, commit, config, tensors, headers, tuple(unindexed))
+
+
+def _snapshot_of(folder: Path) -> tuple[str, str] | None:
+    """Hub id and commit of a folder in a Hub cache: `models--ORG--NAME/snapshots/COMMIT`; None for others."""
+    place = folder.absolute()
+    commit, snapshots, repository = place.name, place.parent.name, place.parent.parent.name
+    if snapshots != "snapshots" or COMMIT.fullmatch(commit) is None:
+        return None
+    kind, *names = repository.split("--")
+    return ("/".join(names), commit) if kind == "models" and len(names) in (1, 2) and all(names) else None
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """UserError where the folder holds no model but changes to one."""
+    weights = [path.name for path in folder.glob("*.safetensors")]
+    if (folder / ADAPTER_CONFIG).is_file() and all(name.startswith("adapter_") for name in weights):
+        raise UserError(
+            f"{folder} is a LoRA adapter, which changes a model and is none: merge it into its base first "
+            "(peft: `merge_and_unload`, then `save_pretrained`), and give that folder"
+        )
 
 
 def _looks_like_a_path(model: str) -> bool:
