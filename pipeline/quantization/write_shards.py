@@ -21,6 +21,7 @@ from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, OLD_SECTION, Check
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
 from ..model_loader.prediction_heads import without_heads
+from ..model_loader.skeleton import model_config
 from ..records.artifact import SCALED_BY, FileRecord
 from ..records.file_digests import sha256_of
 from .calibration.calibration_result import WeightReader
@@ -203,7 +204,7 @@ def write_rest(
     config = without_heads(checkpoint.config, checkpoint.left_out, checkpoint.tensors)
     for section in ("quantization_config", OLD_SECTION):
         config.pop(section, None)
-    if job.tasks.untied:
+    if job.tasks.untied or _is_wrongly_tied(job):
         config["tie_word_embeddings"] = False
         if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:
             config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
@@ -212,6 +213,22 @@ def write_rest(
     write_json(folder / CONFIG_NAME, config)
     for name, content in job.convention.sidecars(job.quantization_config).items():
         write_json(folder / name, content)
+
+
+def _is_wrongly_tied(job: QuantizeJob) -> bool:
+    """Whether the config ties an output projection that has other weights, which some readers would drop."""
+    if job.tasks.own_head is None:
+        return False
+    config = model_config(job.checkpoint)
+    if not any(
+        getattr(c, "tie_word_embeddings", False) for c in (config, config.get_text_config(decoder=True))
+    ):
+        return False
+    head, embeddings = (job.checkpoint.tensors[name] for name in job.tasks.own_head)
+    if head.name.removesuffix(".weight") in job.tasks.specs or head.shape != embeddings.shape:
+        return True
+    pairs = zip(head.read_chunks(), embeddings.read_chunks(), strict=False)
+    return head.dtype != embeddings.dtype or not all(torch.equal(one, other) for one, other in pairs)
 
 
 def _write_index(folder: Path, names: list[str]) -> None:

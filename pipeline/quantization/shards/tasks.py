@@ -74,6 +74,8 @@ class QuantizationTasks:
     """What other readers call quantized modules whose checkpoint's name they do not use, to that name."""
     untied: bool
     """The output projection gets weights of its own, and the config has to say so."""
+    own_head: tuple[str, str] | None = None
+    """The tensors of an output projection of its own and of the embeddings; None where they are one."""
     fitted: str = ""
     """What became of the layers that the recipe's format could not have, in one line."""
 
@@ -149,8 +151,15 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
         list(dict.fromkeys([*unquantized, *outside])),
         other_names(weights.readers, by_tensor),
         untied,
+        _own_head(linears.values()),
         _said(unfit, fitted),
     )
+
+
+def _own_head(linears: Iterable[LinearWeight]) -> tuple[str, str] | None:
+    by_role = {weight.role: weight.tensor for weight in linears if weight.role in (LM_HEAD, EMBEDDING)}
+    head, embeddings = by_role.get(LM_HEAD), by_role.get(EMBEDDING)
+    return None if head is None or embeddings is None or head == embeddings else (head, embeddings)
 
 
 def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
