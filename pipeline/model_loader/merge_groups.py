@@ -25,7 +25,7 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
         with torch.device("meta"):
             for module in model.modules():
                 if is_experts(module):
-                    module.forward = _no_experts  # type: ignore[method-assign]
+                    module.forward = no_experts  # type: ignore[method-assign]
             return layers_with_one_input(model, lambda: attention_layers(model))
     except Exception as error:
         # Architectures fail here in their own ways, and none of them keeps a model from being loaded.
@@ -33,7 +33,7 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
         return []
 
 
-def _no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+def no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
     """In place of the experts, whose forward asks which of them are hit: unknown on the meta device."""
     return torch.zeros_like(hidden_states)
 
