@@ -38,6 +38,8 @@ OTHER_INPUTS = {
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
 }
 """What the sections of a config that describe a tower are called, by the inputs that it takes."""
+NO_WEIGHT = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
+"""Tensors that are no weights: old rotary caches, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ADAPTER_CONFIG = "adapter_config.json"
 OTHER_WEIGHTS = ("consolidated", "adapter_")

@@ -19,10 +19,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ..checkpoints.checkpoint import NO_WEIGHT
 from .prediction_heads import is_prediction_head
 
-# Not weights of the model: old rotary caches, and scales for an FP8 KV cache, which `kv_cache.py` reads.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
 OUTSIDE = re.compile(
     r"(^|\.)\w*(vision|visual|audio|speech|image|multi_modal|projector|connector|resampler|talker|2wav)\w*(\.|$)"
 )
@@ -126,7 +125,7 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
             fused, projection, interleaved = stacked
             assignment = assignments.setdefault(fused, Assignment(fused, interleaved=interleaved))
             assignment.sources.setdefault(projection, []).append(name)
-        elif not IGNORED.search(name) and not any(pattern.search(renamed) for pattern in ignorable):
+        elif not NO_WEIGHT.search(name) and not any(pattern.search(renamed) for pattern in ignorable):
             unexpected.append(name)
     text = model.config.get_text_config(decoder=True).to_dict()
     unexpected = [name for name in unexpected if not is_prediction_head(name, text)]
