@@ -63,6 +63,13 @@ class ModelOpt:
             )
         names = [name for name in checkpoint.tensors if name.endswith(GLOBAL_SCALE)]
         modules = [name.removesuffix(GLOBAL_SCALE) for name in names]
+        for module in modules:
+            pattern = next((p for p in _excluded(config) if matches_wildcard(p, module)), None)
+            if pattern is not None:
+                raise UserError(
+                    f"{checkpoint.source}: tensor {module}{GLOBAL_SCALE} says that {module} is packed, but "
+                    f"the quantization config excludes it ({pattern!r}): readers would take it for plain"
+                )
         stored = {
             module: TENSORS.stored(checkpoint, module, algorithm == WITH_ACTIVATIONS) for module in modules
         }
@@ -80,8 +87,7 @@ class ModelOpt:
         config = _declaration(checkpoint)
         if config.get("quant_algo") not in ALGORITHMS:
             return False
-        excluded = config.get("ignore") or config.get("exclude_modules") or []
-        return not any(matches_wildcard(pattern, module) for pattern in excluded)
+        return not any(matches_wildcard(pattern, module) for pattern in _excluded(config))
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         if not isinstance(spec, NVFP4):
@@ -157,6 +163,11 @@ def stored_kv_cache(config: Mapping[str, Any]) -> str | None:
         if algorithm == KV_ALGORITHMS[name] or (is_scheme and not scheme.get("dynamic")):
             return name
     return None
+
+
+def _excluded(config: Mapping[str, Any]) -> list[str]:
+    """Patterns of the modules that are not quantized, under either of ModelOpt's names for the key."""
+    return config.get("ignore") or config.get("exclude_modules") or []
 
 
 def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -157,6 +157,17 @@ def test_weights_stored_by_a_scheme_that_is_not_read_are_named_with_it(foreign) 
         load_model(foreign("llmcompressor-w4a16", config=scheme, tensors=store_int8), progress=False)
 
 
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
+@pytest.mark.parametrize("pattern", [PROJECTION, "model.layers.0*", "model.layers.0.self_attn"])
+def test_a_layer_packed_by_modelopt_that_it_excludes_is_refused(foreign, key: str, pattern: str) -> None:
+    def exclude(config: dict[str, Any]) -> None:
+        others = config.pop("ignore", None) or config.pop("exclude_modules", None) or []
+        config[key] = [*others, pattern]
+
+    with pytest.raises(UserError, match="is packed, but the quantization config excludes it"):
+        load_model(foreign("modelopt-nvfp4", config=exclude), progress=False)
+
+
 def test_a_packed_layer_that_the_ignore_list_excludes_is_refused(foreign) -> None:
     with pytest.raises(UserError, match=f"{PROJECTION}.weight_packed is packed"):
         change = lambda c: c["ignore"].append(r"re:.*layers\.0\.self_attn\.q_proj$")  # noqa: E731
