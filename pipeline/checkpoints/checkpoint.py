@@ -18,6 +18,8 @@ from ...base.log import logger
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file, require_inside
 from ..records.artifact import MANIFEST_NAME, Artifact
+from .bitsandbytes import METHOD as BITSANDBYTES
+from .bitsandbytes import decoded_bitsandbytes
 from .companion_files import WEIGHT_SUFFIXES, CompanionFiles, companion_files
 from .config_sections import refuse_malformed, refuse_sizes
 from .decoded_tensors import as_decoded
@@ -31,7 +33,12 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 OLD_SECTION = "compression_config"
 """What compressed-tensors called the quantization section at first."""
-DECODERS = {MXFP4: decoded_mxfp4, GPTQ: decoded_gptq, AWQ: decoded_awq}
+DECODERS = {
+    MXFP4: decoded_mxfp4,
+    GPTQ: decoded_gptq,
+    AWQ: decoded_awq,
+    BITSANDBYTES: decoded_bitsandbytes,
+}
 """By `quant_method`, what tells the 16-bit tensors that others stand for."""
 OTHER_INPUTS = {
     "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),

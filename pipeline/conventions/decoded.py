@@ -1,4 +1,4 @@
-"""Checkpoints in 4 or 8 bits that are read as sources and baselines: MXFP4, GPTQ, AWQ.
+"""Checkpoints in 4 or 8 bits that are read as sources and baselines: MXFP4, GPTQ, AWQ, bitsandbytes.
 
 `checkpoints/` decodes their tensors when it opens one; here is only what they are called.
 """

@@ -48,7 +48,7 @@ def activations_int8(config: dict[str, Any]) -> None:
     [
         (lambda c: c.update(quant_method="gptq", bits=3), "gptq with 3 bits"),
         (lambda c: c.update(quant_method="awq", bits=8), "awq with 8 bits"),
-        (lambda c: c.update(quant_method="bitsandbytes"), "quant_method 'bitsandbytes'"),
+        (lambda c: c.update(quant_method="quanto"), "quant_method 'quanto'"),
         (lambda c: weights(c).update(num_bits=3), "3-bit int weights"),
         (lambda c: weights(c).update(type="float"), "4-bit float weights"),
         (lambda c: weights(c).update(strategy="block"), "strategy 'block'"),

@@ -1,5 +1,6 @@
-"""Sources in 4 or 8 bits: MXFP4, GPTQ and AWQ are read to the numbers that their makers compute."""
+"""Sources in 4 or 8 bits: each is read to the numbers that its maker's library computes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,42 @@ def awq_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, weight.T.contiguous()
 
 
+NF4 = torch.linspace(-1, 1, 16)
+"""Any sixteen values: the checkpoint brings its own."""
+
+
+def nf4_module(n: int, k: int, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    codes = torch.randint(0, 16, (n * k,), dtype=torch.uint8)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
+    absmax = torch.rand(n * k // 64) * 0.1 + 0.01
+    parts = {"weight": (codes[0::2] << 4 | codes[1::2]).view(-1, 1), "weight.quant_map": NF4.clone()}
+    if nested:
+        indices = torch.randint(0, 256, absmax.shape, dtype=torch.uint8)
+        values, largest = torch.linspace(-1, 1, 256), torch.rand(-(-len(absmax) // 256)) * 0.05
+        absmax = values[indices.int()] * largest[torch.arange(len(absmax)) // 256] + 0.07
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.07}
+        parts |= {"weight.nested_absmax": largest, "weight.nested_quant_map": values}
+    parts["weight.absmax"] = indices if nested else absmax
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    weight = (NF4[codes.int()].view(-1, 64) * absmax.unsqueeze(1)).view(n, k).to(torch.bfloat16)
+    return parts | {"weight.quant_state.bitsandbytes__nf4": text}, weight
+
+
+def int8_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    codes, largest = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) + 0.1
+    weight = (codes.float() * largest.unsqueeze(1) / 127).half()
+    return {"weight": codes, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}, weight
+
+
 MAKERS = {
     "gptq": (lambda n, k: gptq_module(n, k, 4, 1, False), {"bits": 4}),
     "gptq, act order": (lambda n, k: gptq_module(n, k, 4, 1, True), {"bits": 4, "desc_act": True}),
     "gptq, 8 bits": (lambda n, k: gptq_module(n, k, 8, 1, False), {"bits": 8}),
     "gptq_v2": (lambda n, k: gptq_module(n, k, 4, 0, False), {"bits": 4, "checkpoint_format": "gptq_v2"}),
     "awq": (awq_module, {"bits": 4, "version": "gemm"}),
+    "bitsandbytes": (lambda n, k: nf4_module(n, k, False), {"load_in_4bit": True}),
+    "bitsandbytes, nested": (lambda n, k: nf4_module(n, k, True), {"load_in_4bit": True}),
+    "bitsandbytes, 8 bits": (int8_module, {"load_in_8bit": True}),
 }
 
 
@@ -84,7 +115,7 @@ def source(request: pytest.FixtureRequest, random_checkpoint: Any, edit: Any) ->
         parts, meant[name] = make(*tensors.pop(name).shape)
         tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    method = "awq" if request.param == "awq" else "gptq"
+    method = request.param.split(",")[0].removesuffix("_v2")
     edit(folder, quantization_config={"quant_method": method, "group_size": GROUP, **section})
     return folder, meant
 
@@ -96,16 +127,18 @@ def test_codes_are_decoded_to_the_bits_that_they_stand_for(source: Source) -> No
         assert torch.equal(checkpoint.read(name), weight), name
         assert torch.equal(checkpoint.tensors[name].read_rows(8, 24), weight[8:24])
         assert torch.equal(torch.cat(list(checkpoint.tensors[name].read_chunks())), weight.flatten())
-    assert not any(name.endswith(("qweight", "qzeros", "scales", "g_idx")) for name in checkpoint.tensors)
+    beside = ("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "nf4", "SCB", "weight_format")
+    assert not any(name.endswith(beside) for name in checkpoint.tensors)
 
 
 def test_codes_are_described_loaded_quantized_and_compared(source: Source, tmp_path: Path) -> None:
     folder, meant = source
     (shown,) = inspect(folder).formats
-    assert shown.modules == len(meant) and f"groups of {GROUP}" in shown.format
+    assert shown.modules == len(meant)
+    assert any(words in shown.format for words in (f"groups of {GROUP}", "blocks of 64", "a scale a row"))
     model = load_model(folder, progress=False).model
     name = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(model.get_parameter(name).data, meant[name])
+    assert torch.equal(model.get_parameter(name).data, meant[name].to(model.dtype))
     artifact = quantize(folder, RECIPE, tmp_path / "out", progress=False)
     assert len(artifact.quantization["modules"]) == len(meant)
     opened = open_checkpoint(tmp_path / "out")
