@@ -136,6 +136,18 @@ def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
     return first.with_tensors(merged)
 
 
+def rows_by_turns(weight: AnyWeight, parts: int) -> AnyWeight:
+    """The rows of `parts` weights of one size, which lie one after another in `weight`, by turns instead."""
+
+    def reordered(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (parts, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+
+    shared = weight.spec.shared
+    return weight.with_tensors(
+        {name: t if name in shared else reordered(t) for name, t in weight.tensors().items()}
+    )
+
+
 def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
     """The weight with these tensors; inverse of `Weight.tensors`."""
     return spec.weight_class(spec, **tensors)

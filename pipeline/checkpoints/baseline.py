@@ -19,24 +19,31 @@ MAX_PATH_BYTES = 1 << 16
 
 
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
-    """The checkpoint given, or the one that the artifact says it was made from.
+    """The checkpoint given, or the one that the artifact says it was made from; without what was left out.
 
     UserError where it cannot be opened, or is the quantized artifact itself.
     """
     if baseline is not None:
-        return _refuse_itself(artifact, open_checkpoint(baseline, revision))
+        return _without_left_out(artifact, _refuse_itself(artifact, open_checkpoint(baseline, revision)))
     source, recorded = recorded_source(artifact)
     if source is None:
         raise UserError(
             f"{artifact.source} does not say which checkpoint it was made from; give it with --baseline"
         )
     try:
-        return _refuse_itself(artifact, open_checkpoint(source, revision or recorded))
+        opened = _refuse_itself(artifact, open_checkpoint(source, revision or recorded))
+        return _without_left_out(artifact, opened)
     except UserError as error:
         raise UserError(
             f"{artifact.source} was made from {source}, which cannot be opened: {error.message}\n"
             "Give the unquantized checkpoint with --baseline."
         ) from error
+
+
+def _without_left_out(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
+    """`baseline` without the tensors that the artifact's recipe left out, so that none is missed."""
+    names = artifact.manifest.quantization.get("left_out") if artifact.manifest else None
+    return baseline.without(names) if isinstance(names, list) else baseline
 
 
 def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
@@ -81,10 +88,12 @@ def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> s
 
 
 def remember_source(artifact: Path, source: Checkpoint) -> None:
-    """Keep the path of the folder that an artifact was made from, for this machine alone."""
-    if source.revision is None:
-        with atomic_path(artifact / SOURCE_NAME) as partial:
-            partial.write_bytes(os.fsencode(source.folder.resolve()))
+    """Keep the path of the folder that an artifact was made from, for this machine alone.
+
+    Of a Hub snapshot too: it may lie in another cache than the one that is looked into.
+    """
+    with atomic_path(artifact / SOURCE_NAME) as partial:
+        partial.write_bytes(os.fsencode(source.folder.resolve()))
 
 
 def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
@@ -92,6 +101,9 @@ def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
     manifest = artifact.manifest
     if manifest is not None:
         if manifest.source_revision is not None:
+            snapshot = _remembered(artifact.folder)
+            if snapshot is not None and snapshot.name == manifest.source_revision:
+                return str(snapshot), None
             return manifest.source, manifest.source_revision
         return _source_folder(artifact.folder, manifest.source), None
     source = artifact.config.get("_name_or_path")
@@ -100,9 +112,14 @@ def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
 
 def _source_folder(artifact: Path, name: str) -> str:
     """Where the source lay when the artifact was made; failing that, the folder of its name beside it."""
-    remembered = artifact / SOURCE_NAME
-    if remembered.is_file():
-        folder = os.fsdecode(read_outside(remembered, MAX_PATH_BYTES))
-        if "\0" not in folder and Path(folder).is_dir():
-            return folder
-    return str(artifact.resolve().parent / name)
+    folder = _remembered(artifact)
+    return str(artifact.resolve().parent / name) if folder is None else str(folder)
+
+
+def _remembered(artifact: Path) -> Path | None:
+    """The folder that the artifact was made from, if it was kept and is still there."""
+    record = artifact / SOURCE_NAME
+    if not record.is_file():
+        return None
+    folder = os.fsdecode(read_outside(record, MAX_PATH_BYTES))
+    return Path(folder) if "\0" not in folder and Path(folder).is_dir() else None

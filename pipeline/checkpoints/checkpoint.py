@@ -4,8 +4,9 @@ Not for what the tensors mean; that is `conventions/`.
 """
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,39 @@ from ...base.log import logger
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file, require_inside
 from ..records.artifact import MANIFEST_NAME, Artifact
+from .bitsandbytes import METHOD as BITSANDBYTES
+from .bitsandbytes import decoded_bitsandbytes
 from .companion_files import WEIGHT_SUFFIXES, CompanionFiles, companion_files
 from .config_sections import refuse_malformed, refuse_sizes
+from .decoded_tensors import as_decoded
+from .gptq_and_awq import AWQ, GPTQ, decoded_awq, decoded_gptq
+from .mxfp4 import METHOD as MXFP4
+from .mxfp4 import decoded_mxfp4
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+OLD_SECTION = "compression_config"
+"""What compressed-tensors called the quantization section at first."""
+DECODERS = {
+    MXFP4: decoded_mxfp4,
+    GPTQ: decoded_gptq,
+    AWQ: decoded_awq,
+    BITSANDBYTES: decoded_bitsandbytes,
+}
+"""By `quant_method`, what tells the 16-bit tensors that others stand for."""
+OTHER_INPUTS = {
+    "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),
+    "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
+}
+"""What the sections of a config that describe a tower are called, by the inputs that it takes."""
+NO_WEIGHT = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
+"""Tensors that are no weights: old rotary caches, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+ADAPTER_CONFIG = "adapter_config.json"
+OTHER_WEIGHTS = ("consolidated", "adapter_")
+"""How files begin that hold a checkpoint's weights once more under other names, or changes to them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,10 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     """In file order, shard after shard."""
     headers: dict[Path, SafetensorsHeader]
+    unindexed: tuple[Path, ...] = ()
+    """Those of the shards that the index does not name, such as `mtp.safetensors`; some readers skip them."""
+    left_out: tuple[str, ...] = ()
+    """Tensors that are in the files and not in `tensors`, since a recipe leaves them out."""
 
     @property
     def public_name(self) -> str:
@@ -52,7 +83,7 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        return self.config.get("quantization_config")
+        return self.config.get("quantization_config") or self.config.get(OLD_SECTION)
 
     @property
     def model_type(self) -> str:
@@ -65,12 +96,24 @@ class Checkpoint:
         return context if isinstance(context, int) else None
 
     @property
+    def other_inputs(self) -> tuple[str, ...]:
+        """What the model takes besides text, by the sections of its config: `images`, `sound`."""
+        sections = [key for key, value in self.config.items() if isinstance(value, dict)]
+        return tuple(kind for kind, tower in OTHER_INPUTS.items() if any(map(tower.search, sections)))
+
+    @property
     def shards(self) -> list[Path]:
         return list(self.headers)
 
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
+
+    def without(self, names: Collection[str]) -> "Checkpoint":
+        """The checkpoint as if it did not have these tensors."""
+        left = tuple(name for name in self.tensors if name in names)
+        kept = {name: info for name, info in self.tensors.items() if name not in names}
+        return replace(self, tensors=kept, left_out=(*self.left_out, *left))
 
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU, in memory of its own; nothing else is read or kept."""
@@ -98,6 +141,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     if folder.is_dir():
         if revision is not None:
             raise UserError(f"{model} is a folder; --revision applies to Hub ids only")
+        model, commit = _snapshot_of(folder) or (model, None)
     elif folder.exists():
         raise UserError(f"{model} is a file; give the folder that holds config.json and the weights")
     elif _looks_like_a_path(model):
@@ -106,12 +150,41 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
         from .download import download_checkpoint
 
         folder, commit = download_checkpoint(model, revision)
+    _refuse_adapter(folder)
     config = read_config(folder)
     headers = {shard: read_header(shard) for shard in _find_shards(folder)}
     tensors = _all_tensors(folder, headers)
+    unindexed = _unindexed_shards(folder, tensors, headers)
+    headers |= unindexed
+    for header in unindexed.values():
+        tensors |= header.tensors
+    section = config.get("quantization_config") or {}
+    decode = DECODERS.get(str(section.get("quant_method")))
+    if decode is not None:
+        tensors = as_decoded(tensors, decode(model, tensors, section))
     refuse_sizes(config, tensors, str(folder / CONFIG_NAME))
     logger.debug(f"{model}: {len(tensors)} tensors in {folder}")
-    return Checkpoint(folder, model, commit, config, tensors, headers)
+    return Checkpoint(folder, model, commit, config, tensors, headers, tuple(unindexed))
+
+
+def _snapshot_of(folder: Path) -> tuple[str, str] | None:
+    """Hub id and commit of a folder in a Hub cache: `models--ORG--NAME/snapshots/COMMIT`; None for others."""
+    place = folder.absolute()
+    commit, snapshots, repository = place.name, place.parent.name, place.parent.parent.name
+    if snapshots != "snapshots" or COMMIT.fullmatch(commit) is None:
+        return None
+    kind, *names = repository.split("--")
+    return ("/".join(names), commit) if kind == "models" and len(names) in (1, 2) and all(names) else None
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """UserError where the folder holds no model but changes to one."""
+    weights = [path.name for path in folder.glob("*.safetensors")]
+    if (folder / ADAPTER_CONFIG).is_file() and all(name.startswith("adapter_") for name in weights):
+        raise UserError(
+            f"{folder} is a LoRA adapter, which changes a model and is none: merge it into its base first "
+            "(peft: `merge_and_unload`, then `save_pretrained`), and give that folder"
+        )
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -165,6 +238,25 @@ def _find_shards(folder: Path) -> list[Path]:
             )
         raise UserError(f"{folder} has no weights: no *.safetensors file in it")
     return shards
+
+
+def _unindexed_shards(
+    folder: Path, tensors: Mapping[str, TensorInfo], headers: Mapping[Path, SafetensorsHeader]
+) -> dict[Path, SafetensorsHeader]:
+    """Further safetensors files with tensors of their own, each with its header.
+
+    Not those that hold the same tensors again, in another precision or under their makers' names.
+    """
+    found: dict[Path, SafetensorsHeader] = {}
+    known = set(tensors)
+    for path in sorted(folder.glob("*.safetensors")):
+        if path in headers or path.name.startswith(OTHER_WEIGHTS):
+            continue
+        header = read_header(require_file(folder, path.name))
+        if known.isdisjoint(header.tensors):
+            found[path] = header
+            known |= header.tensors.keys()
+    return found
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -59,7 +59,8 @@ def refuse_malformed(config: Mapping[str, Any], where: str) -> None:
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise UserError(f"{where}: `text_config` should be a JSON object, not {type(text).__name__}; {AGAIN}")
-    refuse_malformed_quantization(config.get("quantization_config"), f"{where}: `quantization_config`")
+    for name in ("quantization_config", "compression_config"):
+        refuse_malformed_quantization(config.get(name), f"{where}: `{name}`")
 
 
 def refuse_malformed_quantization(section: Any, where: str) -> None:

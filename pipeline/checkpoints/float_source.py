@@ -3,11 +3,15 @@
 Not for INT4 or NVFP4 sources: what is already quantized is not quantized again.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...base.errors import UserError
 from .checkpoint import Checkpoint
+from .decoded_tensors import as_matrix
 from .safetensors_file import TensorInfo
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -47,6 +51,25 @@ def is_scale(checkpoint: Checkpoint, name: str) -> bool:
     return False
 
 
+def names_of_float8(checkpoint: Checkpoint, name: str) -> list[str]:
+    """The FP8 tensor `name` and those that scale it or its input."""
+    stem = name.removesuffix(".weight")
+    scales = [*(name + suffix for suffix in SCALE_SUFFIXES), *(stem + suffix for suffix in ACTIVATION_SCALES)]
+    return [name, *(scale for scale in scales if scale in checkpoint.tensors)]
+
+
+def describe_float8(checkpoint: Checkpoint, name: str) -> str:
+    """`FP8, blocks of 128x128`; UserError where the scale is absent or misshapen."""
+    scale = scale_of(checkpoint, name)
+    if scale is None:
+        raise ValueError(f"{name} is not FP8")
+    info = checkpoint.tensors[name]
+    n, k = _scale_blocks(checkpoint, info, scale)
+    if k < info.shape[-1] or n not in (1, info.shape[-2]):
+        return f"FP8, blocks of {n}x{k}"
+    return "FP8, a scale a row" if n == 1 else "FP8, one scale"
+
+
 def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
     """UserError where `name` is not a float tensor, or is FP8 with no scale or one of a strange shape."""
     info = checkpoint.tensors[name]
@@ -63,23 +86,26 @@ def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
         _scale_blocks(checkpoint, info, scale)
 
 
+def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor of any shape as stored, or in bf16 where it is FP8 with a scale."""
+    info = checkpoint.tensors[name]
+    if info.dtype not in FLOAT8:
+        return checkpoint.read(name)
+    experts: list[int | None] = list(range(info.shape[0])) if len(info.shape) == 3 else [None]
+    slices = [read_rows(checkpoint, name, 0, info.shape[-2], expert).to(torch.bfloat16) for expert in experts]
+    return torch.stack(slices) if len(info.shape) == 3 else slices[0]
+
+
 def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
     """Rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 where it is FP8."""
     info = checkpoint.tensors[name]
     first = start if expert is None else expert * info.shape[1] + start
-    flat = _as_matrix(info)
+    flat = as_matrix(info)
     rows = flat.read_rows(first, first + stop - start)
     scale = scale_of(checkpoint, name)
     return (
         rows if scale is None else rows.float() * _spread_scale(checkpoint, info, scale, start, stop, expert)
     )
-
-
-def _as_matrix(info: TensorInfo) -> TensorInfo:
-    rows = 1
-    for length in info.shape[:-1]:
-        rows *= length
-    return TensorInfo(info.name, info.dtype, (rows, info.shape[-1]), info.file, info.offset, info.nbytes)
 
 
 def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -> tuple[int, int]:
@@ -92,15 +118,25 @@ def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -
         return n, k
     if scale.shape in ((n,), (n, 1), (*info.shape[:-1], 1)):
         return 1, k
-    config = checkpoint.quantization_config or {}
-    block = config.get("weight_block_size") or [128, 128]
+    block = _declared_block(checkpoint.quantization_config or {})
     expected = (*info.shape[:-2], -(-n // block[0]), -(-k // block[1]))
     if scale.shape != expected:
         raise UserError(
             f"{checkpoint.source}: {scale.name} has shape {list(scale.shape)}; for {info.name} "
-            f"{list(info.shape)} it has to be one number, one a row, or {list(expected)} (blocks of {block})"
+            f"{list(info.shape)} it has to be one number, one a row, or {list(expected)} "
+            f"(blocks of {list(block)})"
         )
     return block[0], block[1]
+
+
+def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many rows and columns share a scale by the config: DeepSeek's key, compressed-tensors', or 128."""
+    groups = config.get("config_groups") or {}
+    structures = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+    for block in (config.get("weight_block_size"), *structures):
+        if isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
+            return block[0], block[1]
+    return 128, 128
 
 
 def _spread_scale(

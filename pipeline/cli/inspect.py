@@ -88,7 +88,8 @@ def _verdict_lines(shown: Inspection) -> Iterator[tuple[str, str]]:
         return
     problem = f", but it does not hold: {shown.verdict_problem}" if shown.verdict_problem else ""
     yield "verdict", f"{shown.verdict.status}{problem} ({shown.verdict.environment.device})"
-    for line in first_lines(shown.verdict.exploratory, shown.verdict.declared):
+    verdict = shown.verdict
+    for line in first_lines(verdict.exploratory, verdict.declared, verdict.artifact.other_inputs):
         yield "", line
     if shown.signature is not None:
         by = f" by {shown.signature.signer}" if shown.signature.signer else ""

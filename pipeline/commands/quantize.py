@@ -5,7 +5,7 @@ The order of the work is here. What is decided beforehand is `quantization/job.p
 """
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..quantization.calibration.calibration_text import read_calibration_text
 from ..quantization.calibration.kv_scales import find_kv_scales
 from ..quantization.calibration.text_source import budget_source
 from ..quantization.estimate import Estimate, estimate
-from ..quantization.job import QuantizeJob, prepare
+from ..quantization.job import QuantizeJob, prepare, without_left_out
 from ..quantization.job_calibration import (
     CalibrationContext,
     calibration_facts,
@@ -101,7 +101,9 @@ def quantize(
         budget = Budget(choice.target_bits, choice.max_kl)
         device = local_device(device, ranks)
         checkpoint = ranks.in_turn("source", lambda: open_checkpoint(model, asked.revision))
-        job = prepare(checkpoint, load_recipe(recipe), asked.export, device, asked.calibration)
+        chosen = load_recipe(recipe)
+        checkpoint = without_left_out(checkpoint, chosen)
+        job = prepare(checkpoint, chosen, asked.export, device, asked.calibration)
         if budget == NO_BUDGET:
             _say_unread(job, asked.calibration, progress)
         else:
@@ -109,6 +111,8 @@ def quantize(
         travelling = checkpoint.other_files(job.recipe.files)
         copied = {name: path for name, path in travelling.files.items() if name not in NOT_COPIED}
         _say_left_out(travelling.left_out, progress)
+        _say_without(checkpoint.left_out, progress)
+        _say_fitted(job, progress)
         folder = Path(out).expanduser()
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -139,8 +143,11 @@ def preview(
         raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
     checkpoint = open_checkpoint(model, asked.revision)
     device = None if device == AUTO else device
-    job = prepare(checkpoint, load_recipe(recipe), asked.export, device, asked.calibration)
+    chosen = load_recipe(recipe)
+    checkpoint = without_left_out(checkpoint, chosen)
+    job = prepare(checkpoint, chosen, asked.export, device, asked.calibration)
     _say_unread(job, asked.calibration, progress=True)
+    _say_fitted(job, progress=True)
     folder = Path(out).expanduser()
     _refuse_inside_itself(checkpoint, folder)
     return estimate(job, divide_into_shards(checkpoint, job.tasks.in_order, MAX_SHARD_BYTES), folder)
@@ -297,6 +304,18 @@ def _say_left_out(left_out: Mapping[str, str], progress: bool) -> None:
         _notice(f"left out {name}: {reason}", progress)
     if len(left_out) > LEFT_OUT_SHOWN:
         _notice(f"left out {len(left_out) - LEFT_OUT_SHOWN} more files; --json lists them", progress)
+
+
+def _say_without(tensors: Sequence[str], progress: bool) -> None:
+    if tensors:
+        shown = ", ".join(tensors[:LEFT_OUT_SHOWN])
+        more = f" and {len(tensors) - LEFT_OUT_SHOWN} more" if len(tensors) > LEFT_OUT_SHOWN else ""
+        _notice(f"left out by the recipe: {shown}{more}", progress)
+
+
+def _say_fitted(job: QuantizeJob, progress: bool) -> None:
+    if job.tasks.fitted:
+        _notice(f"not every layer can be {job.recipe.spec.label}: {job.tasks.fitted}", progress)
 
 
 def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> None:

@@ -100,6 +100,7 @@ def manifest_of(
         },
         **told,
         "kept": job.tasks.kept,
+        **({"left_out": list(checkpoint.left_out)} if checkpoint.left_out else {}),
         "untied_lm_head": job.tasks.untied,
         "source": parameters["source"],
         "parameters_sha256": parameters_digest(parameters),

@@ -12,6 +12,7 @@ from ...base.log import logger
 from ...base.option_fields import name_of, options_of, takes, values_of
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED
 from ...serving_check.evidence.verdict import Verdict
+from ..checkpoints.checkpoint import open_checkpoint
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.push_result import PushResult
 from ..quantization.options import QuantizeOptions
@@ -30,6 +31,7 @@ from .release_request import (
     ReleaseRequest,
     read_request,
     refuse_exploratory,
+    refuse_unserved_source,
 )
 from .standing_verdict import standing_pass
 from .validate import validate
@@ -86,6 +88,8 @@ def release(
     publication = request.publication
     refuse_exploratory(chosen, request)
     check_target(folder, to, publication.private, publication.create_pr, publication.to_revision)
+    if not (folder / MANIFEST_NAME).is_file():
+        refuse_unserved_source(open_checkpoint(model, request.making.revision), request)
     result = ReleaseResult(folder)
     _quantize(result, model, recipe, chosen.name, request, progress)
     _lay_out(result, folder, request, progress)

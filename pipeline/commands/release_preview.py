@@ -28,7 +28,13 @@ from ..validation.time_estimate import least_serving_seconds
 from .push import check_target
 from .quantize import preview
 from .release import artifact_folder
-from .release_request import DEFAULT_WORK, GROUPS, read_request, refuse_exploratory
+from .release_request import (
+    DEFAULT_WORK,
+    GROUPS,
+    read_request,
+    refuse_exploratory,
+    refuse_unserved_source,
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ def preview_release(
         check_target(folder, to, publication.private, publication.create_pr, publication.to_revision)
     except HubNotAskedError as reason:
         notes.append(f"what {to} holds was not looked at: {reason.message}")
+    source = open_checkpoint(model, request.making.revision)
+    refuse_unserved_source(source, request)
     quantized = preview(
         model,
         chosen,
@@ -98,7 +106,6 @@ def preview_release(
         device=request.device,
         calibration=request.making.calibration,
     )
-    source = open_checkpoint(model, request.making.revision)
     finished = not request.making.overwrite and (folder / MANIFEST_NAME).is_file()
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
     rival = validation.rival or chosen.rival or None

@@ -10,11 +10,14 @@ from typing import Any, cast
 from ...base.batch_invariance import TUNED, BatchInvariance
 from ...base.errors import UserError
 from ...base.option_fields import flag, from_given, given_of
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE
 from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import AUTO, UNQUANTIZED, EngineOptions
 from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.gate.policy import declared_by, weaker_settings
 from ...serving_check.settings import Bounds, WorkloadSettings
+from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.attention_shapes import refuse_unserved
 from ..publishing.options import PublishOptions
 from ..quantization.options import QuantizeOptions
 from ..records.recipe import Recipe
@@ -97,6 +100,14 @@ def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
     # `validate` would refuse sizes that do not go together, after hours of work.
     sized_options(request.given, request.workload)
     return request
+
+
+def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
+    """UserError where the embedded engine is to serve a model that it cannot: else the servers would say so,
+    after hours of quantizing."""
+    validation, workload = request.validation, request.workload
+    if DEFAULT_ENGINE in (validation.engine, validation.engine_of_baseline):
+        refuse_unserved(source, request.engine.max_model_len or workload.input_len + workload.output_len)
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:

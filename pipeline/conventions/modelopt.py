@@ -17,6 +17,7 @@ from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
 from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .fp8 import float8_modules
 from .nvfp4_tensors import NVFP4Tensors
 from .stored import require_tensor
 from .targets import LINEAR, matches_wildcard
@@ -28,6 +29,8 @@ PRODUCER = {"name": METHOD, "version": "0.47.0"}
 INSTEAD = "export compressed-tensors"
 WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
+FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_PER_CHANNEL_PER_TOKEN")
+"""ModelOpt's names for FP8 with one scale a tensor, a block or a row."""
 KV_ALGORITHMS = {"fp8": "FP8", "nvfp4": "NVFP4"}
 """ModelOpt's names for our KV formats."""
 KV_BITS = {"fp8": 8, "nvfp4": 4}
@@ -38,7 +41,7 @@ TENSORS = NVFP4Tensors(".weight", SCALE, GLOBAL_SCALE, ".input_scale", divides=F
 
 class ModelOpt:
     name = METHOD
-    reads = "ModelOpt NVFP4"
+    reads = "ModelOpt NVFP4 and FP8"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         config = checkpoint.quantization_config
@@ -51,13 +54,22 @@ class ModelOpt:
         algorithm = config.get("quant_algo")
         if algorithm is None and stored_kv_cache(config) is not None:
             return {}
+        if algorithm in FP8_ALGORITHMS:
+            return float8_modules(checkpoint)
         if algorithm not in ALGORITHMS:
             raise UserError(
                 f"{checkpoint.source}: ModelOpt quant_algo {algorithm!r} is not read; "
-                f"Scalegate reads {' and '.join(ALGORITHMS)}"
+                f"Scalegate reads {', '.join((*ALGORITHMS, *FP8_ALGORITHMS))}"
             )
         names = [name for name in checkpoint.tensors if name.endswith(GLOBAL_SCALE)]
         modules = [name.removesuffix(GLOBAL_SCALE) for name in names]
+        for module in modules:
+            pattern = next((p for p in _excluded(config) if matches_wildcard(p, module)), None)
+            if pattern is not None:
+                raise UserError(
+                    f"{checkpoint.source}: tensor {module}{GLOBAL_SCALE} says that {module} is packed, but "
+                    f"the quantization config excludes it ({pattern!r}): readers would take it for plain"
+                )
         stored = {
             module: TENSORS.stored(checkpoint, module, algorithm == WITH_ACTIVATIONS) for module in modules
         }
@@ -73,10 +85,9 @@ class ModelOpt:
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         config = _declaration(checkpoint)
-        if config.get("quant_algo") is None:
+        if config.get("quant_algo") not in ALGORITHMS:
             return False
-        excluded = config.get("ignore") or config.get("exclude_modules") or []
-        return not any(matches_wildcard(pattern, module) for pattern in excluded)
+        return not any(matches_wildcard(pattern, module) for pattern in _excluded(config))
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         if not isinstance(spec, NVFP4):
@@ -152,6 +163,11 @@ def stored_kv_cache(config: Mapping[str, Any]) -> str | None:
         if algorithm == KV_ALGORITHMS[name] or (is_scheme and not scheme.get("dynamic")):
             return name
     return None
+
+
+def _excluded(config: Mapping[str, Any]) -> list[str]:
+    """Patterns of the modules that are not quantized, under either of ModelOpt's names for the key."""
+    return config.get("ignore") or config.get("exclude_modules") or []
 
 
 def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 Only architectures whose tensors the `gguf` package names one for one: dense Llama, Mistral, Qwen2 and Qwen3.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,14 @@ REQUIRED_FIELDS = (
     "vocab_size",
 )
 ROPE_THETA = 10000.0
+ORIGINAL = "original_max_position_embeddings"
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", ORIGINAL),
+}
+"""Kinds of rope that llama.cpp has too, with the numbers that each needs."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,12 @@ class Architecture:
         if missing:
             raise UserError(f"{source}: config.json has no number {missing[0]!r}, which GGUF wants")
         rope = _rope(config)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise UserError(f"{source}: GGUF is written for plain rope, not for rope type {kind!r}")
+        kind = _rope_type(rope)
+        if kind not in ROPES:
+            raise UserError(f"{source}: GGUF is written for rope of {', '.join(ROPES)}, not of type {kind!r}")
+        lacking = [name for name in ROPES[kind] if not isinstance(rope.get(name), int | float)]
+        if lacking:
+            raise UserError(f"{source}: config.json has no number {lacking[0]!r} in its {kind} rope")
         return cls(source, ARCHITECTURES[model_type], config)
 
     @property
@@ -104,9 +116,37 @@ class Architecture:
         writer.add_key_length(self.head_dim)
         writer.add_value_length(self.head_dim)
         writer.add_rope_dimension_count(self.head_dim)
-        writer.add_rope_freq_base(float(_rope(config).get("rope_theta") or ROPE_THETA))
+        writer.add_rope_freq_base(self._rope_theta)
+        rope = _rope(config)
+        if _rope_type(rope) in ("linear", "yarn"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType(_rope_type(rope)))
+            writer.add_rope_scaling_factor(float(rope["factor"]))
+        if _rope_type(rope) == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(int(rope[ORIGINAL]))
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         writer.add_vocab_size(config["vocab_size"])
+
+    @property
+    def _rope_theta(self) -> float:
+        return float(_rope(self.config).get("rope_theta") or ROPE_THETA)
+
+    def rope_factors(self) -> Tensor | None:
+        """What llama3's rope divides each frequency by, fp32 [head_dim / 2]; None for other kinds.
+
+        llama.cpp has no name for this rope; it reads the factors as a tensor.
+        """
+        rope = _rope(self.config)
+        if _rope_type(rope) != "llama3":
+            return None
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
+        turns = rope[ORIGINAL] * self._rope_theta**-exponents / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

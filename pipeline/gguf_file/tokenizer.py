@@ -1,11 +1,12 @@
-"""A byte-level BPE tokenizer from `tokenizer.json` as GGUF's keys; others are left out, and said so."""
+"""A byte-level BPE tokenizer from `tokenizer.json` as GGUF's keys; others are refused."""
 
-from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
+from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
+from ..checkpoints.checkpoint import Checkpoint
 
 TOKENIZER_NAME = "tokenizer.json"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -14,9 +15,9 @@ SPLITS = {WORDS + r"\p{N}" + SYMBOLS: "qwen2", WORDS + r"\p{N}{1,3}" + SYMBOLS: 
 """llama.cpp's name of how text is cut before the merges, by the pattern that cuts it; it has no others."""
 
 
-def write_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> str | None:
-    """Write the tokenizer of a checkpoint's folder; where it cannot be, the reason in a few words."""
-    path = folder / TOKENIZER_NAME
+def write_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> str | None:
+    """Write a checkpoint's tokenizer; what is said if it has none. UserError for one of another kind."""
+    path = checkpoint.folder / TOKENIZER_NAME
     if not path.is_file():
         writer.add_tokenizer_model("none")
         return f"there is no {TOKENIZER_NAME}"
@@ -24,8 +25,12 @@ def write_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> str | 
     model = tokenizer.get("model") or {}
     cut = _pre_tokenizer(tokenizer.get("pre_tokenizer") or {})
     if model.get("type") != "BPE" or cut is None:
-        writer.add_tokenizer_model("none")
-        return "it is no byte-level BPE that cuts text in a way llama.cpp has a name for"
+        kind = model.get("type")
+        raise UserError(
+            f"{checkpoint.source}: its tokenizer ({kind}) is no byte-level BPE that cuts text in a way "
+            "llama.cpp has a name for, and a GGUF file without one is of no use; convert it with llama.cpp's "
+            "convert_hf_to_gguf.py"
+        )
     tokens = {index: text for text, index in model["vocab"].items()}
     types = dict.fromkeys(tokens, TokenType.NORMAL)
     for added in tokenizer.get("added_tokens", []):
@@ -35,7 +40,7 @@ def write_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> str | 
     writer.add_tokenizer_pre(cut)
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)])
     writer.add_token_types([types.get(i, TokenType.UNUSED) for i in range(vocab_size)])
-    SpecialVocab(folder, load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+    SpecialVocab(checkpoint.folder, load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
     return None
 
 

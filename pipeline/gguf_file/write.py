@@ -4,7 +4,9 @@ IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no G
 numbers; what is not quantized stays in its dtype, and vectors become fp32, as llama.cpp wants them.
 """
 
+import errno
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +20,14 @@ from ...base.atomic_files import atomic_path
 from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import NO_WEIGHT, Checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from .architecture import Architecture
 from .blocks import BLOCK_BYTES, to_blocks
 from .tokenizer import write_tokenizer
 
+ROPE_FACTORS = "rope_freqs.weight"
 TYPES = {
     torch.float32: GGMLQuantizationType.F32,
     torch.float16: GGMLQuantizationType.F16,
@@ -66,7 +69,7 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> GGUF
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.type.name] = counts.get(tensor.type.name, 0) + 1
-    with atomic_path(out) as partial:
+    with _room_for(out), atomic_path(out) as partial:
         writer = GGUFWriter(partial, architecture.name)
         try:
             architecture.write_metadata(writer, checkpoint.public_name)
@@ -74,7 +77,7 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> GGUF
             kind = gguf.LlamaFileType.MOSTLY_IQ2_XXS if iq2 else gguf.LlamaFileType.MOSTLY_BF16
             writer.add_file_type(kind)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            left_out = write_tokenizer(writer, checkpoint.folder, checkpoint.config["vocab_size"])
+            left_out = write_tokenizer(writer, checkpoint, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 writer.add_tensor_info(
                     tensor.name, tensor.byte_shape, np.dtype(np.uint8), tensor.nbytes, tensor.type
@@ -92,14 +95,30 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> GGUF
     return GGUFSummary(out, counts, left_out)
 
 
+@contextmanager
+def _room_for(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"no room to write {out} ({error.strerror}); make room, or give another --out"
+        ) from error
+
+
 def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGUFTensor]:
     """Every tensor of the file, known from headers alone."""
     stored = convention_of(checkpoint).modules(checkpoint)
     parts = {name for weight in stored.values() for name in weight.tensors}
     for module, weight in stored.items():
         yield _quantized(architecture, f"{module}.weight", weight)
+    factors = architecture.rope_factors()
+    if factors is not None:
+        shape = (factors.numel() * factors.itemsize,)
+        yield GGUFTensor(ROPE_FACTORS, TYPES[torch.float32], shape, lambda: _bytes(factors))
     for name, info in checkpoint.tensors.items():
-        if name in parts:
+        if name in parts or NO_WEIGHT.search(name):
             continue
         if info.dtype not in TYPES:
             raise UserError(f"{checkpoint.source}: {name} is {info.dtype}, which GGUF is not written from")

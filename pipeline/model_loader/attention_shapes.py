@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from ...serving_check.engine.attention import AttentionLayer, attention_layers
+from ...base.errors import UserError
+from ...base.log import logger
+from ...layouts.modules.experts import is_experts
+from ...serving_check.engine.attention import AttentionLayer, attention_layers, context_length
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
-from .skeleton import build_skeleton
+from .merge_groups import no_experts
+from .skeleton import build_skeleton, meta_model
 
 
 def attention_layers_of(
@@ -18,3 +22,23 @@ def attention_layers_of(
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
     layers = attention_layers(model)
     return {index: replace(layer, shape=layer.shape.on(device)) for index, layer in layers.items()}
+
+
+def refuse_unserved(checkpoint: Checkpoint, length: int) -> None:
+    """UserError where the embedded engine cannot serve the checkpoint; none of its weights is read.
+
+    length: tokens of a request, prompt and answer
+    """
+    model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
+    context_length(model, min(length, checkpoint.context or length))
+    try:
+        with torch.device("meta"):
+            for module in model.modules():
+                if is_experts(module):
+                    module.forward = no_experts  # type: ignore[method-assign]
+            attention_layers(model)
+    except UserError:
+        raise
+    except Exception as error:
+        # What cannot be run on the meta device may run on another: the server will say.
+        logger.debug(f"whether {checkpoint.source} is served is not known beforehand: {error}")

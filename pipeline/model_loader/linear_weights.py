@@ -15,14 +15,30 @@ from transformers.core_model_loading import Interleave, MergeModulelist, Transpo
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale
-from .skeleton import build_skeleton
-from .weight_map import Assignment, map_weights
+from .prediction_heads import is_prediction_head
+from .reader_names import ReaderModel, is_experts_parameter, reader_model
+from .skeleton import build_skeleton, other_models
+from .weight_map import (
+    GATE,
+    GATE_UP,
+    INTERLEAVED,
+    OUTSIDE,
+    UP,
+    Assignment,
+    foreign_roots,
+    gate_up_order,
+    map_weights,
+)
 
 WEIGHT = ".weight"
+BIAS = "_bias"
+"""What the name of the tensor of all experts' biases has behind that of their weights."""
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
-NOT_THE_DECODER = re.compile(r"(^|\.)\w*(vision|visual|audio|image|multi_modal|projector|connector)\w*(\.|$)")
 
 LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", "router", "unknown"
+PREDICTION_HEAD = "multi-token prediction head"
+OUTSIDE_DECODER = "outside the text decoder"
+"""The reason why what belongs to a tower or a projector stays as it is."""
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 
 
@@ -37,6 +53,7 @@ class LinearWeight:
     role:       LINEAR, LM_HEAD, EMBEDDING, ROUTER, or UNKNOWN for fused experts in an order not known here
     expert:     which slice of a fused [E, ...] tensor it is; None for a tensor of its own
     rows:       which rows of that slice, first and one past the last
+    step:       from one of its rows to the next: 2 where the rows of gate and up take turns
     transposed: the slice lies as [K, N]
     """
 
@@ -49,6 +66,26 @@ class LinearWeight:
     expert: int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    step: int = 1
+
+    @property
+    def row_slice(self) -> slice:
+        """The rows of its tensor, or of the expert's slice of that, that are this weight's."""
+        first, stop = self.rows or (0, self.n)
+        return slice(first, stop, self.step)
+
+
+@dataclass(frozen=True)
+class ExpertBias:
+    """One expert's part of a tensor [E, N] that holds the biases of all.
+
+    name: what it is called beside the expert's own weight; rows: which of the N
+    """
+
+    name: str
+    tensor: str
+    expert: int
+    rows: slice
 
 
 @dataclass(frozen=True)
@@ -61,6 +98,10 @@ class ModelWeights:
     """Tensors that hold no linear weight, and what they are."""
     tied_lm_head: LinearWeight | None
     """The output projection where it has no tensor of its own but shares the embeddings'."""
+    biases: dict[str, list[ExpertBias]]
+    """By the tensor of an expert layer's biases, what it becomes where its weights become single experts'."""
+    readers: list[ReaderModel]
+    """What each transformers class that loads such a checkpoint makes of it, ours first."""
 
 
 def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
@@ -69,29 +110,54 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
     names = [name for name in checkpoint.tensors if not is_scale(checkpoint, name)]
     mapped = map_weights(model, names)
     if mapped.unexpected:
+        roots = foreign_roots(model, mapped.unexpected)
+        advice = "the config does not describe these files"
+        if roots is not None:
+            patterns = ", ".join(f"'{root}.*'" for root in roots)
+            advice = f"a recipe with `leave_out: [{patterns}]` makes an artifact without it"
         raise UserError(
             f"{checkpoint.source}: the checkpoint has {mapped.unexpected[0]}, and "
-            f"{type(model).__name__} has no place for it; the config does not describe these files"
+            f"{type(model).__name__} has no place for it; {advice}"
         )
     _refuse_missing(checkpoint, model, mapped.assignments)
     linears: dict[str, list[LinearWeight]] = {}
     others: dict[str, str] = {}
-    head = model.get_output_embeddings()
+    head, decoder = model.get_output_embeddings(), _decoder_prefix(model)
     for assignment in mapped.assignments:
         for name in assignment.names:
-            found = _linear_weights(checkpoint, model, assignment, name, head)
+            found = _linear_weights(checkpoint, model, assignment, name, head, decoder)
             if isinstance(found, str):
                 others[name] = found
             else:
                 linears[name] = found
+    text = checkpoint.config.get("text_config") or checkpoint.config
     for name in names:
         if name not in linears and name not in others:
-            others[name] = "not used by the model"
-    return ModelWeights(linears, others, _tied_head(checkpoint, model, linears))
+            others[name] = PREDICTION_HEAD if is_prediction_head(name, text) else "not used by the model"
+    readers = [reader_model(model, mapped.assignments)]
+    for other in other_models(checkpoint, model):
+        readers.append(reader_model(other, map_weights(other, names).assignments))
+    return ModelWeights(
+        linears, others, _tied_head(checkpoint, model, linears), _expert_biases(checkpoint, linears), readers
+    )
+
+
+def _decoder_prefix(model: PreTrainedModel) -> str:
+    """What the names of the language model's modules begin with, in a model that has others; else nothing."""
+    text = model.config.get_text_config(decoder=True)
+    decoder = model.get_decoder()
+    if text is model.config or getattr(decoder, "config", None) is not text:
+        return ""
+    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is decoder)
 
 
 def _linear_weights(
-    checkpoint: Checkpoint, model: PreTrainedModel, assignment: Assignment, name: str, head: nn.Module | None
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    assignment: Assignment,
+    name: str,
+    head: nn.Module | None,
+    decoder: str,
 ) -> list[LinearWeight] | str:
     """The linear weights in one tensor, or what else it is."""
     owner_name, _, leaf = assignment.target.rpartition(".")
@@ -100,22 +166,23 @@ def _linear_weights(
     target = owner._parameters.get(leaf)
     if target is None:
         return "buffer"
-    if target.dim() == 3 and "expert" in type(owner).__name__.lower():
-        if leaf.endswith("_bias"):
-            return "bias"
+    outside = owner is not head and (OUTSIDE.search(owner_name) or not owner_name.startswith(decoder))
+    if outside and is_experts_parameter(owner, leaf):
+        return OUTSIDE_DECODER
+    if is_experts_parameter(owner, leaf):
         if len(shape) == 2 and name.endswith(WEIGHT):
             place = _expert_place(assignment, name)
             return [LinearWeight(name.removesuffix(WEIGHT), name, place, LINEAR, *shape)]
         return _fused_experts(checkpoint, model, assignment, name, owner)
-    if assignment.converter is None and shape != tuple(target.shape):
+    if assignment.converter is None and not assignment.is_stacked and shape != tuple(target.shape):
         raise UserError(
             f"{checkpoint.source}: {name} has shape {list(shape)}; config.json makes it {list(target.shape)}"
         )
+    if outside:
+        return OUTSIDE_DECODER
     if len(shape) != 2 or not name.endswith(WEIGHT):
         return "bias" if leaf.endswith("bias") else "norm, bias or other small tensor"
     module = name.removesuffix(WEIGHT)
-    if NOT_THE_DECODER.search(owner_name):
-        return "outside the text decoder"
     if isinstance(owner, nn.Embedding):
         return [LinearWeight(module, name, owner_name, EMBEDDING, *shape)]
     if owner is head:
@@ -132,8 +199,8 @@ def _fused_experts(
 ) -> list[LinearWeight]:
     """One linear for each expert and projection of a fused 3-D tensor.
 
-    They take the names under which transformers reads single experts of this architecture
-    (`experts.0.gate_proj`); where it knows none, the fused parameter's own (`experts.0.gate_up_proj`).
+    They take the names under which transformers reads single experts of this architecture, and otherwise
+    those of engines (`experts.0.gate_proj`).
     """
     owner_name, _, leaf = assignment.target.rpartition(".")
     experts, first, second = checkpoint.tensors[name].shape
@@ -143,19 +210,50 @@ def _fused_experts(
     if not known or any(not isinstance(operation, Transpose) for operation in operations):
         return [LinearWeight(name, name, name, UNKNOWN, first, second)]
     n, k = (second, first) if transposed else (first, second)
-    prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{owner_name}."
-    single = _single_expert_names(model, assignment.target) or [leaf]
+    prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{_as_stored(owner_name, name)}."
+    single, interleaved = _single_expert_names(model, assignment.target), False
+    if not single and leaf == GATE_UP:
+        order = gate_up_order(owner)
+        if order is None:
+            return [LinearWeight(name, name, name, UNKNOWN, first, second)]
+        single, interleaved = [GATE, UP], order == INTERLEAVED
+    single = single or [leaf]
     if n % len(single):
         raise UserError(f"{checkpoint.source}: {name} has {n} rows, which {len(single)} projections share")
-    size = n // len(single)
+    size, step = n // len(single), len(single) if interleaved else 1
+    rows = [(i, n) if interleaved else (i * size, (i + 1) * size) for i in range(len(single))]
     return [
         LinearWeight(
             f"{prefix}{expert}.{projection}", name, f"{name}[{expert}]", LINEAR, size, k,
-            expert=expert, rows=(index * size, (index + 1) * size), transposed=transposed,
+            expert=expert, rows=its_rows, transposed=transposed, step=step,
         )
         for expert in range(experts)
-        for index, projection in enumerate(single)
+        for projection, its_rows in zip(single, rows, strict=True)
     ]  # fmt: skip
+
+
+def _as_stored(module: str, tensor: str) -> str:
+    """A module's name in the model with what `tensor` has before the layer's number."""
+    ours, stored = module.split("."), tensor.split(".")
+    here, there = ([i for i, part in enumerate(parts) if part.isdigit()] for parts in (ours, stored))
+    if not here or not there:
+        return module
+    return ".".join([*stored[: there[0] + 1], *ours[here[0] + 1 :]])
+
+
+def _expert_biases(
+    checkpoint: Checkpoint, linears: dict[str, list[LinearWeight]]
+) -> dict[str, list[ExpertBias]]:
+    """The biases that lie beside fused experts, by the names that go with their weights'."""
+    return {
+        f"{tensor}{BIAS}": [
+            ExpertBias(f"{weight.module}.bias", f"{tensor}{BIAS}", weight.expert, weight.row_slice)
+            for weight in weights
+            if weight.expert is not None
+        ]
+        for tensor, weights in linears.items()
+        if f"{tensor}{BIAS}" in checkpoint.tensors
+    }
 
 
 def _expert_place(assignment: Assignment, name: str) -> str:

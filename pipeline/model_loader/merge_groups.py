@@ -5,14 +5,13 @@ Found by running the model's skeleton on torch's meta device, where nothing is c
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from ...base.log import logger
 from ...layouts.modules.experts import is_experts
 from ...layouts.modules.merged_linear import layers_with_one_input
 from ...serving_check.engine.attention import attention_layers
 from ..checkpoints.checkpoint import Checkpoint
-from .skeleton import model_config
+from .skeleton import meta_model
 
 
 def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
@@ -21,13 +20,12 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
     A model that the embedded engine does not serve, or that cannot run on the meta device, is left as it is:
     its layers are then measured and served one by one.
     """
-    config = model_config(checkpoint)
     try:
+        model = meta_model(checkpoint, dtype).eval()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
             for module in model.modules():
                 if is_experts(module):
-                    module.forward = _no_experts  # type: ignore[method-assign]
+                    module.forward = no_experts  # type: ignore[method-assign]
             return layers_with_one_input(model, lambda: attention_layers(model))
     except Exception as error:
         # Architectures fail here in their own ways, and none of them keeps a model from being loaded.
@@ -35,7 +33,7 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
         return []
 
 
-def _no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+def no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
     """In place of the experts, whose forward asks which of them are hit: unknown on the meta device."""
     return torch.zeros_like(hidden_states)
 

@@ -21,6 +21,16 @@ from ..conventions.convention import StoredWeight
 from .merge_groups import merged_alike
 from .weight_map import Assignment
 
+TOP_K = (
+    "num_experts_per_tok",
+    "top_k",
+    "top_k_experts",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
+"""What configs and routers call the number of experts that a token takes."""
 Stored = Mapping[str, StoredWeight]
 """By the weight's name in the checkpoint."""
 
@@ -56,6 +66,7 @@ class ExpertsProduct:
     top_k:              experts that each token takes
     part:               its place where one parameter makes several products; see `parts_of_parameter`
     parts_of_parameter: how many products stand for the parameter: gate and up apart where they do not merge
+    interleaved:        the rows of an expert's weights take turns
     """
 
     module: str
@@ -64,6 +75,7 @@ class ExpertsProduct:
     top_k: int
     part: int = 0
     parts_of_parameter: int = 1
+    interleaved: bool = False
 
     @property
     def name(self) -> str:
@@ -111,7 +123,9 @@ def find_products(
         experts = assignment.expert_parts()
         module, _, leaf = assignment.target.rpartition(".")
         if experts is not None:
-            products += _experts_products(checkpoint, stored, model, module, leaf, experts)
+            products += _experts_products(
+                checkpoint, stored, model, module, leaf, experts, assignment.interleaved
+            )
         elif assignment.converter is None and isinstance(model.get_submodule(module), nn.Linear):
             linears[module] = assignment.names[0]
     kinds = {
@@ -150,6 +164,7 @@ def _experts_products(
     module: str,
     parameter: str,
     experts: list[list[str]],
+    interleaved: bool,
 ) -> list[Product]:
     forms = {
         tuple((stored[name].spec, stored[name].shape, stored[name].read_input is None) for name in parts)
@@ -163,7 +178,13 @@ def _experts_products(
     top_k = _top_k(checkpoint, model, module)
     merges = all(len({_kind(checkpoint, stored[name]) for name in parts}) == 1 for parts in experts)
     if merges:
-        return [ExpertsProduct(module, parameter, tuple(map(tuple, experts)), top_k)]
+        together = tuple(map(tuple, experts))
+        return [ExpertsProduct(module, parameter, together, top_k, interleaved=interleaved)]
+    if interleaved:
+        raise UserError(
+            f"{checkpoint.source}: the rows of {experts[0][0]} and {experts[0][1]} take turns in "
+            f"{module}.{parameter}, and their formats or shared scales differ; give them one format"
+        )
     count = len(experts[0])
     return [
         ExpertsProduct(module, parameter, tuple((parts[i],) for parts in experts), top_k, i, count)
@@ -176,7 +197,7 @@ def _top_k(checkpoint: Checkpoint, model: PreTrainedModel, experts: str) -> int:
     config = model.config.get_text_config(decoder=True)
     parent = model.get_submodule(experts.rpartition(".")[0])
     for owner in (config, parent, *parent.children()):
-        for name in ("num_experts_per_tok", "top_k"):
+        for name in TOP_K:
             value = getattr(owner, name, None)
             if isinstance(value, int) and value > 0:
                 return value

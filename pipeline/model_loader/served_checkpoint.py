@@ -83,7 +83,9 @@ def eos_token_ids(
     generation: "GenerationConfig", config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> frozenset[int]:
     """Every token that ends a sequence: the generation config's, else the model's; and the tokenizer's."""
-    ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    ends = generation.eos_token_id
+    for section in (config, config.get_text_config(decoder=True)):
+        ends = getattr(section, "eos_token_id", None) if ends is None else ends
     listed = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         listed.append(tokenizer.eos_token_id)

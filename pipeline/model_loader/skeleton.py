@@ -1,17 +1,32 @@
 """The unmodified transformers model of a checkpoint with no weights in it: parameters on meta, buffers real.
 
-Not for loading weights (`load_model.py`) nor for naming them (`weight_map.py`).
+The language model of a multimodal checkpoint is found in whichever class transformers has for it. Not for
+loading weights (`load_model.py`) nor for naming them (`weight_map.py`).
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ..checkpoints.checkpoint import Checkpoint
+from .weight_map import OUTSIDE, map_weights
 
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+"""The kinds of transformers classes that hold a language model, the leanest first."""
 MESSAGE_CHARACTERS = 300
 
 
@@ -35,18 +50,89 @@ def build_skeleton(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
     """The model in eval mode: parameters on meta in their dtypes, computed buffers ready on `device`."""
-    config = model_config(checkpoint)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:
-        raise UserError(
-            f"{checkpoint.source}: transformers cannot build a causal language model from its config "
-            f"(model_type {config.model_type!r}): {_one_line(error)}"
-        ) from error
+    model = meta_model(checkpoint, dtype)
     _compute_buffers(model, torch.device(device))
     _keep_in_fp32(model, dtype)
     return model.requires_grad_(False).eval()
+
+
+def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The language model, all of it on meta, with the towers that lie in the checkpoint beside it.
+
+    The first of transformers' classes that has a place for these towers, or leaves them out knowingly. Where
+    none can be built with them, the language model by itself.
+    """
+    config = model_config(checkpoint)
+    # Of a tower that is quantized, biases and norms tell: their names are as in the model.
+    towers = [n for n in checkpoint.tensors if OUTSIDE.search(n) and n.endswith((".weight", ".bias"))]
+    first_error: Exception | None = None
+    for auto_class in _auto_classes(config):
+        try:
+            model = _on_meta(auto_class, config, dtype)
+        except Exception as error:
+            # transformers raises whatever a bad value in config.json happens to break.
+            first_error = first_error or error
+            continue
+        if not map_weights(model, towers).unexpected:
+            return model
+    text = config.get_text_config(decoder=True)
+    if text is not config and type(text) in AutoModelForCausalLM._model_mapping:
+        try:
+            return _on_meta(AutoModelForCausalLM, text, dtype)
+        except Exception as error:
+            first_error = first_error or error
+    reason = _no_class(config) if first_error is None else _one_line(first_error)
+    raise UserError(
+        f"{checkpoint.source}: transformers cannot build a causal language model from its config "
+        f"(model_type {config.model_type!r}): {reason}"
+    ) from first_error
+
+
+def auto_class_of(checkpoint: Checkpoint, model: nn.Module) -> Any:
+    """transformers' auto class that makes `model`'s class of this checkpoint; else the one of text."""
+    classes = _auto_classes(model_config(checkpoint)).items()
+    return next((auto for auto, made in classes if made is type(model)), AutoModelForCausalLM)
+
+
+def auto_class_name(model_type: str | None) -> str:
+    """The auto class by which transformers' users load a model of this type."""
+    if model_type is None or model_type not in CONFIG_MAPPING:
+        return AutoModelForCausalLM.__name__
+    config = CONFIG_MAPPING[model_type]
+    return next((c for c in AUTO_CLASSES if config in c._model_mapping), AutoModelForCausalLM).__name__
+
+
+def other_models(checkpoint: Checkpoint, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The checkpoint as further classes of transformers have it, on meta: others may load it with those."""
+    config = model_config(checkpoint)
+    for auto_class, made in _auto_classes(config).items():
+        if made is type(model):
+            continue
+        try:
+            yield _on_meta(auto_class, config, model.dtype)
+        except Exception as error:
+            # Its libraries may be absent: then nobody here can say how it names its layers.
+            logger.debug(f"{checkpoint.source} is not looked at as {made}: {error}")
+
+
+def _auto_classes(config: PretrainedConfig) -> dict[Any, Any]:
+    """The auto classes that have a class for this config, each with that; of several with the same, one."""
+    found: dict[Any, Any] = {}
+    for auto_class in AUTO_CLASSES:
+        if type(config) in auto_class._model_mapping:
+            made = auto_class._model_mapping[type(config)]
+            if made not in found.values():
+                found[auto_class] = made
+    return found
+
+
+def _on_meta(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        return auto_class.from_config(config, dtype=dtype)
+
+
+def _no_class(config: PretrainedConfig) -> str:
+    return f"no class of it generates text from {type(config).__name__}"
 
 
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:

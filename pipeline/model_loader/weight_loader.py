@@ -18,18 +18,20 @@ from ...base.progress import progress_bar
 from ...layouts.choosing.choose import default_layout, forced_for, refuse_impossible
 from ...layouts.choosing.plan import LayoutPlan
 from ...layouts.formats.input_format import InputFormat
-from ...layouts.formats.weight_format import Weight, merge_rows
+from ...layouts.formats.weight_format import Weight, merge_rows, rows_by_turns
 from ...layouts.modules.experts import ExpertsPart, PackedExperts, stack_inputs
 from ...layouts.modules.linear import QuantizedLinear
 from ...layouts.modules.merged_linear import merge_unquantized, put_merged
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import ExpertsLayout, Layout, Problem
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.decoded_tensors import DecodedTensor
+from ..checkpoints.float_source import FLOAT8, is_scale, read_whole
 from ..conventions.convention import StoredWeight
 from .device_reader import DeviceReader
 from .merge_groups import merged_alike, plain_kinds
 from .products import DenseProduct, ExpertsProduct, Product, find_products
-from .weight_map import Assignment, map_weights
+from .weight_map import Assignment, foreign_roots, map_weights
 
 WEIGHT = ".weight"
 NAMES_IN_AN_ERROR = 5
@@ -81,9 +83,10 @@ class WeightLoader:
     def assignments(self) -> list[Assignment]:
         """Every weight's place in the model; UserError where a weight has none."""
         consumed = {name for weight in self.stored.values() for name in weight.tensors}
-        names = [name for name in self.checkpoint.tensors if name not in consumed] + list(self.stored)
+        others = [name for name in self.checkpoint.tensors if name not in consumed]
+        names = [name for name in others if not is_scale(self.checkpoint, name)] + list(self.stored)
         mapped = map_weights(self.model, names)
-        if mapped.unexpected:
+        if mapped.unexpected and foreign_roots(self.model, mapped.unexpected) is None:
             raise UserError(
                 f"{self.checkpoint.source}: {listed(mapped.unexpected)} in the checkpoint, but "
                 f"{type(self.model).__name__} has no such weight; the config does not describe these files"
@@ -154,7 +157,7 @@ class WeightLoader:
     def _pack_experts(self, product: ExpertsProduct) -> ExpertsPart:
         self._check_experts(product)
         layout = cast(ExpertsLayout, self._pick(product))
-        weights = [self._merged(parts).to(self.device) for parts in product.experts]
+        weights = [self._merged(parts, product.interleaved).to(self.device) for parts in product.experts]
         packed = layout.pack_experts(weights, self.model.dtype)
         inputs = [found for parts in product.experts if (found := self._read_input(parts[0])) is not None]
         return ExpertsPart(packed, stack_inputs(inputs) if inputs else None)
@@ -173,12 +176,12 @@ class WeightLoader:
     def _problem(self, product: Product) -> Problem:
         return product.problem(self.stored, self.model.dtype, self.device, self.batch_invariance)
 
-    def _merged(self, names: Sequence[str]) -> Weight:
-        """The weights' rows one after another, on the CPU."""
+    def _merged(self, names: Sequence[str], interleaved: bool = False) -> Weight:
+        """The weights' rows one after another, or by turns, on the CPU."""
         merged = merge_rows([self._read_quantized(name) for name in names])
         if merged is None:
             raise TypeError(f"{listed(list(names))} are of different formats or do not share their scales")
-        return merged
+        return rows_by_turns(merged, len(names)) if interleaved else merged
 
     def _read_input(self, name: str) -> InputFormat | None:
         read = self.stored[name].read_input
@@ -224,9 +227,10 @@ class WeightLoader:
 
     def _read_plain(self, name: str, reader: DeviceReader | None = None) -> Tensor:
         if name not in self.stored:
-            return (
-                self.checkpoint.read(name) if reader is None else reader.read(self.checkpoint.tensors[name])
-            )
+            info = self.checkpoint.tensors[name]
+            if reader is None or info.dtype in FLOAT8 or isinstance(info, DecodedTensor):
+                return read_whole(self.checkpoint, name)
+            return reader.read(info)
         if self.stored[name].read_input is not None and not self.rounded_elsewhere:
             raise self._no_linear(name)
         weight = self.stored[name].read()
@@ -239,10 +243,12 @@ class WeightLoader:
         """
         if assignment.converter is None:
             names = assignment.names
-            if assignment.expert_parts() is None:
+            experts = assignment.expert_parts()
+            if experts is None:
                 value = self._read_plain(names[0], reader)
             else:
-                value = self._stack_slices(assignment.target, [self._read_plain(name) for name in names])
+                slices = [[self._read_plain(name) for name in parts] for parts in experts]
+                value = self._stack_slices(assignment.target, slices, assignment.interleaved)
             self._set(assignment.target, value, names[0])
             return
         converter = assignment.converter
@@ -259,10 +265,19 @@ class WeightLoader:
         for target, value in converted.items():
             self._set(target, value[0] if isinstance(value, list) else value, assignment.names[0])
 
-    def _stack_slices(self, target: str, tensors: list[Tensor]) -> Tensor:
-        """[N, K] weights of single experts to the 3-D parameter, transposed where the model wants that."""
+    def _stack_slices(self, target: str, experts: list[list[Tensor]], interleaved: bool) -> Tensor:
+        """[N, K] weights of single experts to the 3-D parameter, transposed where the model wants that; or
+        their biases [N] to the 2-D one.
+
+        experts: for each the weights that lie one above the other in its slice, or whose rows take turns
+        """
         expected = tuple(self.model.get_parameter(target).shape)
-        stacked = torch.stack(tensors)
+        slices = [torch.cat(parts) for parts in experts]
+        if interleaved:
+            slices = [torch.stack(parts, dim=1).flatten(0, 1) for parts in experts]
+        stacked = torch.stack(slices)
+        if stacked.dim() == 2:
+            return stacked
         return stacked if tuple(stacked.shape) == expected else stacked.transpose(1, 2).contiguous()
 
     def _set(self, target: str, value: Tensor, source: str) -> None:

@@ -4,10 +4,11 @@ transformers keeps these rules (its conversion mapping); this file applies them 
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -18,38 +19,72 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-# Not weights of the model: old rotary caches, and scales for an FP8 KV cache, which `kv_cache.py` reads.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
-EXPERT_SLICE = re.compile(r"^(?P<experts>.+)\.(?P<index>\d+)\.(?P<name>\w+)\.weight$")
+from ..checkpoints.checkpoint import NO_WEIGHT
+from .prediction_heads import is_prediction_head
+
+OUTSIDE = re.compile(
+    r"(^|\.)\w*(vision|visual|audio|speech|image|multi_modal|projector|connector|resampler|talker|2wav)\w*(\.|$)"
+)
+"""Names of what lies beside the language model: towers, and what projects their outputs."""
+TEXT_CONFIG = "text_config"
+"""transformers' name for the config of a language model that may be part of a larger one: its checkpoint may
+have towers."""
+EXPERT_SLICE = re.compile(r"^(?P<experts>.+)\.(?P<index>\d+)\.(?P<name>\w+)\.(?P<kind>weight|bias)$")
+GATE, UP, GATE_UP = "gate_proj", "up_proj", "gate_up_proj"
+PROJECTIONS = (GATE, UP, GATE_UP, "down_proj")
+"""An expert's weights by the names that engines and transformers give them."""
+
+
+HALVES, INTERLEAVED = "halves", "interleaved"
+GATE_FIRST = ("Llama4TextExperts",)
+"""Experts outside transformers' experts interface whose `forward` takes the first half for the gate."""
 
 
 @dataclass
 class Assignment:
     """The weights that make one parameter (or, through a converter, several) of the model.
 
-    target:    the parameter's name; the first one of several
-    converter: transformers' rule, None where the weight is only renamed
-    sources:   weight names in the checkpoint by the converter's source pattern, experts in order
+    target:      the parameter's name; the first one of several
+    converter:   transformers' rule, None where the weight is only renamed, or single experts are stacked by
+                 their names alone
+    sources:     weight names in the checkpoint by the converter's source pattern, experts in order; without a
+                 converter by the name of the projection
+    interleaved: the rows of an expert's projections take turns in the parameter
     """
 
     target: str
     converter: WeightConverter | None = None
     sources: dict[str, list[str]] = field(default_factory=dict)
+    interleaved: bool = False
 
     @property
     def names(self) -> list[str]:
         return [name for names in self.sources.values() for name in names]
+
+    @property
+    def targets(self) -> list[str]:
+        """All parameters that it makes: a converter names them by what stands in the first one's place."""
+        patterns = self.converter.target_patterns if self.converter else []
+        if len(patterns) < 2:
+            return [self.target]
+        return [self.target.replace(patterns[0], pattern) for pattern in patterns]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether single experts' tensors are stacked by their names alone."""
+        return self.converter is None and bool(self.sources) and all(n in PROJECTIONS for n in self.sources)
 
     def expert_parts(self) -> list[list[str]] | None:
         """For each expert, the weights that lie one above the other in its slice; None for anything else."""
         operations = self.converter.operations if self.converter else []
         merges = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         rest_stacks_rows = all(isinstance(op, Concatenate) and op.dim == 1 for op in operations[1:])
-        if self.converter is None and list(self.sources) == [EXPERT_SLICE.pattern]:
-            return [[name] for name in self.sources[EXPERT_SLICE.pattern]]
-        if self.converter is None or not merges or not rest_stacks_rows:
+        if self.is_stacked:
+            columns = [self.sources[name] for name in PROJECTIONS if name in self.sources]
+        elif self.converter is None or not merges or not rest_stacks_rows:
             return None
-        columns = [self.sources.get(pattern, []) for pattern in self.converter.source_patterns]
+        else:
+            columns = [self.sources.get(pattern, []) for pattern in self.converter.source_patterns]
         if len({len(column) for column in columns}) != 1:
             return None
         return [list(parts) for parts in zip(*columns, strict=True)]
@@ -70,7 +105,7 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    state = model.state_dict()
+    state, modules = model.state_dict(), dict(model.named_modules())
     prefix = model.base_model_prefix
     ignorable = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     assignments: dict[str, Assignment] = {}
@@ -79,21 +114,64 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
             renamed, pattern = name, None
-        expert = EXPERT_SLICE.match(renamed)
+        stacked = _stacked(renamed, state, modules)
         if renamed in state and pattern is not None:
             rule = by_pattern[pattern]
             assignment = assignments.setdefault(renamed, Assignment(renamed, deepcopy(rule)))
             assignment.sources.setdefault(pattern, []).append(name)
         elif renamed in state:
             assignments[renamed] = Assignment(renamed, None, {name: [name]})
-        elif expert and f"{expert['experts']}.{expert['name']}" in state:
-            fused = f"{expert['experts']}.{expert['name']}"
-            assignment = assignments.setdefault(fused, Assignment(fused))
-            assignment.sources.setdefault(EXPERT_SLICE.pattern, []).append(name)
-        elif not IGNORED.search(name) and not any(pattern.search(renamed) for pattern in ignorable):
+        elif stacked is not None:
+            fused, projection, interleaved = stacked
+            assignment = assignments.setdefault(fused, Assignment(fused, interleaved=interleaved))
+            assignment.sources.setdefault(projection, []).append(name)
+        elif not NO_WEIGHT.search(name) and not any(pattern.search(renamed) for pattern in ignorable):
             unexpected.append(name)
+    text = model.config.get_text_config(decoder=True).to_dict()
+    unexpected = [name for name in unexpected if not is_prediction_head(name, text)]
+    if model.config.base_config_key == TEXT_CONFIG:
+        unexpected = [name for name in unexpected if not OUTSIDE.search(name)]
     found = list(assignments.values())
     return WeightMap(found, unexpected, _missing(model, found))
+
+
+def _stacked(
+    name: str, state: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+) -> tuple[str, str, bool] | None:
+    """The parameter in which a single expert's weight or bias is stacked upon the others', for models whose
+    rules do not say so; its projection; and whether gate and up are interleaved there."""
+    expert = EXPERT_SLICE.match(name)
+    if expert is None or expert["name"] not in PROJECTIONS:
+        return None
+    suffix = "_bias" if expert["kind"] == "bias" else ""
+    parameter = f"{expert['experts']}.{expert['name']}{suffix}"
+    if parameter in state:
+        return parameter, expert["name"], False
+    parameter = f"{expert['experts']}.{GATE_UP}{suffix}"
+    order = gate_up_order(modules[expert["experts"]]) if parameter in state else None
+    if expert["name"] not in (GATE, UP) or order is None:
+        return None
+    return parameter, expert["name"], order == INTERLEAVED
+
+
+def gate_up_order(experts: nn.Module) -> str | None:
+    """How the rows of gate and up lie in an experts module's `gate_up_proj`; None where that is not known."""
+    if type(experts).__name__ in GATE_FIRST:
+        return HALVES
+    concatenated = getattr(experts, "is_concatenated", None)
+    if concatenated is None or not getattr(experts, "has_gate", False):
+        return None
+    return HALVES if concatenated else INTERLEAVED
+
+
+def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | None:
+    """What the names of tensors begin with that another program has added, such as a trainer's `v_head`.
+
+    None where one of `names` begins as a module of the model does: then the config is of another model.
+    """
+    roots = list(dict.fromkeys(name.split(".")[0] for name in names))
+    known = {part for name, _ in model.named_modules() for part in name.split(".")}
+    return None if known.intersection(roots) else roots
 
 
 def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]:

@@ -82,8 +82,7 @@ def _patched(
     for linear, weight in parts:
         part = whole if linear.expert is None else whole[linear.expert]
         lying = part.T if linear.transposed else part
-        rows = slice(*linear.rows) if linear.rows else slice(None)
-        lying[rows] = weight.dequantize(whole.dtype)
+        lying[linear.row_slice] = weight.dequantize(whole.dtype)
     return whole
 
 

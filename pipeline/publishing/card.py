@@ -15,6 +15,7 @@ from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.gate.policy import first_lines
 from ..checkpoints.config_sections import refuse_malformed
+from ..model_loader.skeleton import auto_class_name
 from ..quantization.calibration.calibration_names import CALIBRATION
 from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
 from ..records.engine_commands import engines
@@ -93,7 +94,7 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
         "size": size_phrase(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "licence": licence_of(artifact.base_metadata),
         "licence_files": licence_files(artifact),
-        "engines": engines(name, method, artifact.kv_cache),
+        "engines": engines(name, method, artifact.kv_cache, auto_class_name(config.get("model_type"))),
     }
 
 
@@ -101,7 +102,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
     """What the serving check measured and decided, and where."""
     environment = verdict.environment
     return {
-        "first_lines": first_lines(verdict.exploratory, verdict.declared),
+        "first_lines": first_lines(verdict.exploratory, verdict.declared, verdict.artifact.other_inputs),
         "baseline": baseline_phrase(verdict),
         "engine_measured": engine_phrase(verdict),
         "workload": verdict.workload,

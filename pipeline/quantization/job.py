@@ -14,7 +14,7 @@ from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import EXPORTS, convention_of
 from ..conventions.convention import ExportConvention, kv_declaration
 from ..conventions.plain import NAME as PLAIN
-from ..records.recipe import Recipe
+from ..records.recipe import Recipe, matches
 from .calibration.calibration_needs import CalibrationNeeds, calibration_needs
 from .calibration.calibration_text import CalibrationText, read_calibration_text
 from .calibration.text_source import text_source
@@ -42,6 +42,19 @@ class QuantizeJob:
     text: CalibrationText | None
 
 
+def without_left_out(checkpoint: Checkpoint, recipe: Recipe) -> Checkpoint:
+    """`checkpoint` without the tensors that the recipe leaves out. UserError for a pattern of none."""
+    names = set[str]()
+    for pattern in recipe.leave_out:
+        found = [name for name in checkpoint.tensors if matches(pattern, name)]
+        if not found:
+            raise UserError(
+                f"the recipe's `leave_out` pattern {pattern!r} matches no tensor of {checkpoint.source}"
+            )
+        names.update(found)
+    return checkpoint.without(names) if names else checkpoint
+
+
 def prepare(
     checkpoint: Checkpoint,
     recipe: Recipe,
@@ -65,7 +78,11 @@ def prepare(
             f"the recipe {recipe.name!r} quantizes no weights, and {export} has no place for "
             f"{recipe.kv_cache} keys and values; export {PLAIN}, or leave --export out"
         )
-    config = convention.quantization_config(specs, tasks.ignore, embeddings) | (declared or {})
+    named = specs
+    if len(set(specs.values())) > 1:
+        # A config of several formats names modules one by one, which it otherwise does not.
+        named = specs | {name: specs[module] for name, module in tasks.other_names.items()}
+    config = convention.quantization_config(named, tasks.ignore, embeddings) | (declared or {})
     plain = [task.written_name for task in tasks.in_order if not task.is_quantized]
     metadata = convention.file_metadata(specs, tasks.shapes, plain)
     quantizer = weight_quantizer(checkpoint, device)

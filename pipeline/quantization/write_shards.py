@@ -17,9 +17,11 @@ from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv.format import KVScales
-from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
+from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, OLD_SECTION, Checkpoint
 from ..checkpoints.safetensors_file import read_header
 from ..conventions.convention import kv_scale_names
+from ..model_loader.prediction_heads import without_heads
+from ..model_loader.skeleton import model_config
 from ..records.artifact import SCALED_BY, FileRecord
 from ..records.file_digests import sha256_of
 from .calibration.calibration_result import WeightReader
@@ -29,7 +31,7 @@ from .shards.ranks import Ranks
 from .shards.shard_writer import ShardWriter, header_room
 from .shards.shared_tensors import Shared
 from .shards.tasks import WeightTask, source_bytes
-from .shards.weight_tensors import read_kept, read_linear, refuse_non_finite
+from .shards.weight_tensors import read_bias, read_kept, read_linear, refuse_non_finite
 from .shards.work_record import FinishedShard, WorkRecord
 from .solvers.equalization import EqualizedNorm
 
@@ -71,6 +73,8 @@ def divide_into_shards(
 def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
     """What a task leaves in its shard."""
     info = checkpoint.tensors[task.tensor]
+    if task.bias is not None:
+        return source_bytes(checkpoint, task)
     if task.linear is None:
         return info.nbytes * (2 if info.dtype.itemsize == 1 else 1)
     return task.spec.nbytes(task.linear.n, task.linear.k)
@@ -123,7 +127,7 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
     """Names at least as long and as many as the tensors these tasks make."""
     for task in tasks:
         if task.linear is None:
-            yield task.tensor
+            yield task.written_name
         else:
             for tensor in TENSORS_OF_A_LINEAR:
                 yield f"{task.linear.module}._weight_{tensor}_and_more"
@@ -134,6 +138,9 @@ def _carry_out(
 ) -> dict[str, dict[str, Any]]:
     """Write one task's tensors; what was measured of a quantized module, by its name."""
     checkpoint, linear = job.checkpoint, task.linear
+    if task.bias is not None:
+        writer.add(task.written_name, read_bias(checkpoint, task.bias))
+        return {}
     if linear is None and task.tensor in results.equalized:
         writer.add(task.tensor, results.equalized[task.tensor].weight)
         return {}
@@ -193,8 +200,11 @@ def write_rest(
             )
         with atomic_path(folder / name) as partial:
             shutil.copyfile(path, partial)
-    config = {k: v for k, v in job.checkpoint.config.items() if k != "quantization_config"}
-    if job.tasks.untied:
+    checkpoint = job.checkpoint
+    config = without_heads(checkpoint.config, checkpoint.left_out, checkpoint.tensors)
+    for section in ("quantization_config", OLD_SECTION):
+        config.pop(section, None)
+    if job.tasks.untied or _is_wrongly_tied(job):
         config["tie_word_embeddings"] = False
         if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:
             config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
@@ -203,6 +213,22 @@ def write_rest(
     write_json(folder / CONFIG_NAME, config)
     for name, content in job.convention.sidecars(job.quantization_config).items():
         write_json(folder / name, content)
+
+
+def _is_wrongly_tied(job: QuantizeJob) -> bool:
+    """Whether the config ties an output projection that has other weights, which some readers would drop."""
+    if job.tasks.own_head is None:
+        return False
+    config = model_config(job.checkpoint)
+    if not any(
+        getattr(c, "tie_word_embeddings", False) for c in (config, config.get_text_config(decoder=True))
+    ):
+        return False
+    head, embeddings = (job.checkpoint.tensors[name] for name in job.tasks.own_head)
+    if head.name.removesuffix(".weight") in job.tasks.specs or head.shape != embeddings.shape:
+        return True
+    pairs = zip(head.read_chunks(), embeddings.read_chunks(), strict=False)
+    return head.dtype != embeddings.dtype or not all(torch.equal(one, other) for one, other in pairs)
 
 
 def _write_index(folder: Path, names: list[str]) -> None:

@@ -16,20 +16,26 @@ TRANSFORMERS_NEEDS = {
     "compressed-tensors": "'transformers<5.23' compressed-tensors",
     "torchao": "transformers torchao",
 }
+TEXT_CLASS = "AutoModelForCausalLM"
 KVARN = "kvarn_"
 KVARN_ENGINE = "vLLM with KVarN (https://github.com/huawei-csl/KVarN)"
 
 
-def engines(name: str, method: str | None, kv_format: str = UNQUANTIZED) -> list[CardCommand]:
+def engines(
+    name: str, method: str | None, kv_format: str = UNQUANTIZED, auto_class: str = TEXT_CLASS
+) -> list[CardCommand]:
     """The engines that load `name`, a Hub id or a folder, whose quantization method is `method` and which was
-    made for keys and values in `kv_format`: those that Scalegate validates on, then others."""
+    made for keys and values in `kv_format`: those that Scalegate validates on, then others.
+
+    auto_class: transformers' class that it is loaded with
+    """
     return [
         replace(
             command, title=f"{command.title}, which has no {kv_format} and keeps keys and values as they are"
         )
         if words is None
         else replace(command, code=" ".join([command.code, *words]))
-        for command, words in _commands(name, method, kv_format)
+        for command, words in _commands(name, method, kv_format, auto_class)
     ]
 
 
@@ -45,7 +51,7 @@ def kv_cache_commands(kv_format: str) -> dict[str, str]:
 
 
 def _commands(
-    name: str, method: str | None, kv_format: str
+    name: str, method: str | None, kv_format: str, auto_class: str = TEXT_CLASS
 ) -> Iterator[tuple[CardCommand, Sequence[str] | None]]:
     """Each command, and its words for keys and values; None where the engine has no such format."""
     for _, engine in ENGINES.items():
@@ -56,8 +62,8 @@ def _commands(
         yield CardCommand(KVARN_ENGINE, "sh", f"vllm serve {name}"), ("--kv-cache-dtype", kv_format)
     requirement = TRANSFORMERS_NEEDS.get(method or "", "transformers")
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", device_map="auto")\n'
+        f"from transformers import {auto_class}, AutoTokenizer\n\n"
+        f'model = {auto_class}.from_pretrained("{name}", device_map="auto")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
     )
     transformers = CardCommand(f"transformers (`pip install {requirement}`)", "python", code)

@@ -17,10 +17,12 @@ from ...serving_check.engine.options import UNQUANTIZED
 from .name_patterns import full_match
 from .recipe_fields import (
     DATA_FREE,
+    EXACT,
     KEEP,
     REGEX_PREFIX,
     BatchInvarianceField,
     FilePatterns,
+    Fit,
     KVFormat,
     Method,
     Parts,
@@ -75,6 +77,12 @@ class Recipe:
     ignore: Patterns = ()
     """Patterns of modules to keep as they are."""
     rules: tuple[Rule, ...] = ()
+    fit: Fit = EXACT
+    """Of layers that the format cannot have, such as INT4 in groups of 128 where K is 2,880: `exact` refuses
+    them; with `nearest` they get its nearest parameters, the largest group that divides K, and stay as they
+    are where there are none."""
+    leave_out: Patterns = ()
+    """Patterns of tensors that the artifact does not have, such as `v_head.*` of a trained reward."""
     lm_head: Treatment = KEEP
     """`quantize` unties a tied output projection: it gets a quantized copy, and the embeddings stay."""
     embeddings: Treatment = KEEP
@@ -107,6 +115,8 @@ class Recipe:
             "include": list(self.include),
             "ignore": list(self.ignore),
             "rules": [{"modules": rule.modules} | spec_to_json(rule.spec) for rule in self.rules],
+            **({"fit": self.fit} if self.fit != EXACT else {}),
+            **({"leave_out": list(self.leave_out)} if self.leave_out else {}),
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
             **({"kv_cache": self.kv_cache} if self.kv_cache != UNQUANTIZED else {}),

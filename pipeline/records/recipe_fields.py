@@ -18,6 +18,7 @@ from ...serving_check.evidence.artifact_figures import PARTS
 from .name_patterns import compiled
 
 KEEP, QUANTIZE = "keep", "quantize"
+EXACT, NEAREST = "exact", "nearest"
 DATA_FREE, GPTQ, AWQ, AWQ_GPTQ = "data-free", "gptq", "awq", "awq-gptq"
 REGEX_PREFIX = "re:"
 MAX_TEXT = 1000
@@ -136,5 +137,6 @@ Parts = Annotated[
 Format = Annotated[str, one_of(WEIGHT_FORMATS, alphabetical=True)]
 Method = Annotated[str, one_of((DATA_FREE, GPTQ, AWQ, AWQ_GPTQ))]
 Treatment = Annotated[str, one_of((KEEP, QUANTIZE))]
+Fit = Annotated[str, one_of((EXACT, NEAREST))]
 KVFormat = Annotated[str, one_of(KV_FORMATS)]
 BatchInvarianceField = Annotated[str, one_of(INVARIANCE_MODES)]

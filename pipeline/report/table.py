@@ -15,7 +15,7 @@ WIDTH = 110
 
 def verdict_table(verdict: Verdict) -> str:
     """The checks, with bound and reason where they did not pass; then the curve, then the verdict."""
-    said = first_lines(verdict.exploratory, verdict.declared)
+    said = first_lines(verdict.exploratory, verdict.declared, verdict.artifact.other_inputs)
     lines = [line for said_line in said for line in textwrap.wrap(said_line, WIDTH)]
     for check in verdict.checks:
         lines.append(f"  {MARKS[check.status]:4}  {check.name:<{NAME_WIDTH}} {check.measured}")

@@ -75,7 +75,7 @@ def render_page(
         images=images,
         sensitivity=sensitivity,
         settings=_settings(verdict),
-        first_lines=first_lines(verdict.exploratory, verdict.declared),
+        first_lines=first_lines(verdict.exploratory, verdict.declared, verdict.artifact.other_inputs),
         raw=json.dumps(_without_evidence(verdict), indent=2, ensure_ascii=False),
     )
 

@@ -10,11 +10,11 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ...serving_check.evidence.artifact_figures import ReadElsewhere
 from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.skeleton import auto_class_of
 from .options import TRANSFORMERS
 
 LIBRARIES = ("compressed-tensors", "torchao")
@@ -37,7 +37,7 @@ def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) 
     try:
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(artifact.folder, dtype="auto")
+            model: nn.Module = auto_class_of(artifact, ours).from_pretrained(artifact.folder, dtype="auto")
             theirs = model.to(tokens.device).eval()(tokens).logits[0].float()
     except Exception as error:
         # Readers raise what they like at files that they do not expect.

@@ -10,13 +10,11 @@ from typing import Any
 
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import OLD_SECTION, Checkpoint
 from ..conventions.compressed_tensors.scheme import METHOD as COMPRESSED_TENSORS
 from ..conventions.compressed_tensors.strict_section import misreadings as strict_misreadings
 from ..conventions.modelopt import SIDECAR, stored_kv_cache
 from .loaded_config import contradictions
-
-OLD_SECTION = "compression_config"
 
 
 def misreadings(artifact: Checkpoint) -> tuple[str, ...]:
@@ -26,7 +24,7 @@ def misreadings(artifact: Checkpoint) -> tuple[str, ...]:
 
 def _all(artifact: Checkpoint) -> Iterator[str]:
     for path in sorted(artifact.folder.glob("*.safetensors")):
-        if path not in artifact.shards:
+        if path not in artifact.shards or path in artifact.unindexed:
             yield f"{path.name}: no index names it, and some readers load every safetensors file"
     for text in contradictions(artifact.config):
         yield f"config.json: {text}"

@@ -26,6 +26,7 @@ def describe_subject(
         weights_sha256=weights_digest(checkpoint, files),
         made_from_sha256=manifest.source_sha256 if manifest else None,
         manifest_sha256=manifest.sha256() if manifest else None,
+        other_inputs=checkpoint.other_inputs,
     )
 
 

@@ -22,8 +22,8 @@ from ..checkpoints.safetensors_file import TensorInfo
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.kv_cache import SCALE as KV_SCALE
-from ..model_loader.linear_weights import ROUTER, LinearWeight, find_linear_weights
-from ..quantization.shards.weight_tensors import read_linear
+from ..model_loader.linear_weights import ROUTER, ExpertBias, LinearWeight, find_linear_weights
+from ..quantization.shards.weight_tensors import read_bias, read_linear
 from ..quantization.solvers.equalization import column_scales
 from ..records.artifact import Artifact
 
@@ -125,10 +125,13 @@ class _Comparison:
     routers: list[str] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)
     _sources: dict[str, LinearWeight] = field(default_factory=dict)
+    _biases: dict[str, ExpertBias] = field(default_factory=dict)
+    """By the name that a single expert's bias has in the artifact."""
 
     def __post_init__(self) -> None:
         found = find_linear_weights(self.baseline)
         self._sources = {weight.module: weight for group in found.linears.values() for weight in group}
+        self._biases = {bias.name: bias for group in found.biases.values() for bias in group}
         if found.tied_lm_head is not None:
             self._sources[found.tied_lm_head.module] = found.tied_lm_head
 
@@ -183,6 +186,9 @@ class _Comparison:
         """Hold one unquantized tensor against the baseline's of that name, or the rows it was cut from."""
         info = self.artifact.tensors[name]
         source = None
+        if name in self._biases and name not in self.baseline.tensors:
+            self._compare_bias(info, self._biases[name])
+            return
         if name in self.baseline.tensors:
             self._seen.add(name)
             if self.baseline.tensors[name].shape != info.shape:
@@ -206,6 +212,13 @@ class _Comparison:
         dtype_changed = source is None and not self._same_dtype(name, info)
         if differing or dtype_changed:
             self.changed.append(ChangedTensor(name, differing, total))
+
+    def _compare_bias(self, info: TensorInfo, bias: ExpertBias) -> None:
+        self._seen.add(bias.tensor)
+        theirs = read_bias(self.baseline, bias)
+        self.kept += 1
+        if theirs.dtype != info.dtype or not torch.equal(info.read(), theirs):
+            self.changed.append(ChangedTensor(info.name, 1, 1))
 
     def missing(self) -> list[str]:
         return [

@@ -193,6 +193,8 @@ class Subject:
     """sha256 of all of `scalegate.json`, recipe included, but the verdict's digest; null without one."""
     kv_cache_dtype: str | None = None
     """How keys and values were stored while it served; null where the engine is not ours."""
+    other_inputs: tuple[str, ...] = ()
+    """What it takes besides text, such as `images`: none of it was sent, so nothing of it was judged."""
 
 
 @dataclass(frozen=True)

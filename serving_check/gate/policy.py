@@ -164,11 +164,18 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def first_lines(exploratory: Sequence[str], declared: Declared) -> list[str]:
-    """What a verdict and a card say before anything else; empty where the policy was kept as it is."""
+def first_lines(
+    exploratory: Sequence[str], declared: Declared, other_inputs: Sequence[str] = ()
+) -> list[str]:
+    """What a verdict and a card say before anything else; empty where all was judged, by the policy as it is.
+
+    other_inputs: what the model takes besides text
+    """
     lines = []
     if exploratory:
         lines.append(f"Exploratory, not to be published: {'; '.join(exploratory)}.")
     if changes := lowered(declared):
         lines.append(f"The recipe lowers the release policy: {'; '.join(changes)}.")
+    if other_inputs:
+        lines.append(f"Text only was judged: it takes {' and '.join(other_inputs)} too, which nobody sent.")
     return lines

@@ -14,6 +14,7 @@ from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import CONVENTIONS, EXPORTS, StoredWeight
+from ..fp8 import stored_float8
 from ..stored import FLOAT_DTYPES
 from ..targets import LINEAR, as_patterns, first_match, matches
 from .all_schemes import SCHEMES
@@ -33,7 +34,7 @@ class CompressedTensors:
 
     @property
     def reads(self) -> str:
-        return f"{METHOD} {' and '.join(scheme.reads for _, scheme in SCHEMES.items())}"
+        return f"{METHOD} {', '.join(scheme.reads for _, scheme in SCHEMES.items())} and FP8"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         config = checkpoint.quantization_config or {}
@@ -130,6 +131,8 @@ class CompressedTensors:
             if scheme.recognizes(group):
                 return scheme.stored(checkpoint, module, group)
         weights, activations = group.get("weights") or {}, group.get("input_activations")
+        if weights.get("type") == "float" and weights.get("num_bits") == 8:
+            return stored_float8(checkpoint, module)
         activation_text = "" if activations is None else (
             f", activations {activations.get('num_bits')}-bit {activations.get('type')} "
             f"({activations.get('strategy')}, dynamic: {activations.get('dynamic')})"

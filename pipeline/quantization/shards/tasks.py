@@ -5,7 +5,7 @@ Decided before any weight is read, so that a recipe that does not fit is refused
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....base.errors import UserError
@@ -16,16 +16,19 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.float_source import is_scale, refuse_unreadable, scale_of
 from ...conventions.kv_cache import SCALE as KV_SCALE
 from ...model_loader.linear_weights import (
+    BIAS,
     EMBEDDING,
     LM_HEAD,
     ROUTER,
     UNKNOWN,
+    ExpertBias,
     LinearWeight,
     ModelWeights,
     find_linear_weights,
 )
+from ...model_loader.reader_names import WEIGHT, names_of_unquantized, other_names
 from ...records.recipe import Recipe, Rule, matches
-from ...records.recipe_fields import KEEP
+from ...records.recipe_fields import EXACT, KEEP, NEAREST
 
 IGNORED = "ignored by the recipe"
 UNQUANTIZED = Unquantized()
@@ -33,16 +36,18 @@ UNQUANTIZED = Unquantized()
 
 @dataclass(frozen=True)
 class WeightTask:
-    """One thing to write: a quantized linear, a linear sliced out unquantized, or a tensor copied as it is.
+    """One thing to write: a quantized linear, a linear or bias sliced out as it is, or a whole tensor copied.
 
     tensor: the checkpoint tensor it is made from
-    linear: the linear weight, None for a whole tensor copied under its own name
+    linear: the linear weight, None for a whole tensor copied under its own name, or a bias
     spec:   what it becomes; Unquantized where it stays as it is
+    bias:   a single expert's bias
     """
 
     tensor: str
     linear: LinearWeight | None = None
     spec: WeightFormat = UNQUANTIZED
+    bias: ExpertBias | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -51,6 +56,8 @@ class WeightTask:
     @property
     def written_name(self) -> str:
         """The tensor it makes where it stays unquantized."""
+        if self.bias is not None:
+            return self.bias.name
         return f"{self.linear.module}.weight" if self.linear else self.tensor
 
 
@@ -62,9 +69,15 @@ class QuantizationTasks:
     kept: dict[str, list[str]]
     """Tensors and modules that stay unquantized, by the reason."""
     ignore: list[str]
-    """Linear modules that stay unquantized, as the quantization config names them."""
+    """Every linear module that stays unquantized, by each name that a reader may know it by."""
+    other_names: dict[str, str]
+    """What other readers call quantized modules whose checkpoint's name they do not use, to that name."""
     untied: bool
     """The output projection gets weights of its own, and the config has to say so."""
+    own_head: tuple[str, str] | None = None
+    """The tensors of an output projection of its own and of the embeddings; None where they are one."""
+    fitted: str = ""
+    """What became of the layers that the recipe's format could not have, in one line."""
 
     @property
     def specs(self) -> dict[str, WeightFormat]:
@@ -87,6 +100,8 @@ class QuantizationTasks:
 def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
     """Bytes read to carry out a task."""
     info = checkpoint.tensors[task.tensor]
+    if task.bias is not None:
+        return info.shape[-1] * info.dtype.itemsize
     return info.nbytes if task.linear is None else task.linear.n * task.linear.k * info.dtype.itemsize
 
 
@@ -97,17 +112,26 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     head = weights.tied_lm_head
     if head is not None and recipe.lm_head != KEEP:
         linears[head.module] = head
-    _refuse_idle_patterns(recipe, linears.values())
+    _refuse_idle_patterns(recipe, linears.values(), _all_names(checkpoint, weights))
     decisions = {module: _decide(recipe, weight) for module, weight in linears.items()}
     chosen = {module: choice for module, choice in decisions.items() if not isinstance(choice, str)}
+    for module in chosen:
+        refuse_unreadable(checkpoint, linears[module].tensor)
+    unfit = {m: reason for m, spec in chosen.items() if (reason := spec.refuses(linears[m].n, linears[m].k))}
+    if unfit and recipe.fit == EXACT:
+        raise _unfit(recipe, [linears[module] for module in unfit], chosen)
+    fitted = _fitted(linears, chosen, unfit)
+    for module in unfit:
+        chosen.pop(module)
+        decisions[module] = fitted.get(module, f"kept, since {unfit[module]}")
+    chosen |= fitted
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
             f"{checkpoint.model_type} model, which has {len(linears)} linear weights, and stores keys and "
             "values as they are"
         )
-    for module, spec in chosen.items():
-        _check_fit(checkpoint, recipe, linears[module], spec)
+    quantized = {linears[module].tensor for module in chosen}
     tasks, kept = _order(checkpoint, weights, decisions)
     if recipe.kv_cache != KV_UNQUANTIZED:
         tasks = [task for task in tasks if not KV_SCALE.search(task.tensor)]
@@ -117,7 +141,25 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     unquantized = [m for m, weight in linears.items() if m not in chosen and weight.role != EMBEDDING]
     if head is not None and head.module not in linears:
         unquantized.append(head.module)
-    return QuantizationTasks(tasks, kept, unquantized, untied)
+    # The embeddings' tensor, which a quantized copy of a tied head is made from, stays.
+    replaced = quantized - ({head.tensor} if head is not None else set())
+    outside = names_of_unquantized(checkpoint, weights.readers, replaced, chosen.keys())
+    by_tensor = {linears[module].tensor: module for module in chosen if linears[module].expert is None}
+    return QuantizationTasks(
+        tasks,
+        kept,
+        list(dict.fromkeys([*unquantized, *outside])),
+        other_names(weights.readers, by_tensor),
+        untied,
+        _own_head(linears.values()),
+        _said(unfit, fitted),
+    )
+
+
+def _own_head(linears: Iterable[LinearWeight]) -> tuple[str, str] | None:
+    by_role = {weight.role: weight.tensor for weight in linears if weight.role in (LM_HEAD, EMBEDDING)}
+    head, embeddings = by_role.get(LM_HEAD), by_role.get(EMBEDDING)
+    return None if head is None or embeddings is None or head == embeddings else (head, embeddings)
 
 
 def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
@@ -154,7 +196,18 @@ def rule_for(recipe: Recipe, weight: LinearWeight) -> Rule | None:
     return next((r for r in recipe.rules if any(matches(r.modules, name) for name in names)), None)
 
 
-def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight]) -> None:
+def _all_names(checkpoint: Checkpoint, weights: ModelWeights) -> set[str]:
+    """Every name in the checkpoint and of its linear layers, in or beside the language model."""
+    tensors = {name for tensor in checkpoint.tensors for name in (tensor, tensor.removesuffix(WEIGHT))}
+    return tensors.union(*(reader.linears for reader in weights.readers))
+
+
+def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight], names: Collection[str]) -> None:
+    """UserError for a pattern of nothing; to keep what is quantized by no recipe, or lies under another name,
+    is no mistake.
+
+    names: whatever may be kept
+    """
     linears = list(linears)
     quantizable = [weight for weight in linears if weight.role != ROUTER]
     quantized = [rule.modules for rule in recipe.rules if not isinstance(rule.spec, Unquantized)]
@@ -167,7 +220,7 @@ def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight]) -> No
         for pattern in patterns:
             if any(
                 matches(pattern, weight.module) or matches(pattern, weight.tensor) for weight in candidates
-            ):
+            ) or (what == "ignore" and any(matches(pattern, name) for name in names)):
                 continue
             routers = [w.module for w in linears if w.role == ROUTER and matches(pattern, w.module)]
             if routers:
@@ -189,18 +242,40 @@ def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
     return [kind for kind, _ in kinds.most_common()]
 
 
-def _check_fit(checkpoint: Checkpoint, recipe: Recipe, weight: LinearWeight, spec: WeightFormat) -> None:
-    refuse_unreadable(checkpoint, weight.tensor)
-    reason = spec.refuses(weight.n, weight.k)
-    if reason is None:
-        return
-    kind = next(iter(_kinds([weight])))
-    nearest = spec.nearest(weight.n, weight.k)
-    advice = f"`ignore: ['{kind}']`"
-    if nearest is not None:
-        changes = " and ".join(f"`{change}`" for change in _changes(recipe.spec, spec, nearest))
-        advice = f"a rule `modules: '{kind}'` with {changes}"
-    raise UserError(f"{weight.module} cannot be {spec.label}: {reason}; give the recipe {advice}")
+def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str, WeightFormat]) -> UserError:
+    """What says of every kind of layer that its format cannot have it, and which rules would fit."""
+    said, rules = [], []
+    by_kind = {next(iter(_kinds([weight]))): weight for weight in reversed(linears)}
+    for kind, weight in by_kind.items():
+        spec = chosen[weight.module]
+        said.append(f"{weight.module} cannot be {spec.label}: {spec.refuses(weight.n, weight.k)}")
+        nearest = spec.nearest(weight.n, weight.k)
+        if nearest is None:
+            rules.append(f"`ignore: ['{kind}']`")
+        else:
+            changes = " and ".join(f"`{change}`" for change in _changes(recipe.spec, spec, nearest))
+            rules.append(f"a rule `modules: '{kind}'` with {changes}")
+    return UserError(
+        "; ".join(said)
+        + f"; give the recipe {', '.join(rules)}, or `fit: {NEAREST}`, which does so by itself"
+    )
+
+
+def _fitted(
+    linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat], unfit: Iterable[str]
+) -> dict[str, WeightFormat]:
+    """The nearest format of each module that cannot have its own; those without one are left out."""
+    nearest = {m: chosen[m].nearest(linears[m].n, linears[m].k) for m in unfit}
+    return {module: spec for module, spec in nearest.items() if spec is not None}
+
+
+def _said(unfit: Mapping[str, str], fitted: Mapping[str, WeightFormat]) -> str:
+    """`48 x INT4 g64, zero points (K = 2880 is no multiple of group size 128)`, for each reason."""
+    counts = Counter(
+        (fitted[module].label if module in fitted else "kept as it is", reason)
+        for module, reason in unfit.items()
+    )
+    return "; ".join(f"{count} × {became} ({reason})" for (became, reason), count in counts.items())
 
 
 def _changes(own: WeightFormat, refused: WeightFormat, wanted: WeightFormat) -> list[str]:
@@ -221,6 +296,11 @@ def _order(
 ) -> tuple[list[WeightTask], dict[str, list[str]]]:
     tasks: list[WeightTask] = []
     kept: dict[str, list[str]] = {}
+    split = {
+        name
+        for name, linears in weights.linears.items()
+        if any(not isinstance(decisions[weight.module], str) for weight in linears)
+    }
     for name in checkpoint.tensors:
         if is_scale(checkpoint, name):
             continue
@@ -231,7 +311,9 @@ def _order(
         for weight, choice in zip(linears, choices, strict=True):
             if isinstance(choice, str):
                 kept.setdefault(choice, []).append(weight.module)
-        if any(not isinstance(choice, str) for choice in choices):
+        if name in weights.biases and name.removesuffix(BIAS) in split:
+            tasks += [WeightTask(name, bias=bias) for bias in weights.biases[name]]
+        elif name in split:
             tasks += [
                 WeightTask(name, weight, UNQUANTIZED if isinstance(choice, str) else choice)
                 for weight, choice in zip(linears, choices, strict=True)

@@ -14,7 +14,7 @@ from ....layouts.formats.weight_format import WeightFormat, merge_rows
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ...checkpoints.safetensors_file import TensorInfo
-from ...model_loader.linear_weights import LinearWeight
+from ...model_loader.linear_weights import ExpertBias, LinearWeight
 from ..quantizers.all_quantizers import QUANTIZERS
 from ..quantizers.quantizer import QuantizedWeight, SharingQuantizer, WeighingQuantizer
 from ..solvers.importance import importance_of_columns
@@ -64,11 +64,22 @@ class WeightQuantizer:
 
 def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: int) -> Tensor:
     """Rows `start:stop` of a linear weight [N, K], wherever in its tensor they lie."""
-    first = weight.rows[0] if weight.rows else 0
     if weight.transposed:
         slice_ = read_rows(checkpoint, weight.tensor, 0, weight.k, weight.expert)
-        return slice_.T[first + start : first + stop].contiguous()
-    return read_rows(checkpoint, weight.tensor, first + start, first + stop, weight.expert)
+        return slice_.T[weight.row_slice][start:stop].contiguous()
+    first, step = weight.row_slice.start, weight.step
+    rows = read_rows(
+        checkpoint, weight.tensor, first + step * start, first + step * (stop - 1) + 1, weight.expert
+    )
+    return rows[::step].contiguous()
+
+
+def read_bias(checkpoint: Checkpoint, bias: ExpertBias) -> Tensor:
+    """One expert's bias [N], out of the tensor of all."""
+    row = checkpoint.tensors[bias.tensor].read_rows(bias.expert, bias.expert + 1)[0]
+    values = row[bias.rows].contiguous()
+    refuse_non_finite(checkpoint, bias.tensor, values)
+    return values
 
 
 def read_kept(checkpoint: Checkpoint, info: TensorInfo) -> tuple[torch.dtype, Iterator[Tensor]]:

@@ -10,8 +10,9 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints import download
-from scalegate.pipeline.checkpoints.baseline import recorded_source
+from scalegate.pipeline.checkpoints.baseline import open_baseline, recorded_source
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.kv_cache import kv_cache_of
 from scalegate.pipeline.records.artifact import Artifact
 
@@ -90,6 +91,47 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_revision_of_a_folder_is_refused(sharded: Path) -> None:
     assert "Hub ids only" in message(sharded, "main")
+
+
+def test_a_hub_snapshot_given_by_path_keeps_its_id_and_commit(sharded: Path, tmp_path_factory) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cache = tmp_path_factory.mktemp("cache") / "models--some-org--a--model"
+    for repository, found in (
+        (cache.with_name("models--some-org--a-model"), ("some-org/a-model", commit)),
+        (cache.with_name("models--gpt2"), ("gpt2", commit)),
+        (cache.with_name("datasets--some-org--text"), None),
+        (cache, None),
+    ):
+        folder = repository / "snapshots" / commit
+        shutil.copytree(sharded, folder)
+        opened = open_checkpoint(folder)
+        assert (opened.public_name, opened.revision) == (found or (commit, None))
+    assert open_checkpoint(sharded).revision is None
+
+
+def test_an_artifact_of_a_snapshot_finds_it_in_its_own_cache(
+    example_checkpoint: Path, tmp_path: Path
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--some-org--a-model" / "snapshots" / commit
+    shutil.copytree(example_checkpoint, snapshot)
+    artifact = quantize(snapshot, out=tmp_path / "out", progress=False)
+    assert (artifact.source, artifact.source_revision) == ("some-org/a-model", commit)
+    baseline = open_baseline(open_checkpoint(tmp_path / "out"), None)
+    assert baseline.folder.resolve() == snapshot.resolve() and baseline.revision == commit
+    shutil.rmtree(snapshot)
+    assert recorded_source(open_checkpoint(tmp_path / "out")) == ("some-org/a-model", commit)
+
+
+def test_a_lora_adapter_is_called_one(sharded: Path) -> None:
+    (sharded / "adapter_config.json").write_text("{}")
+    assert open_checkpoint(sharded).tensors, "beside a whole model it is left alone"
+    for name in (*SHARDS, "model.safetensors.index.json"):
+        (sharded / name).unlink()
+    save_file({"base_model.model.lora_A.weight": torch.ones(2, 2)}, sharded / "adapter_model.safetensors")
+    assert "is a LoRA adapter" in message(sharded) and "merge it" in message(sharded)
+    (sharded / "config.json").unlink()
+    assert "is a LoRA adapter" in message(sharded)
 
 
 def test_missing_and_malformed_config(sharded: Path) -> None:

@@ -46,9 +46,9 @@ def activations_int8(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c.update(quant_method="gptq"), "quant_method 'gptq'"),
-        (lambda c: c.update(quant_method="awq"), "quant_method 'awq'"),
-        (lambda c: c.update(quant_method="bitsandbytes"), "quant_method 'bitsandbytes'"),
+        (lambda c: c.update(quant_method="gptq", bits=3), "gptq with 3 bits"),
+        (lambda c: c.update(quant_method="awq", bits=8), "awq with 8 bits"),
+        (lambda c: c.update(quant_method="quanto"), "quant_method 'quanto'"),
         (lambda c: weights(c).update(num_bits=3), "3-bit int weights"),
         (lambda c: weights(c).update(type="float"), "4-bit float weights"),
         (lambda c: weights(c).update(strategy="block"), "strategy 'block'"),
@@ -144,19 +144,28 @@ def test_a_layer_the_config_calls_quantized_but_the_file_holds_plain_is_refused(
 
 def test_weights_stored_by_a_scheme_that_is_not_read_are_named_with_it(foreign) -> None:
     def scheme(config: dict[str, Any]) -> None:
-        config["format"] = config["config_groups"]["group_0"]["format"] = "float-quantized"
-        weights(config).update(num_bits=8, type="float", strategy="channel")
+        config["format"] = config["config_groups"]["group_0"]["format"] = "int-quantized"
+        weights(config).update(num_bits=8, type="int", strategy="channel")
 
-    def store_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    def store_int8(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith(".weight_packed")]:
             module = name.removesuffix(".weight_packed")
             del tensors[name], tensors[f"{module}.weight_shape"]
-            tensors[f"{module}.weight"] = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+            tensors[f"{module}.weight"] = torch.zeros(128, 128, dtype=torch.int8)
 
-    with pytest.raises(
-        UserError, match="is stored as 'float-quantized', 8-bit float weights; Scalegate reads"
-    ):
-        load_model(foreign("llmcompressor-w4a16", config=scheme, tensors=store_fp8), progress=False)
+    with pytest.raises(UserError, match="is stored as 'int-quantized', 8-bit int weights; Scalegate reads"):
+        load_model(foreign("llmcompressor-w4a16", config=scheme, tensors=store_int8), progress=False)
+
+
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
+@pytest.mark.parametrize("pattern", [PROJECTION, "model.layers.0*", "model.layers.0.self_attn"])
+def test_a_layer_packed_by_modelopt_that_it_excludes_is_refused(foreign, key: str, pattern: str) -> None:
+    def exclude(config: dict[str, Any]) -> None:
+        others = config.pop("ignore", None) or config.pop("exclude_modules", None) or []
+        config[key] = [*others, pattern]
+
+    with pytest.raises(UserError, match="is packed, but the quantization config excludes it"):
+        load_model(foreign("modelopt-nvfp4", config=exclude), progress=False)
 
 
 def test_a_packed_layer_that_the_ignore_list_excludes_is_refused(foreign) -> None:

@@ -22,7 +22,7 @@ from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json, give_verdict, passing_verdict
 from scalegate.tests.serving_check.gate_samples import sample_evidence
 from scalegate.tests.verdict_files import read_verdict
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.long
 
@@ -251,6 +251,18 @@ def test_a_target_that_cannot_work_is_refused_before_anything_is_quantized(run, 
     (tmp_path / "release" / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="no release of ours"):
         run()
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_our_engine_cannot_serve_is_said_before_anything_is_made(tmp_path, dry_run):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 16}
+    config = AutoConfig.for_model("mamba", **sizes, max_position_embeddings=4096)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    words = [tmp_path / "source", "--to", f"folder:{tmp_path / 'target'}", "--work", tmp_path / "work"]
+    found = CliRunner().invoke(command, [*map(str, words), *(["--dry-run"] if dry_run else [])])
+    assert found.exit_code == 2, found.output
+    assert "the embedded engine cannot serve MambaForCausalLM" in found.output
     assert not (tmp_path / "work").exists()
 
 

@@ -1,5 +1,6 @@
 """IQ2_XXS made, stored and written as GGUF: the solver's choices, our convention, llama.cpp's file."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
@@ -25,7 +26,8 @@ from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_i
 from scalegate.pipeline.quantization.solvers.importance import importance_of_columns
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CPU = torch.device("cpu")
 SPEC = IQ2XXS()
@@ -221,6 +223,67 @@ def test_llama_s_query_and_key_rows_are_written_as_llama_cpp_rotates_them(tmp_pa
         written = torch.from_numpy(tensors[f"blk.0.{gguf_name}.weight"].copy())
         heads = rows.view(-1, 2, 8, 64).transpose(1, 2).reshape(rows.shape) if moves else rows
         assert torch.equal(written, heads) and (torch.equal(written, rows) != moves)
+
+
+def changed(source: Path, folder: Path, config: dict, tensors: dict | None = None) -> Path:
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if tensors:
+        weights = folder / "model.safetensors"
+        save_file(load_file(weights) | tensors, weights, {"format": "pt"})
+    return folder
+
+
+def test_tensors_that_are_no_weights_are_not_in_the_file(tiny_llama: Path, tmp_path: Path):
+    layer = "model.layers.0.self_attn"
+    beside = {f"{layer}.rotary_emb.inv_freq": torch.ones(8), f"{layer}.k_scale": torch.ones(1)}
+    folder = changed(tiny_llama, tmp_path / "old", {}, beside)
+    written = write_gguf(open_checkpoint(folder), tmp_path / "old.gguf", progress=False)
+    plain = write_gguf(open_checkpoint(tiny_llama), tmp_path / "plain.gguf", progress=False)
+    assert written.tensors == plain.tensors
+
+
+def test_llama3_and_yarn_rope_are_written_as_llama_cpp_reads_them(tiny_llama: Path, tmp_path: Path):
+    numbers = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    llama3 = numbers | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    folder = changed(tiny_llama, tmp_path / "llama3", {"rope_parameters": llama3})
+    reader = GGUFReader(write_gguf(open_checkpoint(folder), tmp_path / "llama3.gguf", progress=False).path)
+    (factors,) = [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(folder), "cpu")[0]
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    assert torch.allclose(torch.from_numpy(factors.copy()), plain / scaled, rtol=1e-5)
+    assert factors.min() == 1.0 and factors.max() == 8.0
+    folder = changed(tiny_llama, tmp_path / "yarn", {"rope_parameters": numbers | {"rope_type": "yarn"}})
+    reader = GGUFReader(write_gguf(open_checkpoint(folder), tmp_path / "yarn.gguf", progress=False).path)
+    said = {
+        name.removeprefix("llama.rope.scaling."): field.contents() for name, field in reader.fields.items()
+    }
+    assert (said["type"], said["factor"], said["original_context_length"]) == ("yarn", 8.0, 64)
+    folder = changed(tiny_llama, tmp_path / "other", {"rope_parameters": numbers | {"rope_type": "dynamic"}})
+    with pytest.raises(UserError, match="not of type 'dynamic'"):
+        write_gguf(open_checkpoint(folder), tmp_path / "other.gguf", progress=False)
+
+
+def test_a_tokenizer_of_another_kind_is_refused(tiny_llama: Path, tmp_path: Path):
+    folder = changed(tiny_llama, tmp_path / "metaspace", {})
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": model, "pre_tokenizer": {"type": "Metaspace"}})
+    )
+    with pytest.raises(UserError, match=r"its tokenizer .* is no byte-level BPE"):
+        write_gguf(open_checkpoint(folder), tmp_path / "no.gguf", progress=False)
+    assert not (tmp_path / "no.gguf").exists()
+
+
+def test_a_full_disk_is_said_to_be_one(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(UserError, match="no room to write"):
+        write_gguf(open_checkpoint(tiny_llama), tmp_path / "no.gguf", progress=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_architecture_that_gguf_cannot_name_is_refused_by_name(tiny_llama: Path, tmp_path: Path):

@@ -246,6 +246,21 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(source: Path, tmp_pat
     assert "config.json makes it [" in refusal(source, RECIPE, tmp_path / "out")
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_with_weights_of_its_own_is_not_declared_tied(
+    source: Path, tmp_path: Path, differs: bool
+) -> None:
+    def give_a_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, 0] += 1.0 if differs else 0.0
+
+    change_tensors(source, give_a_head)
+    change_config(source, tie_word_embeddings=True)
+    quantize(source, RECIPE, tmp_path / "out", progress=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is not differs
+
+
 def test_a_tied_head_is_untied_when_it_is_quantized(example_checkpoint: Path, tmp_path: Path) -> None:
     quantize(example_checkpoint, Recipe("head", lm_head="quantize"), tmp_path / "out", progress=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())

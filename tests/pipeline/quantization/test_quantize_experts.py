@@ -9,11 +9,13 @@ from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe, Rule
+from scalegate.pipeline.validation.weights import compare_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {
@@ -33,6 +35,18 @@ MODELS = {
     "mixtral": {"intermediate_size": 96, "num_local_experts": 4},
     "gpt_oss": {"intermediate_size": 32, "num_local_experts": 4, "layer_types": ["full_attention"]},
     "granitemoe": {"intermediate_size": 32, "num_local_experts": 4},
+    "gemma4_text": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 64,
+        "layer_types": ["full_attention"],
+    },
 }
 RECIPE = Recipe("experts", spec=Int4(16))
 
@@ -46,6 +60,10 @@ def make(folder: Path, model_type: str) -> Path:
             parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def is_projection(name: str) -> bool:
+    return name.endswith("proj.weight") and "router" not in name
 
 
 def fuse(folder: Path) -> None:
@@ -71,7 +89,7 @@ def test_all_experts_are_quantized_and_the_artifact_runs(tmp_path: Path, model_t
     model = load_model(source, progress=False).model
     kept = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     stored = AutoModelForCausalLM.from_pretrained(source).named_parameters()
-    big = sum(p.numel() for n, p in stored if p.dim() == 3 or n.endswith("proj.weight"))
+    big = sum(p.numel() for n, p in stored if p.dim() == 3 or is_projection(n))
     assert total == big
     assert not any("router" in module or module.endswith("mlp.gate") for module in modules)
     routers = artifact.quantization["kept"]["router, never quantized"]
@@ -106,6 +124,51 @@ def test_transposed_experts_are_grouped_along_their_inputs(tmp_path: Path) -> No
     ]
     expected = quantize_int4(weight.T.contiguous(), Int4(16)).weight.codes
     assert torch.equal(packed.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoe", "gemma4_text"])
+def test_an_expert_s_gate_and_up_have_the_names_that_engines_read(tmp_path: Path, model_type: str) -> None:
+    source = make(tmp_path / "source", model_type)
+    quantize(source, RECIPE, tmp_path / "out", progress=False)
+    stored = load_file(source / "model.safetensors").values()
+    (fused,) = [tensor for tensor in stored if tensor.dim() == 3 and tensor.numel() == 4 * 64 * 64]
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    (gate_name,) = [name for name in written if name.endswith("experts.2.gate_proj.weight_packed")]
+    gate, up = fused[2, :32], fused[2, 32:]
+    if model_type == "gpt_oss":
+        gate, up = fused[2].T[0::2], fused[2].T[1::2]
+    for projection, weight in (("gate_proj", gate), ("up_proj", up)):
+        expected = quantize_int4(weight.contiguous(), Int4(16)).weight.codes
+        packed = written[gate_name.replace("gate_proj", projection)]
+        assert torch.equal(packed.view(torch.uint8), expected), projection
+
+
+def test_biases_go_with_the_experts_that_they_belong_to(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "gpt_oss")
+    quantize(source, RECIPE, tmp_path / "out", progress=False)
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    prefix = "model.layers.0.mlp.experts."
+    assert torch.equal(after[f"{prefix}3.gate_proj.bias"], before[f"{prefix}gate_up_proj_bias"][3, 0::2])
+    assert torch.equal(after[f"{prefix}3.up_proj.bias"], before[f"{prefix}gate_up_proj_bias"][3, 1::2])
+    assert torch.equal(after[f"{prefix}3.down_proj.bias"], before[f"{prefix}down_proj_bias"][3])
+    assert not any(name.endswith("_bias") for name in after)
+    artifact = open_checkpoint(tmp_path / "out")
+    found = compare_weights(artifact, open_checkpoint(source), artifact.manifest, progress=False)
+    assert found is not None and found.figures.missing == () and found.figures.unknown == ()
+    assert found.figures.changed == () and found.figures.not_recorded == ()
+    kept = Recipe("kept", spec=Int4(16), ignore=("*.experts.*",))
+    quantize(source, kept, tmp_path / "kept", progress=False)
+    whole = load_file(tmp_path / "kept" / "model.safetensors")
+    assert torch.equal(whole[f"{prefix}gate_up_proj_bias"], before[f"{prefix}gate_up_proj_bias"])
+
+
+def test_experts_in_an_order_that_is_not_known_are_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "jetmoe", **SIZES, intermediate_size=32, num_local_experts=4, kv_channels=16, num_experts_per_tok=2
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    with pytest.raises(UserError, match="fused experts in an order that is not known here"):
+        quantize(tmp_path / "source", RECIPE, tmp_path / "out", progress=False)
 
 
 def test_a_rule_may_keep_one_expert_of_a_fused_tensor(tmp_path: Path) -> None:

@@ -259,3 +259,33 @@ def test_a_tied_head_is_kept_unless_asked_for(example_checkpoint: Path) -> None:
     ignored = tasks_for(example_checkpoint, lm_head="quantize", ignore=("lm_head",))
     assert not ignored.untied
     assert ignored.ignore == ["lm_head"]
+
+
+def test_with_fit_nearest_a_layer_gets_the_largest_group_that_divides_k(example_checkpoint: Path) -> None:
+    """The checkpoint's K are 256 and 768, which 384 divides in part."""
+    exact = message(lambda: tasks_for(example_checkpoint, spec=Int4(384)))
+    for kind in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"):
+        assert f"model.layers.0.{kind} cannot be INT4 g384" in exact, "all of them are named at once"
+    assert "with `group_size: 128`" in exact and "`fit: nearest`" in exact
+    tasks = tasks_for(example_checkpoint, spec=Int4(384), fit="nearest")
+    assert tasks.specs["model.layers.0.mlp.down_proj"] == Int4(384)
+    assert tasks.specs["model.layers.0.mlp.gate_proj"] == Int4(128)
+    assert "× INT4 g128, zero points (K = 256 is no multiple of group size 384)" in tasks.fitted
+
+
+def test_with_fit_nearest_a_layer_that_the_format_cannot_have_stays(example_checkpoint: Path) -> None:
+    recipe = {"spec": IQ2XXS(), "fit": "nearest"}
+    assert tasks_for(example_checkpoint, **recipe).fitted == ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IQ2XXS, "refuses", lambda self, n, k: "K is odd" if k == 768 else None)
+        patch.setattr(IQ2XXS, "nearest", lambda self, n, k: None)
+        tasks = tasks_for(example_checkpoint, **recipe)
+    assert "model.layers.0.mlp.down_proj" in tasks.kept["kept, since K is odd"]
+    assert "model.layers.0.mlp.down_proj" in tasks.ignore
+    assert tasks.fitted == "4 × kept as it is (K is odd)"
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if "kv" not in name])
+def test_shipped_recipes_fit_every_layer(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.fit == "nearest" or isinstance(recipe.spec, Unquantized)

@@ -1,0 +1,74 @@
+"""Weights that a checkpoint stores in 4 or 8 bits, read as the 16-bit tensors that they stand for.
+
+The contract; each format is a file of its own. They are for sources and baselines: nothing is served in these
+formats. FP8 is `float_source.py`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from .safetensors_file import TensorInfo
+
+Decode = Callable[[int, int], Tensor]
+"""Rows of the tensor seen as a matrix: its last dimension by all others."""
+
+
+@dataclass(frozen=True)
+class DecodedTensor(TensorInfo):
+    """A tensor that no file holds as it is: `nbytes` are those of the tensors that it is made from."""
+
+    decode: Decode = lambda start, stop: NotImplemented
+    stored_as: str = ""
+    """What the format is called, with its parameters."""
+
+    def read(self) -> Tensor:
+        return self.read_rows(0, self.shape[0])
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        rows = 1
+        for length in self.shape[1:-1]:
+            rows *= length
+        return self.decode(start * rows, stop * rows).view(stop - start, *self.shape[1:])
+
+    def read_chunks(self) -> Iterator[Tensor]:
+        for index in range(self.shape[0]):
+            yield self.read_rows(index, index + 1).reshape(-1)
+
+    def read_into(self, view: memoryview, skip: int) -> None:
+        raise TypeError(f"{self.name} is made from several tensors; no bytes of a file are its own")
+
+
+def as_decoded(
+    tensors: Mapping[str, TensorInfo], made: Mapping[str, tuple[DecodedTensor, tuple[str, ...]]]
+) -> dict[str, TensorInfo]:
+    """`tensors` with decoded ones in the places of those that they are made from.
+
+    made: by the name of one of these, the first in the files, the decoded tensor and all that it replaces
+    """
+    replaced = {part for _, parts in made.values() for part in parts}
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if name in made:
+            found[made[name][0].name] = made[name][0]
+        elif name not in replaced:
+            found[name] = info
+    return found
+
+
+def decoded(
+    name: str, parts: list[TensorInfo], dtype: Any, shape: tuple[int, ...], decode: Decode, stored_as: str
+) -> DecodedTensor:
+    first = parts[0]
+    nbytes = sum(part.nbytes for part in parts)
+    return DecodedTensor(name, dtype, shape, first.file, first.offset, nbytes, decode, stored_as)
+
+
+def as_matrix(info: TensorInfo) -> TensorInfo:
+    """The tensor with all dimensions but the last as one."""
+    rows = 1
+    for length in info.shape[:-1]:
+        rows *= length
+    return replace(info, shape=(rows, info.shape[-1]))

@@ -1,0 +1,147 @@
+"""GPTQ and AWQ: unsigned integer codes packed into int32, with fp16 scales and packed zero points a group.
+
+GPTQ packs `qweight` along K, [K/8, N] at four bits, and says in `g_idx` which group an input belongs to; its
+first format stores zero points less one. AWQ packs along N, [K, N/8], eight columns in an order of its own.
+Both stand for `<module>.weight` [N, K] in the scales' dtype: `(code - zero) * scale`, rounded once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.errors import UserError
+from .decoded_tensors import DecodedTensor, decoded
+from .safetensors_file import TensorInfo
+
+GPTQ, AWQ = "gptq", "awq"
+QWEIGHT = ".qweight"
+WORD = 32
+BITS = (2, 4, 8)
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word holds each of its eight columns."""
+ZEROS_AS_THEY_ARE = "gptq_v2"
+
+
+def decoded_gptq(
+    source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
+    bits = _bits(source, config, BITS)
+    offset = 0 if config.get("checkpoint_format") == ZEROS_AS_THEY_ARE else 1
+    made = {}
+    for name, qweight in tensors.items():
+        if name.endswith(QWEIGHT):
+            module = _Module.of(source, tensors, name.removesuffix(QWEIGHT))
+            k, n = qweight.shape[0] * WORD // bits, qweight.shape[1]
+            made[name] = module.made(n, k, _GPTQDecoder(module, bits, offset, k), f"GPTQ, {bits} bits")
+    return made
+
+
+def decoded_awq(
+    source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
+    _bits(source, config, (4,))
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise UserError(f"{source}: AWQ of version {version!r} is not read; `gemm` is")
+    made = {}
+    for name, qweight in tensors.items():
+        if name.endswith(QWEIGHT):
+            module = _Module.of(source, tensors, name.removesuffix(QWEIGHT))
+            k, n = qweight.shape[0], qweight.shape[1] * len(AWQ_PLACES)
+            made[name] = module.made(n, k, _AWQDecoder(module, k), "AWQ, 4 bits")
+    return made
+
+
+def _bits(source: str, config: Mapping[str, Any], known: tuple[int, ...]) -> int:
+    bits = config.get("bits", config.get("w_bit"))
+    if bits not in known:
+        method, listed = config.get("quant_method"), " or ".join(map(str, known))
+        raise UserError(f"{source}: {method} with {bits!r} bits is not read; {listed} are")
+    return bits
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The tensors of one linear layer."""
+
+    name: str
+    qweight: TensorInfo
+    qzeros: TensorInfo
+    scales: TensorInfo
+    g_idx: TensorInfo | None
+
+    @classmethod
+    def of(cls, source: str, tensors: Mapping[str, TensorInfo], name: str) -> "_Module":
+        found = [tensors.get(f"{name}.{part}") for part in ("qweight", "qzeros", "scales")]
+        qweight, qzeros, scales = found
+        if qweight is None or qzeros is None or scales is None:
+            raise UserError(
+                f"{source}: {name} has no qweight, qzeros and scales; download or copy the checkpoint again"
+            )
+        if any(len(info.shape) != 2 for info in (qweight, qzeros, scales)):
+            raise UserError(
+                f"{source}: {name}{QWEIGHT} has shape {list(qweight.shape)}; it takes two dimensions"
+            )
+        return cls(name, qweight, qzeros, scales, tensors.get(f"{name}.g_idx"))
+
+    def made(self, n: int, k: int, decode: Any, stored_as: str) -> tuple[DecodedTensor, tuple[str, ...]]:
+        parts = [self.qweight, self.qzeros, self.scales, *([self.g_idx] if self.g_idx else [])]
+        groups = self.scales.shape[0]
+        label = f"{stored_as}, groups of {-(-k // groups)}" if groups > 1 else f"{stored_as}, one group a row"
+        weight = decoded(f"{self.name}.weight", parts, self.scales.dtype, (n, k), decode, label)
+        return weight, tuple(part.name for part in parts)
+
+    def groups(self, k: int) -> Tensor:
+        """The group of each input."""
+        if self.g_idx is not None:
+            return self.g_idx.read().long()
+        return torch.arange(k) // -(-k // self.scales.shape[0])
+
+
+@dataclass(frozen=True)
+class _GPTQDecoder:
+    module: _Module
+    bits: int
+    offset: int
+    k: int
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Rows [stop - start, K]."""
+        codes = _unpacked(self.module.qweight.read()[:, start:stop], self.bits, 0)
+        zeros = _unpacked(self.module.qzeros.read(), self.bits, 1)[:, start:stop] + self.offset
+        zeros &= (1 << self.bits) - 1
+        return _weights(codes, zeros, self.module.scales.read()[:, start:stop], self.module.groups(self.k))
+
+
+@dataclass(frozen=True)
+class _AWQDecoder:
+    module: _Module
+    k: int
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        codes = _awq_columns(self.module.qweight.read())[:, start:stop]
+        zeros = _awq_columns(self.module.qzeros.read())[:, start:stop]
+        return _weights(codes, zeros, self.module.scales.read()[:, start:stop], self.module.groups(self.k))
+
+
+def _unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words to the codes in them, least significant first, along `dim`."""
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = len(shifts)
+    codes = (words.unsqueeze(dim + 1) >> shifts.view(shape)) & ((1 << bits) - 1)
+    return codes.flatten(dim, dim + 1)
+
+
+def _awq_columns(words: Tensor) -> Tensor:
+    shifts = torch.tensor(AWQ_PLACES, dtype=torch.int32) * 4
+    return ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(1)
+
+
+def _weights(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    """Codes [K, n], zeros and scales [groups, n] to rows [n, K]."""
+    values = (codes - zeros[groups]).float() * scales.float()[groups]
+    return values.to(scales.dtype).T.contiguous()

@@ -1,0 +1,43 @@
+"""Checkpoints in 4 or 8 bits that are read as sources and baselines: MXFP4, GPTQ, AWQ, bitsandbytes.
+
+`checkpoints/` decodes their tensors when it opens one; here is only what they are called.
+"""
+
+from functools import partial
+
+from ...layouts.formats.unquantized import Unquantized
+from ..checkpoints.checkpoint import DECODERS, Checkpoint
+from ..checkpoints.decoded_tensors import DecodedTensor
+from .convention import CONVENTIONS, StoredWeight
+
+WEIGHT = ".weight"
+
+
+class Decoded:
+    name = "decoded"
+    reads = f"{', '.join(DECODERS)} sources"
+
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        return (checkpoint.quantization_config or {}).get("quant_method") in DECODERS
+
+    def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
+        """Linear layers; experts that lie in one tensor are read as that tensor."""
+        return {
+            name.removesuffix(WEIGHT): StoredWeight(
+                name.removesuffix(WEIGHT),
+                (info.shape[0], info.shape[1]),
+                Unquantized(),
+                (name,),
+                partial(checkpoint.read, name),
+                stored_as=info.stored_as,
+            )
+            for name, info in checkpoint.tensors.items()
+            if isinstance(info, DecodedTensor) and len(info.shape) == 2 and name.endswith(WEIGHT)
+        }
+
+    def claims(self, checkpoint: Checkpoint, module: str) -> bool:
+        return False
+
+
+CONVENTION = Decoded()
+CONVENTIONS.add(CONVENTION.name, CONVENTION)

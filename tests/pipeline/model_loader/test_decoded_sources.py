@@ -1,0 +1,198 @@
+"""Sources in 4 or 8 bits: each is read to the numbers that its maker's library computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scalegate.base.errors import UserError
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.commands.inspect import inspect
+from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.validation.weights import compare_weights
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+RECIPE = Recipe("again", spec=Int4(32))
+GROUP = 32
+Source = tuple[Path, dict[str, Tensor]]
+
+
+def packed_along(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Codes to int32 words along `dim`, the first in the lowest bits; one at a time."""
+    per_word = 32 // bits
+    moved = codes.movedim(dim, 0)
+    words = torch.zeros(moved.shape[0] // per_word, *moved.shape[1:], dtype=torch.int64)
+    for index in range(moved.shape[0]):
+        words[index // per_word] |= moved[index].long() << (bits * (index % per_word))
+    return words.to(torch.uint32).view(torch.int32).movedim(0, dim).contiguous()
+
+
+def gptq_module(n: int, k: int, bits: int, offset: int, reordered: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """A layer's tensors, and the weight [N, K] that they stand for, computed weight by weight."""
+    codes = torch.randint(0, 1 << bits, (k, n))
+    zeros = torch.randint(1, 1 << bits, (k // GROUP, n))
+    scales = (torch.rand(k // GROUP, n) * 0.01 + 0.001).half()
+    groups = torch.arange(k) // GROUP
+    if reordered:
+        groups = groups[torch.randperm(k)]
+    weight = (codes - zeros[groups]).half() * scales[groups]
+    tensors = {
+        "qweight": packed_along(codes, bits, 0),
+        "qzeros": packed_along(zeros - offset, bits, 1),
+        "scales": scales,
+        "g_idx": groups.int(),
+    }
+    return tensors, weight.T.contiguous()
+
+
+def awq_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    """AWQ puts column `order[i]` of every eight into nibble i."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    codes, zeros = torch.randint(0, 16, (k, n)), torch.randint(0, 16, (k // GROUP, n))
+    scales = (torch.rand(k // GROUP, n) * 0.01 + 0.001).half()
+    weight = (codes - zeros[torch.arange(k) // GROUP]).half() * scales[torch.arange(k) // GROUP]
+    places = torch.arange(n).view(-1, 8)[:, order].flatten()
+    tensors = {
+        "qweight": packed_along(codes[:, places], 4, 1),
+        "qzeros": packed_along(zeros[:, places], 4, 1),
+        "scales": scales,
+    }
+    return tensors, weight.T.contiguous()
+
+
+NF4 = torch.linspace(-1, 1, 16)
+"""Any sixteen values: the checkpoint brings its own."""
+
+
+def nf4_module(n: int, k: int, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    codes = torch.randint(0, 16, (n * k,), dtype=torch.uint8)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
+    absmax = torch.rand(n * k // 64) * 0.1 + 0.01
+    parts = {"weight": (codes[0::2] << 4 | codes[1::2]).view(-1, 1), "weight.quant_map": NF4.clone()}
+    if nested:
+        indices = torch.randint(0, 256, absmax.shape, dtype=torch.uint8)
+        values, largest = torch.linspace(-1, 1, 256), torch.rand(-(-len(absmax) // 256)) * 0.05
+        absmax = values[indices.int()] * largest[torch.arange(len(absmax)) // 256] + 0.07
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.07}
+        parts |= {"weight.nested_absmax": largest, "weight.nested_quant_map": values}
+    parts["weight.absmax"] = indices if nested else absmax
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    weight = (NF4[codes.int()].view(-1, 64) * absmax.unsqueeze(1)).view(n, k).to(torch.bfloat16)
+    return parts | {"weight.quant_state.bitsandbytes__nf4": text}, weight
+
+
+def int8_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    codes, largest = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) + 0.1
+    weight = (codes.float() * largest.unsqueeze(1) / 127).half()
+    return {"weight": codes, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}, weight
+
+
+MAKERS = {
+    "gptq": (lambda n, k: gptq_module(n, k, 4, 1, False), {"bits": 4}),
+    "gptq, act order": (lambda n, k: gptq_module(n, k, 4, 1, True), {"bits": 4, "desc_act": True}),
+    "gptq, 8 bits": (lambda n, k: gptq_module(n, k, 8, 1, False), {"bits": 8}),
+    "gptq_v2": (lambda n, k: gptq_module(n, k, 4, 0, False), {"bits": 4, "checkpoint_format": "gptq_v2"}),
+    "awq": (awq_module, {"bits": 4, "version": "gemm"}),
+    "bitsandbytes": (lambda n, k: nf4_module(n, k, False), {"load_in_4bit": True}),
+    "bitsandbytes, nested": (lambda n, k: nf4_module(n, k, True), {"load_in_4bit": True}),
+    "bitsandbytes, 8 bits": (int8_module, {"load_in_8bit": True}),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def source(request: pytest.FixtureRequest, random_checkpoint: Any, edit: Any) -> Source:
+    """A checkpoint of integer codes, and the weights that it means."""
+    make, section = MAKERS[request.param]
+    folder = random_checkpoint("llama", torch.float16)
+    tensors, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        parts, meant[name] = make(*tensors.pop(name).shape)
+        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    method = request.param.split(",")[0].removesuffix("_v2")
+    edit(folder, quantization_config={"quant_method": method, "group_size": GROUP, **section})
+    return folder, meant
+
+
+def test_codes_are_decoded_to_the_bits_that_they_stand_for(source: Source) -> None:
+    folder, meant = source
+    checkpoint = open_checkpoint(folder)
+    for name, weight in meant.items():
+        assert torch.equal(checkpoint.read(name), weight), name
+        assert torch.equal(checkpoint.tensors[name].read_rows(8, 24), weight[8:24])
+        assert torch.equal(torch.cat(list(checkpoint.tensors[name].read_chunks())), weight.flatten())
+    beside = ("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "nf4", "SCB", "weight_format")
+    assert not any(name.endswith(beside) for name in checkpoint.tensors)
+
+
+def test_codes_are_described_loaded_quantized_and_compared(source: Source, tmp_path: Path) -> None:
+    folder, meant = source
+    (shown,) = inspect(folder).formats
+    assert shown.modules == len(meant)
+    assert any(words in shown.format for words in (f"groups of {GROUP}", "blocks of 64", "a scale a row"))
+    model = load_model(folder, progress=False).model
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(model.get_parameter(name).data, meant[name].to(model.dtype))
+    artifact = quantize(folder, RECIPE, tmp_path / "out", progress=False)
+    assert len(artifact.quantization["modules"]) == len(meant)
+    opened = open_checkpoint(tmp_path / "out")
+    found = compare_weights(opened, open_checkpoint(folder), opened.manifest, progress=False)
+    assert found is not None and found.figures.compared == len(meant)
+    assert found.figures.missing == () and found.figures.unknown == () and found.figures.changed == ()
+
+
+@pytest.fixture
+def mxfp4_source(random_checkpoint: Any, edit: Any) -> Source:
+    """gpt-oss with its experts as they are published, and what transformers' own conversion makes of them."""
+    folder = random_checkpoint("gpt_oss", torch.bfloat16)
+    tensors, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name, tensor in tensors.items() if tensor.dim() == 3]:
+        experts, k, n = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 125, (experts, n, k // 32), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return folder, meant
+
+
+def test_mxfp4_is_decoded_to_transformers_bits(mxfp4_source: Source) -> None:
+    folder, meant = mxfp4_source
+    checkpoint = open_checkpoint(folder)
+    for name, weight in meant.items():
+        assert torch.equal(checkpoint.read(name), weight)
+        assert torch.equal(checkpoint.tensors[name].read_rows(1, 3), weight[1:3])
+    assert len(meant) == 4
+
+
+def test_mxfp4_is_quantized_in_one_command(mxfp4_source: Source, tmp_path: Path) -> None:
+    folder, _ = mxfp4_source
+    artifact = quantize(folder, RECIPE, tmp_path / "out", progress=False)
+    experts = [module for module in artifact.quantization["modules"] if ".experts." in module]
+    assert len(experts) == 2 * 4 * 3
+    opened = open_checkpoint(tmp_path / "out")
+    found = compare_weights(opened, open_checkpoint(folder), opened.manifest, progress=False)
+    assert found is not None and found.figures.missing == () and found.figures.unknown == ()
+    tokens = torch.randint(3, 90, (1, 12))
+    with torch.inference_mode():
+        before, after = (
+            load_model(each, progress=False).model(tokens).logits.float()
+            for each in (folder, tmp_path / "out")
+        )
+    assert 0 < float((after - before).norm() / before.norm()) < 0.5
+
+
+def test_a_part_that_is_absent_is_named(mxfp4_source: Source) -> None:
+    folder, meant = mxfp4_source
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{next(iter(meant))}_scales"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="_blocks is no MXFP4"):
+        open_checkpoint(folder)
