@@ -4,7 +4,7 @@ The op's arguments are tensors and one text, so that a graph that one process tr
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -29,7 +29,9 @@ class Kind:
     names: tuple[str, ...]
 
     def with_tensors(self, tensors: list[Tensor]) -> PackedWeight:
-        return replace(self.template, tensors=dict(zip(self.names, tensors, strict=True)))
+        kind = self.template
+        by_name = dict(zip(self.names, tensors, strict=True))
+        return PackedWeight(kind.layout, kind.spec, kind.shape, kind.dtype, by_name, kind.attributes)
 
 
 def text_of(packed: PackedWeight) -> str:

@@ -8,7 +8,7 @@ from scalegate.vllm_plugin.speed import MEASURED, Gpu, decide, measured, shape_c
 
 H100 = Gpu((9, 0), 132)
 FORMAT = "int4 g128 sym"
-ROWS = (1, 64, 128, 2048)
+ROWS = (1, 128, 512, 2048)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def ours(rows, n=4096, k=4096, gpu=H100, weight_format=FORMAT, dtype=torch.bfloa
 
 
 def test_faster_at_every_m_is_ours(rows):
-    decision = decide(H100, FORMAT, torch.bfloat16, 4096, 4096, rows((1.2, 1.2, 1.2, 1.0)))
+    decision = decide(H100, FORMAT, torch.bfloat16, 4096, 4096, rows((1.2, 1.2, 1.1, 0.95)))
     assert decision.ours
     assert "1.20 times as fast as Theirs" in decision.reason
 
@@ -45,9 +45,10 @@ def test_faster_at_every_m_is_ours(rows):
 @pytest.mark.parametrize(
     ("ratios", "told"),
     [
-        ((1.5, 0.99, 1.5, 1.1), "0.99 times as fast as Theirs at M=64"),
+        ((1.5, 0.99, 1.5, 1.1), "0.99 times as fast as Theirs at M=128"),
         ((1.04, 1.04, 1.04, 1.1), "1.04 times as fast as Theirs up to M=128"),
-        ((1.5, 1.5, 1.5, 0.96), "0.96 times as fast as Theirs at M=2048"),
+        ((1.5, 1.5, 1.5, 0.89), "0.89 times as fast as Theirs at M=2048"),
+        ((1.5, 1.5, 0.97, 0.95), "0.96 times as fast as Theirs beyond M=128"),
     ],
 )
 def test_slower_at_one_m_is_left_to_vllm(rows, ratios, told):
@@ -57,8 +58,18 @@ def test_slower_at_one_m_is_left_to_vllm(rows, ratios, told):
 
 
 def test_the_slowest_shape_of_a_class_decides(rows):
-    assert not ours(rows((1.5,) * 4, (0.9,) * 4))
-    assert ours(rows((1.5,) * 4, (1.2,) * 4))
+    assert not ours(rows((1.5,) * 4, (0.9,) * 4), n=4352)
+    assert ours(rows((1.5,) * 4, (1.2,) * 4), n=4352)
+
+
+def test_a_shape_that_was_measured_itself_counts_alone(rows):
+    table = {**rows((1.5,) * 4)}
+    slower = rows((0.9,) * 4, n=4608)
+    for key, found in slower.items():
+        table[key] = table[key] + found
+    assert ours(table)
+    assert not ours(table, n=4608)
+    assert not ours(table, n=4352)
 
 
 def test_what_was_not_measured_is_left_to_vllm(rows):
