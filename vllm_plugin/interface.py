@@ -44,13 +44,19 @@ def offer(
     fp4.insert(before_marlin, nvfp4)
     linear.MarlinNvFp4LinearKernel = nvfp4
     if MODELOPT in sys.modules:
-        sys.modules[MODELOPT].MarlinNvFp4LinearKernel = nvfp4
+        vars(sys.modules[MODELOPT])["MarlinNvFp4LinearKernel"] = nvfp4
 
 
 def linear_backend() -> str:
     """The value of `--linear-backend`."""
     config = get_current_vllm_config_or_none()
     return AUTO if config is None else config.kernel_config.linear_backend
+
+
+def two_at_once() -> bool:
+    """Whether two streams run one layer at the same time (`--enable-dbo`)."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.parallel_config.use_ubatching
 
 
 def most_rows() -> int | None:
@@ -72,4 +78,5 @@ __all__ = [
     "offer",
     "permute_param_layout_",
     "scalar_types",
+    "two_at_once",
 ]

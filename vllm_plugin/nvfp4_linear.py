@@ -1,6 +1,8 @@
 """Layers of NVFP4 weights in vLLM whose inputs stay in 16 bits: those that vLLM gives to Marlin on Hopper."""
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 
 from ..layouts.formats.nvfp4 import NVFP4
 from .interface import AUTO, MarlinNvFp4LinearKernel, envs, linear_backend
@@ -15,7 +17,7 @@ class ScalegateNvFp4LinearKernel(MarlinNvFp4LinearKernel):
     vLLM tells a kernel a layer's shape only when its weights are loaded, and then takes no refusal.
     """
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         n, k = layer.output_size_per_partition, layer.input_size_per_partition
         wanted = linear_backend() == AUTO and type(self).__name__ not in envs.VLLM_DISABLED_KERNELS
         self.ours = wanted and choice_for(NVFP4(), n, k, layer.params_dtype).layout is not None
@@ -26,7 +28,7 @@ class ScalegateNvFp4LinearKernel(MarlinNvFp4LinearKernel):
         serve(layer, weight, layer.params_dtype)
         empty(layer.weight, layer.weight_scale)
 
-    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.ours:
             return multiply(layer, x, bias)
         return super().apply_weights(layer, x, bias)

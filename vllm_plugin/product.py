@@ -6,6 +6,7 @@ The op's arguments are tensors and one text, so that a graph that one process tr
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, library, nn
@@ -77,7 +78,7 @@ _LIBRARY.impl("matmul", _matmul, "CompositeExplicitAutograd")
 library.register_fake(f"{NAMESPACE}::matmul", _shape_of_matmul, lib=_LIBRARY)
 
 
-def attach(layer: nn.Module, packed: PackedWeight) -> None:
+def attach(layer: Any, packed: PackedWeight) -> None:
     """Give `layer` the packed weight: its tensors as buffers, and the text of its kind."""
     for name, tensor in packed.tensors.items():
         layer.register_buffer(BUFFER.format(name), tensor, persistent=False)
@@ -85,7 +86,7 @@ def attach(layer: nn.Module, packed: PackedWeight) -> None:
     layer.scalegate_kind = text_of(packed)
 
 
-def multiply(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+def multiply(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ W.T + bias` with the weight that was attached; x [..., K] → [..., N].
 
     Dynamo traces this function, so it looks nothing up.

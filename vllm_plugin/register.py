@@ -46,11 +46,11 @@ def register_kernels() -> None:
     capability = platform.get_device_capability()
     if capability is None or tuple(capability) != HOPPER:
         raise StepsAside("its kernels are for Hopper (compute capability 9.0)")
-    from .cache_key import digest
+    from .cache_key import factor
     from .int_linear import ScalegateLinearKernel
     from .nvfp4_linear import ScalegateNvFp4LinearKernel
 
-    interface.offer(ScalegateLinearKernel, ScalegateNvFp4LinearKernel, VARIABLE, digest)
+    interface.offer(ScalegateLinearKernel, ScalegateNvFp4LinearKernel, VARIABLE, factor)
 
 
 def installed_vllm() -> tuple[int, int]:

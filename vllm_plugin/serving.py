@@ -1,6 +1,5 @@
 """What the kernels of all formats do with a layer: choose, say so in vLLM's log, pack, warm up."""
 
-from collections import Counter
 from functools import lru_cache
 
 import torch
@@ -10,14 +9,12 @@ from ..base.batch_invariance import BatchInvariance
 from ..kernels.hopper.gemm import MAX_ROWS
 from ..layouts.formats.weight_format import Weight, WeightFormat
 from ..layouts.packing.layout import Problem
+from . import cache_key
 from .choice import Choice, choose
-from .interface import envs, logger, most_rows
+from .interface import envs, logger, most_rows, two_at_once
 from .product import attach
 from .speed import measured
 from .warm_up import warm_up
-
-SERVED: Counter[str] = Counter()
-"""How many layers of each problem this process serves."""
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
@@ -28,7 +25,10 @@ def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice
 
 @lru_cache
 def _told(problem: Problem) -> Choice:
-    choice = choose(problem, measured())
+    if two_at_once():
+        choice = Choice(None, "with two micro-batches at once, their products would share scratch memory")
+    else:
+        choice = choose(problem, measured())
     if choice.layout is None:
         log_refusal(str(problem), choice.reason)
     else:
@@ -52,6 +52,6 @@ def serve(layer: nn.Module, weight: Weight, dtype: torch.dtype) -> None:
     packed = choice.layout.pack(weight, dtype)
     attach(layer, packed)
     kind = f"{choice.layout.name} {weight.spec.key} {n}x{k} {dtype}"
-    if kind not in SERVED:
+    if kind not in cache_key.SERVED:
         warm_up(choice.layout, packed, most_rows() or MAX_ROWS)
-    SERVED[kind] += 1
+        cache_key.SERVED.add(kind)

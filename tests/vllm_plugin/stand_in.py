@@ -108,6 +108,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (9, 0))
     config = SimpleNamespace(
         kernel_config=SimpleNamespace(linear_backend="auto"),
+        parallel_config=SimpleNamespace(use_ubatching=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
     )
     linear = ModuleType("vllm.model_executor.kernels.linear")

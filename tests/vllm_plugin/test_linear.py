@@ -45,10 +45,13 @@ def vllm(monkeypatch):
     found.layout = Dequantized()
     module = {
         name: importlib.import_module(f"scalegate.vllm_plugin.{name}")
-        for name in ("choice", "serving", "speed", "register", "product")
+        for name in ("cache_key", "choice", "serving", "speed", "register", "product")
     }
     choice = module["choice"]
     monkeypatch.setattr(choice, "TUNED", dict.fromkeys(choice.TUNED, found.layout))
+    found.invariant = Dequantized()
+    monkeypatch.setattr(choice, "INVARIANT", dict.fromkeys(choice.INVARIANT, found.invariant))
+    monkeypatch.setattr(module["cache_key"], "SERVED", set())
     monkeypatch.setitem(choice.LAYOUTS, "swap_ab", found.layout)
     found.decision = module["speed"].Decision(True, "faster")
     monkeypatch.setattr(choice, "decide", lambda *arguments: found.decision)
@@ -77,8 +80,12 @@ def drawn(weight_type: str):
     return codes, zero, scale, (codes - spread) * scale.double().repeat_interleave(GROUP, 1), bits
 
 
-def layer_of(weight_type: str, gptq: bool):
-    """A layer as vLLM has loaded it: [N, K], as compressed-tensors stores it, or [K, N], as GPTQ does."""
+def layer_of(weight_type: str, convention: str = "compressed-tensors"):
+    """A layer as vLLM has loaded it: [N, K], as compressed-tensors stores it, or [K, N], as GPTQ does.
+
+    Of AWQ's layers vLLM leaves weights and scales [K, N], and makes zero points [N, K].
+    """
+    gptq = convention != "compressed-tensors"
     codes, zero, scale, weight, bits = drawn(weight_type)
     layer = nn.Module()
     words, zeros = words_of(codes, bits), None
@@ -92,20 +99,20 @@ def layer_of(weight_type: str, gptq: bool):
     else:
         layer.w = Parameter(words, packed_dim=1, **n_first)
         layer.s = Parameter(scale, **n_first)
-    if zeros is not None and gptq:
+    if zeros is not None and convention == "gptq":
         layer.z = Parameter(zeros.t().contiguous(), packed_dim=1, **k_first)
     elif zeros is not None:
         layer.z = Parameter(zeros.contiguous(), packed_dim=0, **n_first)
     return layer, weight
 
 
-@pytest.mark.parametrize("gptq", [False, True])
+@pytest.mark.parametrize("convention", ["compressed-tensors", "gptq", "awq"])
 @pytest.mark.parametrize("weight_type", ["uint4b8", "uint4", "uint8b128"])
-def test_the_product_is_that_of_the_checkpoint(vllm, weight_type, gptq):
+def test_the_product_is_that_of_the_checkpoint(vllm, weight_type, convention):
     kernel_class = vllm.mixed[0]
     what = config(weight_type, zero_points=weight_type == "uint4")
     assert kernel_class.can_implement(what)[0]
-    layer, weight = layer_of(weight_type, gptq)
+    layer, weight = layer_of(weight_type, convention)
     kernel = kernel_class(what, "w", "s", "z" if what.zero_points else None)
     kernel.process_weights_after_loading(layer)
     assert layer.w.numel() == layer.s.numel() == 0, "the checkpoint's tensors are freed"
@@ -120,7 +127,7 @@ def test_the_product_is_that_of_the_checkpoint(vllm, weight_type, gptq):
 
 def test_the_log_names_a_shape_once_and_all_of_it_is_warmed_up_once(vllm):
     for _ in range(3):
-        layer, _ = layer_of("uint4b8", gptq=False)
+        layer, _ = layer_of("uint4b8")
         kernel = vllm.mixed[0](config(), "w", "s")
         kernel.process_weights_after_loading(layer)
     assert vllm.log == ["scalegate-kernels serves int4 g64 sym 64x256 bfloat16: faster"]
@@ -150,6 +157,25 @@ def test_a_layer_that_would_be_slower_is_left_to_vllm(vllm):
     speed = importlib.import_module("scalegate.vllm_plugin.speed")
     vllm.decision = speed.Decision(False, "0.90 times as fast")
     assert vllm.mixed[0].can_implement(config()) == (False, "0.90 times as fast")
+
+
+def test_batch_invariance_takes_the_invariant_product_whatever_its_speed(vllm):
+    speed = importlib.import_module("scalegate.vllm_plugin.speed")
+    vllm.decision = speed.Decision(False, "0.90 times as fast")
+    vllm.envs.VLLM_BATCH_INVARIANT = True
+    vllm.layout.refusal = "is not batch-invariant"
+    assert vllm.mixed[0].can_implement(config()) == (True, "batch-invariant")
+    vllm.invariant.refusal = "does not run here"
+    other = config(partition_weight_shape=(K, 2 * N))
+    assert vllm.mixed[0].can_implement(other) == (False, "does not run here")
+
+
+def test_two_micro_batches_at_once_are_left_to_vllm(vllm):
+    """They would run one layer on two streams, which share its semaphores."""
+    vllm.config.parallel_config.use_ubatching = True
+    can, told = vllm.mixed[0].can_implement(config())
+    assert not can
+    assert "micro-batches" in told
 
 
 def test_a_kernel_that_does_not_compile_is_left_to_vllm(vllm):

@@ -31,9 +31,13 @@ def test_the_compile_cache_depends_on_the_version_of_the_kernels(vllm, monkeypat
     register()
     value = vllm.envs.environment_variables["SCALEGATE_KERNELS"]
     cache_key = importlib.import_module("scalegate.vllm_plugin.cache_key")
-    assert value() == cache_key.digest() == cache_key.digest.__wrapped__()
+    monkeypatch.setattr(cache_key, "SERVED", set())
+    before = value()
+    assert before == cache_key.digest() == cache_key.digest.__wrapped__()
+    cache_key.SERVED.add("swap_ab int4 g128 sym 4096x4096")
+    assert value() != before, "what is served counts"
     monkeypatch.setattr(cache_key, "ROOMS", ("base", "kernels", "layouts"))
-    assert cache_key.digest.__wrapped__() != value(), "every file counts"
+    assert cache_key.digest.__wrapped__() != before, "every file counts"
 
 
 def steps_aside(vllm, *told: str) -> None:
