@@ -1,9 +1,20 @@
 """The error class for mistakes of the user and limits of the machine. Not for programming errors."""
 
-import click
+try:
+    from click import ClickException
+except ModuleNotFoundError as error:
+    if error.name != "click":
+        raise
+
+    class ClickException(Exception):  # type: ignore[no-redef]
+        """Stands in where nothing reads a command line: the wheel of the kernels does not need click."""
+
+        def __init__(self, message: str):
+            super().__init__(message)
+            self.message = message
 
 
-class UserError(click.ClickException):
+class UserError(ClickException):
     """Something the user can fix. The message says what is wrong, where, and what to do.
 
     On the command line it is printed to stderr without a traceback; the exit status is 2.

@@ -15,7 +15,7 @@ PROJECT = "scalegate"
 INIT = "__init__"
 REST = "the rest"
 
-FLOORS = ["base", "kernels", "layouts", "serving_check", "pipeline"]
+FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "serving_check", "pipeline"]
 """Lowest first: code imports from its own floor and from those before it."""
 
 ROOMS = {
@@ -25,6 +25,7 @@ ROOMS = {
         "sampling", "attention", "int4", "iq2_xxs", "nvfp4", "experts",
     ],
     "layouts": [INIT, "formats", "kv", "packing", "modules", "choosing"],
+    "vllm_plugin": [INIT, REST],
     "serving_check": [
         INIT, "ms_between", "settings", "statistics", "engine", "adapters", "workload", "server", "evidence",
         "quality", "draws", "checks", "gate",

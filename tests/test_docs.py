@@ -33,7 +33,9 @@ from .serving_check.gate_samples import sample_verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-SOURCE_FOLDERS = ("base", "kernels", "layouts", "serving_check", "pipeline", "tests", "docs", "examples")
+SOURCE_FOLDERS = (
+    "base", "kernels", "layouts", "vllm_plugin", "serving_check", "pipeline", "packaging", "tests", "docs", "examples",
+)  # fmt: skip
 SCRIPT = ROOT / "examples" / "whole_way.sh"
 
 

@@ -1,6 +1,7 @@
 """A packed weight as the Hopper kernels take it, and the TMA descriptors of its stages; host side."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
@@ -12,11 +13,13 @@ SEMAPHORES = 1024
 """Length of `PackedOperand.semaphores`."""
 
 
+@cache
 def x_layout() -> gl.NVMMASharedLayout:
     """Shared memory of a stage of x."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
+@cache
 def plain_layout(rank: int) -> gl.NVMMASharedLayout:
     """Shared memory of a stage of words, or of scales."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)

@@ -418,25 +418,48 @@ class Config:
 def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
     """x [M, K] @ w.T into y [M, N], in one launch."""
     m, n = y.shape
-    tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
-    tiles_m = triton.cdiv(m, tile.m)
-    iters_per_tile = triton.cdiv(weight.columns, tile.iter_columns)
-    tiles = tile.num_tiles(m, n)
-    total_iters = tiles * iters_per_tile
-    scratch = 1 if num_ctas == tiles else num_ctas * tile.partial_floats
-    partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
-    stream_k_kernel[(num_ctas,)](
-        *weight.descriptors(x, tile), weight.table,
-        y, weight.factor, partials, weight.semaphores, m, n,
-        tiles_m, iters_per_tile, total_iters, num_ctas, len(offsets), packed_bytes(offsets),
-        config.head_iters, tiles // (num_ctas - tiles) if config.head_iters else 0,
-        (1 / tiles_m, 1 / iters_per_tile, 1 / total_iters, 1 / num_ctas, 1 / len(offsets)),
-        form_of(tile, weight.decoder, n, config.head_iters > 0),
-        **tile.options(),
+    split = split_of(m, n, weight.columns, config)
+    partials = torch.empty(split.scratch, dtype=torch.float32, device=x.device)
+    stream_k_kernel[(config.num_ctas,)](
+        *weight.descriptors(x, config.tile), weight.table,
+        y, weight.factor, partials, weight.semaphores, m, n, *split.counts, split.inverses,
+        form_of(config.tile, weight.decoder, n, config.head_iters > 0),
+        **config.tile.options(),
     )  # fmt: skip
 
 
-@lru_cache
+class Split(NamedTuple):
+    """What a launch says of the split.
+
+    scratch   fp32 numbers for partial sums
+    counts    the kernel's arguments from `tiles_m` to `tails_per_cta`
+    inverses  of the first four counts and the period
+    """
+
+    scratch: int
+    counts: tuple[int, ...]
+    inverses: tuple[float, ...]
+
+
+@lru_cache(maxsize=4096)
+def split_of(m: int, n: int, columns: int, config: Config) -> Split:
+    """Found once for all layers alike: in a prompt that no graph covers, Python's time counts."""
+    tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
+    tiles_m = triton.cdiv(m, tile.m)
+    iters_per_tile = triton.cdiv(columns, tile.iter_columns)
+    tiles = tile.num_tiles(m, n)
+    total_iters = tiles * iters_per_tile
+    tails_per_cta = tiles // (num_ctas - tiles) if config.head_iters else 0
+    return Split(
+        1 if num_ctas == tiles else num_ctas * tile.partial_floats,
+        (
+            tiles_m, iters_per_tile, total_iters, num_ctas, len(offsets), packed_bytes(offsets),
+            config.head_iters, tails_per_cta,
+        ),
+        (1 / tiles_m, 1 / iters_per_tile, 1 / total_iters, 1 / num_ctas, 1 / len(offsets)),
+    )  # fmt: skip
+
+
 def packed_bytes(offsets: tuple[int, ...]) -> int:
     """Up to four start offsets as the signed bytes of an int32, the first one lowest."""
     return int.from_bytes(bytes(offset & 255 for offset in offsets).ljust(4, b"\0"), "little", signed=True)

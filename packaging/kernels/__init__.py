@@ -1,0 +1,1 @@
+"""Scalegate's kernels, and a plugin that serves vLLM's quantized linear layers with them."""

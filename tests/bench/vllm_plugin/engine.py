@@ -1,0 +1,230 @@
+"""vLLM with its own kernels and with the plugin, side by side: speed, answers, start-up; a short table last.
+
+    python -P tests/bench/vllm_plugin/engine.py --out OUT --formats int4-sym nvfp4 --n 1 8 32 128
+    python -P tests/bench/vllm_plugin/engine.py --out OUT --formats gptq awq int8 --layers 4 --n 1
+
+For an environment with vLLM and the wheel `scalegate-kernels`. Each engine is a process of its own, offline,
+on a random checkpoint (`checkpoints.py`). As many formats start at once as fit. Both sides share vLLM's
+compile cache, so graphs of one must not reach the other. They measure in turns: vLLM, plugin, plugin, vLLM.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scalegate.tests.bench.random_qwen3 import SHAPES, random_prompts
+from scalegate.tests.bench.vllm_plugin.checkpoints import CONVENTIONS, write_checkpoint
+
+SIDES = {"vllm": "0", "plugin": "1"}
+"""Values of SCALEGATE_KERNELS."""
+TOLD = ("scalegate-kernels", "LinearKernel", "jit_monitor", "compilation during inference", "cache", "took")
+TEXTS, TEXT_TOKENS = 8, 256
+"""Of the random prompts whose log-probabilities are compared."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--formats", nargs="+", choices=CONVENTIONS, default=["int4-sym"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--lengths", nargs="+", default=["32x512"], help="prompt x answer, in tokens")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/models"))
+    parser.add_argument("--together", type=int, default=1, help="formats that fit into the GPU at once")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.child:
+        run_engine(options)
+    else:
+        compare(options)
+
+
+def folder_of(options: argparse.Namespace, convention: str) -> Path:
+    return options.models / f"{options.shape}-{options.layers or 'all'}-{convention}-{options.dtype}"
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Start all engines, have them measure in turns, and tell."""
+    ends = time.monotonic() + options.seconds
+    for convention in options.formats:
+        started = time.monotonic()
+        folder = folder_of(options, convention)
+        write_checkpoint(folder, options.shape, convention, options.dtype, options.layers)
+        print(f"{folder.name}: written in {time.monotonic() - started:.0f} s", flush=True)
+    engines: dict[tuple[str, str], Engine] = {}
+    for first in range(0, len(options.formats), options.together):
+        some = options.formats[first : first + options.together]
+        group = {(each, side): Engine(options, each, side) for each in some for side in SIDES}
+        engines |= group
+        for engine in group.values():
+            engine.answer(ends)
+        for convention in some:
+            for turn in range(options.turns):
+                for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+                    for length in options.lengths:
+                        group[convention, side].ask(f"measure {length}", ends)
+            for side in SIDES:
+                group[convention, side].ask("score", ends)
+        for engine in group.values():
+            engine.stop()
+    rows = [row for engine in engines.values() for row in engine.rows]
+    (options.out / "engine.json").write_text(json.dumps(rows, indent=1))
+    for engine in engines.values():
+        print(f"## {engine.name}")
+        for line in dict.fromkeys(engine.told()):
+            print(f"   {line}")
+    table(options, engines)
+
+
+class Engine:
+    """A child that holds a vLLM engine; it answers each line of its input with one of its output."""
+
+    def __init__(self, options: argparse.Namespace, convention: str, side: str):
+        self.name = f"{convention} {side}"
+        self.log = options.out / f"{convention}-{side}.log"
+        self.rows: list[dict[str, Any]] = []
+        environment = {**os.environ, "SCALEGATE_KERNELS": SIDES[side], "PYTHONUNBUFFERED": "1"}
+        child = [sys.executable, "-P", __file__, *sys.argv[1:], "--child", convention]
+        self.process = subprocess.Popen(
+            child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            stderr=self.log.open("w"),
+        )  # fmt: skip
+
+    def ask(self, line: str, ends: float) -> None:
+        if self.process.poll() is None and time.monotonic() < ends:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            self.answer(ends)
+
+    def answer(self, ends: float) -> None:
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                rows = json.loads(line.removeprefix("ANSWER "))
+                self.rows += [{"engine": self.name, **row} for row in rows]
+                return
+            with self.log.open("a") as log:
+                log.write(line)
+        print(f"{self.name} ended: {self.log.read_text(errors='replace')[-3000:]}", flush=True)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+    def told(self) -> list[str]:
+        lines = self.log.read_text(errors="replace").splitlines()
+        chosen = [line for line in lines if any(word in line for word in TOLD)]
+        return [line.split("] ", 1)[-1][:160] for line in chosen]
+
+
+def run_engine(options: argparse.Namespace) -> None:
+    """The child: an engine, and what it is asked."""
+    from vllm import LLM, SamplingParams
+
+    started = time.perf_counter()
+    longest = max(sum(map(int, length.split("x"))) for length in options.lengths)
+    most = max(options.n)
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *options.n})
+    fields = SHAPES[options.shape]
+    heads = fields["num_key_value_heads"] // options.tensor_parallel_size
+    layers = options.layers or fields["num_hidden_layers"]
+    bytes_a_token = 2 * 2 * heads * fields["head_dim"] * layers
+    llm = LLM(
+        model=str(folder_of(options, options.child)), skip_tokenizer_init=True, dtype=options.dtype,
+        max_model_len=max(1024, longest + 8), max_num_seqs=most, max_num_batched_tokens=8192,
+        enable_prefix_caching=False, seed=0, gpu_memory_utilization=0.1,
+        # Told, and not found by looking at what is free: other engines start at the same time.
+        kv_cache_memory_bytes=int(1.05 * bytes_a_token * most * (longest + 32)) + (256 << 20),
+        tensor_parallel_size=options.tensor_parallel_size,
+        compilation_config={"cudagraph_capture_sizes": [size for size in sizes if size <= max(most, 512)]},
+    )  # fmt: skip
+
+    def generate(n: int, prompt: int, answer: int) -> float:
+        requests = [{"prompt_token_ids": ids} for ids in random_prompts(n, prompt, options.shape)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        answers = llm.generate(requests, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        if [len(each.outputs[0].token_ids) for each in answers] != [answer] * n:
+            raise RuntimeError("tokens are missing")
+        return seconds
+
+    def measure(length: str) -> list[dict[str, Any]]:
+        prompt, answer = map(int, length.split("x"))
+        found = []
+        for n in options.n:
+            generate(n, prompt, min(answer, 8))
+            first, whole = generate(n, prompt, 1), generate(n, prompt, answer)
+            found.append({"length": length, "n": n, "tok_s": n * answer / whole, "first_s": first})
+        return found
+
+    def score() -> list[dict[str, Any]]:
+        texts = random_prompts(TEXTS, TEXT_TOKENS, options.shape)
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
+        logprobs = [
+            each[token].logprob
+            for ids, answer in zip(texts, answers, strict=True)
+            for token, each in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)
+        ]
+        return [{"logprobs": logprobs}]
+
+    generate(2, 64, 8)
+    print("ANSWER", json.dumps([{"start_s": time.perf_counter() - started}]), flush=True)
+    for line in sys.stdin:
+        word, *rest = line.split()
+        print("ANSWER", json.dumps(measure(*rest) if word == "measure" else score()), flush=True)
+
+
+def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -> None:
+    """Speeds and their ratios: the better of an engine's turns."""
+    for convention in options.formats:
+        rows = {side: engines[convention, side].rows for side in SIDES}
+        starts = {
+            side: next((r["start_s"] for r in rows[side] if "start_s" in r), math.nan) for side in SIDES
+        }
+        print(f"# {convention} {options.dtype}: start-up {starts['vllm']:.0f} -> {starts['plugin']:.0f} s")
+        for length in options.lengths:
+            for n in options.n:
+                best = {
+                    side: [r for r in rows[side] if (r.get("length"), r.get("n")) == (length, n)]
+                    for side in SIDES
+                }
+                if not all(best.values()):
+                    continue
+                speed = {side: max(r["tok_s"] for r in best[side]) for side in SIDES}
+                first = {side: min(r["first_s"] for r in best[side]) for side in SIDES}
+                print(
+                    f"  {length} N={n}: {speed['vllm']:.0f} -> {speed['plugin']:.0f} tok/s, "
+                    f"{speed['plugin'] / speed['vllm']:.3f}x; first token {first['vllm'] * 1e3:.0f} -> "
+                    f"{first['plugin'] * 1e3:.0f} ms"
+                )
+        scores = [next((r["logprobs"] for r in rows[side] if "logprobs" in r), None) for side in SIDES]
+        if all(scores):
+            differences = [abs(a - b) for a, b in zip(*scores, strict=True)]
+            nats = [-sum(each) / len(each) for each in scores]
+            print(
+                f"  log-probabilities: mean difference {sum(differences) / len(differences):.4f}, largest "
+                f"{max(differences):.3f}; nats {nats[0]:.4f} and {nats[1]:.4f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The plugin offers its kernels before vLLM's own; where it does not know its way it says so in one line."""
+
+import importlib
+
+import pytest
+from scalegate.tests.vllm_plugin import stand_in
+
+
+def register() -> None:
+    importlib.import_module("scalegate.vllm_plugin.register").register()
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.delenv("SCALEGATE_KERNELS", raising=False)
+    return stand_in.install(monkeypatch)
+
+
+def test_it_is_first_and_leaves_all_others_in_their_order(vllm):
+    register()
+    ours, machete = vllm.mixed
+    assert (ours.__name__, machete) == ("ScalegateLinearKernel", stand_in.MacheteLinearKernel)
+    before, fp4, marlin = vllm.fp4
+    assert (before, marlin) == (object, stand_in.MarlinNvFp4LinearKernel)
+    assert fp4.__name__ == "ScalegateNvFp4LinearKernel"
+    assert vllm.linear.MarlinNvFp4LinearKernel is fp4, "weight-only layers take it by name"
+    assert vllm.log == []
+
+
+def test_the_compile_cache_depends_on_the_version_of_the_kernels(vllm, monkeypatch):
+    register()
+    value = vllm.envs.environment_variables["SCALEGATE_KERNELS"]
+    cache_key = importlib.import_module("scalegate.vllm_plugin.cache_key")
+    monkeypatch.setattr(cache_key, "SERVED", set())
+    before = value()
+    assert before == cache_key.digest() == cache_key.digest.__wrapped__()
+    cache_key.SERVED.add("swap_ab int4 g128 sym 4096x4096")
+    assert value() != before, "what is served counts"
+    monkeypatch.setattr(cache_key, "ROOMS", ("base", "kernels", "layouts"))
+    assert cache_key.digest.__wrapped__() != before, "every file counts"
+
+
+def steps_aside(vllm, *told: str) -> None:
+    register()
+    assert vllm.mixed == [stand_in.MacheteLinearKernel]
+    assert vllm.linear.MarlinNvFp4LinearKernel is stand_in.MarlinNvFp4LinearKernel
+    assert vllm.envs.environment_variables == {}, "the cache of a vLLM without us is used as it is"
+    [line] = vllm.log
+    assert line.startswith("scalegate-kernels does not serve: ")
+    assert [word for word in told if word not in line] == []
+
+
+def test_a_variable_turns_it_off(vllm, monkeypatch):
+    monkeypatch.setenv("SCALEGATE_KERNELS", "0")
+    steps_aside(vllm, "SCALEGATE_KERNELS=0")
+
+
+@pytest.mark.parametrize("version", ["0.25.3", "0.27.0", "1.0.0", "dev"])
+def test_a_version_that_was_not_tested_is_left_alone(monkeypatch, version):
+    steps_aside(stand_in.install(monkeypatch, version), "knows vLLM from 0.26 on, before 0.27")
+
+
+def test_a_cpu_is_left_alone(vllm):
+    vllm.platform.is_cuda = lambda: False
+    steps_aside(vllm, "CUDA")
+
+
+def test_another_gpu_is_left_alone(vllm):
+    vllm.platform.get_device_capability = lambda: (10, 0)
+    steps_aside(vllm, "Hopper")
+
+
+def test_a_vllm_that_lacks_something_is_left_alone(vllm):
+    del vllm.linear._POSSIBLE_NVFP4_KERNELS
+    steps_aside(vllm, "AttributeError", "_POSSIBLE_NVFP4_KERNELS")
+
+
+def test_a_vllm_without_that_marlin_kernel_is_left_alone(vllm):
+    vllm.fp4.remove(stand_in.MarlinNvFp4LinearKernel)
+    steps_aside(vllm, "ValueError")

@@ -1,0 +1,16 @@
+"""Scalegate's kernels inside vLLM: a plugin that vLLM finds by itself, in the wheel `scalegate-kernels`.
+
+    register.py     the entry point: whether the plugin serves at all
+    speed.py        which layers it serves: those for which measurements say that it is faster
+    choice.py       which of our layouts serves a layer
+    int_linear.py   INT4 and INT8 layers (compressed-tensors, GPTQ, AWQ)
+    nvfp4_linear.py NVFP4 layers with 16-bit activations
+    serving.py      what these two have in common
+    stored.py       vLLM's tensors of a layer as a weight of ours
+    product.py      the product as an op of vLLM's graphs
+    warm_up.py      compiles all that a layer will need, before vLLM serves
+    cache_key.py    what vLLM's compile cache must depend on
+    interface.py    all that is vLLM's
+
+Not imported by any other room: vLLM and `packaging/kernels/` import this one.
+"""

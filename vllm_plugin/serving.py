@@ -1,0 +1,57 @@
+"""What the kernels of all formats do with a layer: choose, say so in vLLM's log, pack, warm up."""
+
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from ..base.batch_invariance import BatchInvariance
+from ..kernels.hopper.gemm import MAX_ROWS
+from ..layouts.formats.weight_format import Weight, WeightFormat
+from ..layouts.packing.layout import Problem
+from . import cache_key
+from .choice import Choice, choose
+from .interface import envs, logger, most_rows, two_at_once
+from .product import attach
+from .speed import measured
+from .warm_up import warm_up
+
+
+def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
+    """Decided once for all layers alike, and told once."""
+    mode: BatchInvariance = "pin" if envs.VLLM_BATCH_INVARIANT else "tuned"
+    return _told(Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), None, mode))
+
+
+@lru_cache
+def _told(problem: Problem) -> Choice:
+    if two_at_once():
+        choice = Choice(None, "with two micro-batches at once, their products would share scratch memory")
+    else:
+        choice = choose(problem, measured())
+    if choice.layout is None:
+        log_refusal(str(problem), choice.reason)
+    else:
+        logger.info("scalegate-kernels serves %s: %s", problem, choice.reason)
+    return choice
+
+
+@lru_cache
+def log_refusal(layer: str, reason: str) -> str:
+    """Says once that layers like this are left to vLLM; returns the reason."""
+    logger.info("scalegate-kernels leaves %s to vLLM: %s", layer, reason)
+    return reason
+
+
+def serve(layer: nn.Module, weight: Weight, dtype: torch.dtype) -> None:
+    """Pack the weight of a layer that was chosen, and have compiled all that it will need."""
+    n, k = weight.shape
+    choice = choice_for(weight.spec, n, k, dtype)
+    if choice.layout is None:
+        raise RuntimeError(f"this layer was not chosen: {choice.reason}")
+    packed = choice.layout.pack(weight, dtype)
+    attach(layer, packed)
+    kind = f"{choice.layout.name} {weight.spec.key} {n}x{k} {dtype}"
+    if kind not in cache_key.SERVED:
+        warm_up(choice.layout, packed, most_rows() or MAX_ROWS)
+        cache_key.SERVED.add(kind)
