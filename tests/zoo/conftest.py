@@ -27,7 +27,7 @@ from scalegate.serving_check.gate.gate import GateRun, serve_and_measure
 from scalegate.serving_check.gate.judge import Judgement, judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
-from .servers import M
+from .server_fault import M
 
 FAULTY_SERVER = Path(__file__).with_name("faulty_server.py")
 WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=20, seed=1)

@@ -11,8 +11,8 @@ from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.tests.exhaustive import exhaustive_but
 
+from .all_server_faults import FAULTS
 from .conftest import LONG_PROMPTS, LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
-from .servers import FAULTS
 
 pytestmark = pytest.mark.alone
 
