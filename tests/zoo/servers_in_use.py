@@ -25,7 +25,7 @@ LONG_CONTEXT = 136
 WELL_UNDER_WAY = 4
 """Tokens of an answer after which a request that arrives is later than its companions of a closed loop."""
 PAUSE_S = 0.3
-LEAKED = 1 << 14
+LEAKED = 1 << 16
 """Bytes a request."""
 CLIFF = 3000
 SHARED = 16
