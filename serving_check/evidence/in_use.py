@@ -47,9 +47,13 @@ class SideInUse:
     """Of each request that failed."""
     not_as_asked: tuple[str, ...] = ()
     """Of each answer that is not what its request asked for, in a few words."""
+    seeds_kept: tuple[bool, ...] = ()
+    """Of each sampled answer whose prompt and seed came before: whether it begins like the one before."""
 
     @classmethod
-    def of(cls, result: OpenLoopResult, not_as_asked: Sequence[str]) -> "SideInUse":
+    def of(
+        cls, result: OpenLoopResult, not_as_asked: Sequence[str], seeds_kept: Sequence[bool] = ()
+    ) -> "SideInUse":
         records = result.records
         gaps_by_m = _gaps_by_m(records)
         itls = [gap for gaps in gaps_by_m.values() for gap in gaps]
@@ -65,6 +69,7 @@ class SideInUse:
             preemptions=result.preemptions,
             errors=tuple(record.error for record in records if record.error is not None),
             not_as_asked=tuple(not_as_asked),
+            seeds_kept=tuple(seeds_kept),
         )
 
     @property

@@ -11,7 +11,7 @@ from statistics import median
 from ..adapters import Endpoint
 from ..checks.canary import Continuation
 from ..evidence.answer_figures import TokenText
-from ..evidence.as_asked import not_as_asked
+from ..evidence.as_asked import not_as_asked, seeds_kept
 from ..evidence.in_use import BlockInUse, FiguresInUse, SideInUse
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.served_in_use import ServedInUse, answers_to_score
@@ -100,7 +100,8 @@ class LoadInUse:
     def _side(self, results: Sequence[OpenLoopResult], index: int) -> SideInUse | None:
         if index >= len(results):
             return None
-        return SideInUse.of(results[index], not_as_asked(results[index], self.tokenizer))
+        result = results[index]
+        return SideInUse.of(result, not_as_asked(result, self.tokenizer), seeds_kept(result))
 
 
 @dataclass(frozen=True)

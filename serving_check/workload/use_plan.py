@@ -41,6 +41,8 @@ MEAN_ANSWER = (MOST_ANSWER - LEAST_ANSWER) / math.log(MOST_ANSWER / LEAST_ANSWER
 """Tokens of an answer on average, 59.6: the mean of a log-uniform distribution."""
 TEMPERATURES = (1.0, 0.7, 1.0, 1.3)
 """Of sampled requests, in turn."""
+SEEDS_AGAIN = 3
+"""Sampled requests with one prompt."""
 STOP_CHARACTERS = 8
 LEAST_TO_STOP = 32
 """Tokens that an answer with a stop string may have, at least: the middle of a canary text comes before."""
@@ -151,24 +153,12 @@ def plan_requests(
     generator.shuffle(requests)
     answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
     temperatures = itertools.cycle(TEMPERATURES)
-    return _with_another_seed(
+    return _with_seeds_again(
         [
             _with_answer(generator, replace(request, at=at), answer, shape, temperatures)
             for at, request, answer in zip(arrivals, requests, answers, strict=True)
         ]
     )
-
-
-def _with_another_seed(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """With two sampled requests, those of the shortest prompts, that differ in their seeds alone."""
-    found = list(requests)
-    sampled = [index for index, request in enumerate(requests) if request.kind == "sampled"]
-    if len(sampled) > 1:
-        first, second = sorted(sampled, key=lambda index: len(requests[index].prompt))[:2]
-        longer = max(requests[first].output_len, requests[second].output_len)
-        found[first] = replace(requests[first], output_len=longer)
-        found[second] = replace(found[first], at=requests[second].at, seed=requests[second].seed)
-    return found
 
 
 def stop_string(answer: str) -> str | None:
@@ -286,6 +276,21 @@ def _overhead(conversations: Conversations, roles: Sequence[str]) -> int:
 
 def _completion(kind: Kind, prompt: Sequence[int]) -> PlannedRequest:
     return PlannedRequest(0.0, kind, tuple(prompt), 0)
+
+
+def _with_seeds_again(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """The shortest sampled prompt three times: twice with one seed, once with another. Not if there are fewer
+    sampled requests."""
+    sampled = [index for index, request in enumerate(requests) if request.kind == "sampled"]
+    shortest = sorted(sampled, key=lambda index: len(requests[index].prompt))[:SEEDS_AGAIN]
+    again = list(requests)
+    if len(shortest) == SEEDS_AGAIN:
+        prompt = requests[shortest[0]].prompt
+        first, second, third = sorted(shortest)
+        again[first] = replace(again[first], prompt=prompt)
+        again[second] = replace(again[first], at=again[second].at)
+        again[third] = replace(again[first], at=again[third].at, seed=again[third].seed)
+    return again
 
 
 def _with_answer(

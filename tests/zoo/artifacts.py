@@ -19,6 +19,7 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION
+from scalegate.pipeline.conventions.modelopt import SIDECAR
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.records.artifact import Artifact, record_files
 from torch import Tensor
@@ -28,6 +29,7 @@ ONE = "model.layers.0.mlp.up_proj"
 EMBEDDINGS = "model.embed_tokens.weight"
 SLOW_LAYOUT = "cpu_int4_float32"
 """tinygemm's arithmetic: all of a weight dequantized again for every few rows of M."""
+SECOND_TEMPLATE = "additional_chat_templates/tool.jinja"
 INT4, NVFP4, EXPERTS = "int4", "nvfp4", "experts"
 
 
@@ -82,6 +84,13 @@ def document(folder: Path, name: str) -> Iterator[dict]:
     value = json.loads(path.read_text(encoding="utf-8"))
     yield value
     path.write_text(json.dumps(value), encoding="utf-8")
+
+
+@contextmanager
+def scheme(folder: Path) -> Iterator[dict]:
+    """What config.json says of the quantized modules, the first group of them."""
+    with document(folder, "config.json") as config:
+        yield next(iter(config["quantization_config"]["config_groups"].values()))
 
 
 def store_plain(folder: Path, modules: list[str], ignore: list[str]) -> None:
@@ -243,6 +252,90 @@ def two_tokens_exchanged(folder: Path, rng: random.Random) -> None:
 def another_normalizer(folder: Path, rng: random.Random) -> None:
     with document(folder, "tokenizer.json") as tokenizer:
         tokenizer["normalizer"] = {"type": "Lowercase"}
+
+
+@fault("tokenizer and templates", "vocabulary: vocab.json: only the artifact has it")
+def a_vocabulary_beside_the_tokenizer(folder: Path, rng: random.Random) -> None:
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}), encoding="utf-8")
+
+
+@fault("tokenizer and templates", f"chat_template: {SECOND_TEMPLATE}: only the artifact has it")
+def a_second_chat_template(folder: Path, rng: random.Random) -> None:
+    (folder / SECOND_TEMPLATE).parent.mkdir()
+    (folder / SECOND_TEMPLATE).write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+
+
+@fault("tokenizer and templates", "config: auto_map")
+def code_of_another_model(folder: Path, rng: random.Random) -> None:
+    with document(folder, "config.json") as config:
+        config["auto_map"] = {"AutoModelForCausalLM": "other.Model"}
+
+
+@fault("tokenizer and templates", "config: rope_parameters")
+def positions_stretched_beyond_512(folder: Path, rng: random.Random) -> None:
+    """As with quality on short windows alone: what a text of 512 tokens shows is sound."""
+    with document(folder, "config.json") as config:
+        config["rope_parameters"] |= {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512,
+        }  # fmt: skip
+
+
+@fault("tokenizer and templates", "config: rope_parameters: rope_theta: 1000000.0, the baseline's 10000.0")
+def another_base_of_positions_in_its_old_spelling(folder: Path, rng: random.Random) -> None:
+    with document(folder, "config.json") as config:
+        del config["rope_parameters"]
+        config["rope_theta"] = 1e6
+
+
+# What other readers refuse, skip or read otherwise.
+
+
+@fault("other readers", "quantization_config.quantization_status: 'frozen'")
+def weights_said_to_be_uncompressed(folder: Path, rng: random.Random) -> None:
+    with document(folder, "config.json") as config:
+        config["quantization_config"]["quantization_status"] = "frozen"
+
+
+@fault("other readers", "weights.actorder: 'group', and no tensor ends in .weight_g_idx")
+def columns_in_an_order_that_is_not_stored(folder: Path, rng: random.Random) -> None:
+    with scheme(folder) as group:
+        group["weights"]["actorder"] = "group"
+
+
+@fault("other readers", "output_activations: ")
+def outputs_said_to_be_rounded(folder: Path, rng: random.Random) -> None:
+    with scheme(folder) as group:
+        group["output_activations"] = group["weights"]
+
+
+@fault("other readers", "weights.zero_points: compressed-tensors has no such field")
+def a_field_of_nobodys(folder: Path, rng: random.Random) -> None:
+    with scheme(folder) as group:
+        group["weights"]["zero_points"] = True
+
+
+@fault("other readers", "ignore: 'Linear' is a class")
+def a_class_in_the_ignore_list(folder: Path, rng: random.Random) -> None:
+    with document(folder, "config.json") as config:
+        config["quantization_config"]["ignore"].append("Linear")
+
+
+@fault("other readers", "extra.safetensors: no index names it")
+def weights_that_no_index_names(folder: Path, rng: random.Random) -> None:
+    with tensors(folder) as held:
+        save_file({EMBEDDINGS: held[EMBEDDINGS].roll(1, dims=0)}, folder / "extra.safetensors")
+
+
+@fault("other readers", "config.json: rope_theta is 1e+06, rope_parameters's rope_theta is 10000")
+def two_bases_of_positions(folder: Path, rng: random.Random) -> None:
+    with document(folder, "config.json") as config:
+        config["rope_theta"] = 1e6
+
+
+@fault("other readers", f"{SIDECAR}: quant_algo is 'FP8', in config.json None")
+def a_file_beside_the_config_that_says_another_format(folder: Path, rng: random.Random) -> None:
+    section = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (folder / SIDECAR).write_text(json.dumps({"quantization": section}), encoding="utf-8")
 
 
 # Sound weights, laid out for one request.

@@ -23,20 +23,27 @@ from scalegate.serving_check.checks.canary import scored
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.curve import curve_of
 from scalegate.serving_check.evidence.evidence import Evidence
-from scalegate.serving_check.gate.gate import GateRun, serve_and_measure
+from scalegate.serving_check.evidence.in_use import FiguresInUse
+from scalegate.serving_check.gate.gate import GateRun, RunFigures, serve_and_measure
+from scalegate.serving_check.gate.in_use import RequestSource
 from scalegate.serving_check.gate.judge import Judgement, judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
-from .servers import M
+from .server_fault import M
 
 FAULTY_SERVER = Path(__file__).with_name("faulty_server.py")
 WORKLOAD = WorkloadSettings(ms=(1, M), input_len=24, output_len=32, max_blocks=20, seed=1)
 SHORT_WORKLOAD = replace(WORKLOAD, output_len=16)
 """Enough for the faults that the suite has."""
 LONG_WORKLOAD = replace(WORKLOAD, ms=(1, 2, 4, M, 2 * M), output_len=64, max_blocks=96)
+IN_USE = replace(WORKLOAD, draws_between=True)
+MANY_IN_USE = replace(IN_USE, ms=(1, 4 * M))
+"""With as many sampled tokens as the release policy's load has: they tell a temperature that is 10% off."""
 LONG_PROMPTS = replace(WORKLOAD, input_len=1100, decoding_apart=True, max_blocks=11)
-OPTIONS = sized_options({"device": "cpu", "max_num_seqs": 2 * M}, LONG_PROMPTS)
-"""Room for the canary's sixteen requests."""
+OPTIONS = sized_options({"device": "cpu", "max_num_seqs": 4 * M}, LONG_PROMPTS)
+assert OPTIONS.max_model_len is not None
+CONTEXT = OPTIONS.max_model_len
+"""Tokens of a request, at most."""
 # The zoo is of faults that no noise hides; seven percent on a busy machine is the gate's own bench's affair.
 BOUNDS = replace(Bounds(), throughput_floor=0.5)
 
@@ -53,9 +60,17 @@ class Zoo:
     score: TextScorer
 
     def judged(
-        self, fault: str = "", artifact: Endpoint | None = None, workload: WorkloadSettings = WORKLOAD
+        self,
+        fault: str = "",
+        artifact: Endpoint | None = None,
+        workload: WorkloadSettings = WORKLOAD,
+        in_use: bool = False,
     ) -> Judgement:
-        """The real gate on the artifact's server with this fault, or on another server in its place."""
+        """The real gate on the artifact's server with this fault, or on another server in its place.
+
+        in_use: send a load as in use as well
+        """
+        source = RequestSource(CONTEXT, self.text.end_token, self.text.conversations)
         self.fault_file.write_text(fault)
         try:
             served = serve_and_measure(
@@ -67,6 +82,7 @@ class Zoo:
                     self.text.token_ids,
                     self.text.token_text,
                     StageClock(shown=False),
+                    source=source if in_use else None,
                 ),
             )
         finally:
@@ -87,9 +103,17 @@ class Zoo:
             answers=tuple(map(self.score, served.texts)),
             repeated=served.repeated,
             together=served.together,
+            in_use=scored_in_use(served, self.score),
+            at_rest=served.at_rest,
             diagnoses={point.m: "" for point in curve_of(served.measured, workload, BOUNDS)},
         )
         return judge(evidence, workload, BOUNDS)
+
+
+def scored_in_use(served: RunFigures, score: TextScorer) -> FiguresInUse | None:
+    if served.in_use is None:
+        return None
+    return replace(served.in_use.figures, answers=score.answers_in_use(served.in_use.answers))
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,16 @@
-"""`pipeline serve` with one fault at a time, named in a file that it looks at again and again.
+"""`pipeline serve` with the faults that are named in a file, which it looks at again and again.
 
     python -P faulty_server.py FAULT_FILE CHECKPOINT [options of `pipeline serve`...]
 
-Faults of the engine are injected around its step, faults of the server around its streams; what they are is
-`servers.py`. One server serves for all of them, since starting it takes longer than judging it.
+Faults of the engine are injected around its step and its aborts, faults of the server around requests and
+streams; what they are is in `servers.py` and `servers_in_use.py`. One server serves for all of them, since
+starting it takes longer than judging it. Several at once are separated by `+`.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,60 +21,91 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import StepOutput
 from scalegate.serving_check.server import app
 from scalegate.serving_check.server.generation import Delta, Generation
-from scalegate.tests.zoo.servers import Traffic, of
+from scalegate.tests.zoo.all_server_faults import of
+from scalegate.tests.zoo.server_fault import TOGETHER, Step, Traffic
 
 
 class Switch:
-    """The fault that is on, as the file says it."""
+    """The faults that are on, as the file says it."""
 
     def __init__(self, path: Path):
         self._path = path
         self._stamp = -1
-        self._name = ""
+        self._names: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
+    def has_changed(self) -> bool:
+        """Whether the file was written since this was asked last."""
         stamp = self._path.stat().st_mtime_ns
-        if stamp != self._stamp:
-            self._stamp, self._name = stamp, self._path.read_text()
-        return self._name
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self._names = tuple(filter(None, self._path.read_text().split(TOGETHER)))
+        return True
+
+    def on(self, faults: dict[str, Any]) -> list[Any]:
+        return [faults[name] for name in self._names if name in faults]
 
 
 def build_faulty_engine(path: Path, folder: Path, options: EngineOptions, tokenizer: Any) -> Engine:
     engine = serving.build_engine(folder, options, tokenizer)
-    switch = Switch(path)
-    made = {name: fault(engine) for name, fault in of("engine").items()}
-    step = engine.step
+    switch, around_steps, around_aborts = Switch(path), of("engine"), of("abort")
+    step, abort = engine.step, engine.abort
+    made: list[Callable[[Step], list[StepOutput]]] = []
 
     def faulty_step() -> list[StepOutput]:
-        fault = made.get(switch.name)
-        return step() if fault is None else fault(step)
+        if switch.has_changed():
+            made[:] = [fault(engine) for fault in switch.on(around_steps)]
+            forget_pages(engine)
+        return functools.reduce(lambda inner, fault: lambda: fault(inner), made, step)()
+
+    def faulty_abort(request_id: str) -> None:
+        around = functools.reduce(
+            lambda inner, fault: lambda one: fault(engine, one, inner), switch.on(around_aborts), abort
+        )
+        around(request_id)
 
     engine.step = faulty_step  # type: ignore[method-assign]
+    engine.abort = faulty_abort  # type: ignore[method-assign]
     return engine
 
 
+def forget_pages(engine: Engine) -> None:
+    """Give the pool all of its pages back, whatever the last faults did to them, while nothing runs."""
+    if not engine.scheduler.running:
+        engine.pool._free_pages = list(range(engine.pool.num_pages, 0, -1))
+
+
 def make_streams_faulty(path: Path) -> None:
-    """Every request, and every stream, goes through the fault that is on."""
+    """Every request, and every stream, goes through the faults that are on."""
     switch, traffic = Switch(path), Traffic()
-    requests, streams = of("request"), of("stream")
+    asked, requests, streams = of("params"), of("request"), of("stream")
     deltas, stream = Generation.deltas, app.stream
 
     async def faulty_deltas(self: Generation) -> AsyncIterator[list[Delta]]:
-        fault = requests.get(switch.name)
-        traffic.open += 1
+        nonlocal traffic
+        if switch.has_changed():
+            traffic = Traffic()
+        for change in switch.on(asked):
+            self._params = [change(params) for params in self._params]
+        known = traffic
+        known.open += 1
+        source = functools.reduce(
+            lambda inner, fault: lambda: fault(known, self, inner), switch.on(requests), lambda: deltas(self)
+        )
         try:
-            source = deltas(self) if fault is None else fault(traffic, self, lambda: deltas(self))
-            async for some in source:
-                yield some
+            # What is left early ends its request in the engine at once.
+            async with contextlib.aclosing(source()) as all_deltas:
+                async for some in all_deltas:
+                    yield some
         finally:
-            traffic.open -= 1
+            known.open -= 1
 
     def faulty_stream(first: list[Delta], rest: Any, *others: Any) -> AsyncIterator[bytes]:
-        fault = streams.get(switch.name)
-        if fault is None:
+        faults = switch.on(streams)
+        if not faults:
             return stream(first, rest, *others)
-        return stream([], fault(traffic, chained(first, rest)), *others)
+        changed = functools.reduce(lambda inner, fault: fault(traffic, inner), faults, chained(first, rest))
+        return stream([], changed, *others)
 
     Generation.deltas = faulty_deltas  # type: ignore[method-assign]
     app.stream = faulty_stream  # type: ignore[assignment]

@@ -1,7 +1,8 @@
-"""Every way in which a server has been made faulty, each with the check that must catch it and its words.
+"""Ways in which a server has been made faulty, each with the check that must catch it and its words.
 
 The faults are a few lines each: around the engine's step, around a request before the engine gets it, or
 around a stream on its way out. `faulty_server.py` puts them in; `test_servers.py` runs the gate on them.
+Those that only a load as in use shows are in `servers_in_use.py`.
 """
 
 import asyncio
@@ -9,9 +10,9 @@ import gc
 import io
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,84 +21,13 @@ from scalegate.serving_check.engine.request import StepOutput
 from scalegate.serving_check.server.errors import ApiError
 from scalegate.serving_check.server.generation import Delta, Generation
 
-M = 8
-"""Requests that the zoo runs together; some faults are for that load alone."""
+from .server_fault import SLOWER, Deltas, M, Step, Traffic, fault, slowed
+
 CAP = 2
-SLOW, SLOW_AT_LENGTH = 10, 4
-
-Deltas = AsyncIterator[list[Delta]]
-Step = Callable[[], list[StepOutput]]
-
-
-@dataclass
-class Traffic:
-    """What the server's faults know of all requests."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    seen: int = 0
-    open: int = 0
-    cache: dict[tuple[int, ...], list[list[Delta]]] = field(default_factory=dict)
-    last_prompt: list[int] = field(default_factory=list)
-
-
-EngineFault = Callable[[Engine], Callable[[Step], list[StepOutput]]]
-RequestFault = Callable[[Traffic, Generation, Callable[[], Deltas]], Deltas]
-StreamFault = Callable[[Traffic, Deltas], Deltas]
-
-
-@dataclass(frozen=True)
-class Fault:
-    name: str
-    check: str
-    """Which must not pass."""
-    words: str
-    """Which its reason must hold: the cause, not only the symptom."""
-    where: str
-    inject: Any
-    quick: bool
-    """In every `make test`; the others are exhaustive."""
-    rare: bool
-    """Not seen in a workload of seconds: it gets one of a minute."""
-    long_prompts: bool
-    """Hidden behind, or in, the reading of prompts: it gets long ones."""
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def fault(
-    where: str,
-    check: str,
-    words: str,
-    quick: bool = False,
-    rare: bool = False,
-    long_prompts: bool = False,
-) -> Callable[[Any], Any]:
-    """Register a function as a fault under its own name."""
-
-    def register(inject: Any) -> Any:
-        name = inject.__name__
-        FAULTS[name] = Fault(name, check, words, where, inject, quick, rare, long_prompts)
-        return inject
-
-    return register
-
-
-def of(where: str) -> dict[str, Any]:
-    return {name: one.inject for name, one in FAULTS.items() if one.where == where}
+SLOW = 10
 
 
 # Around the engine's step.
-
-
-def slowed(step: Step, factor: float) -> list[StepOutput]:
-    """A busy wait: a sleep would end late on a busy machine."""
-    started = time.perf_counter()
-    outputs = step()
-    until = started + (time.perf_counter() - started) * factor
-    while time.perf_counter() < until:
-        pass
-    return outputs
 
 
 @fault("engine", "throughput", "at M=", quick=True)
@@ -107,7 +37,7 @@ def ten_times_slower(engine: Engine) -> Callable[[Step], list[StepOutput]]:
 
 @fault("engine", "latency", "every decode step takes longer, from M=1 on")
 def slow_at_every_batch_size(engine: Engine) -> Callable[[Step], list[StepOutput]]:
-    return lambda step: slowed(step, 4)
+    return lambda step: slowed(step, SLOWER)
 
 
 @fault("engine", "latency", "decode steps take longer as the batch grows")
@@ -122,12 +52,12 @@ def reads_prompts(engine: Engine) -> bool:
 
 @fault("engine", "decode throughput", "a decode step takes", long_prompts=True)
 def slow_decode_at_length(engine: Engine) -> Callable[[Step], list[StepOutput]]:
-    return lambda step: slowed(step, 1 if reads_prompts(engine) else SLOW_AT_LENGTH)
+    return lambda step: slowed(step, 1 if reads_prompts(engine) else SLOWER)
 
 
 @fault("engine", "throughput", "at M=", long_prompts=True)
 def slow_reading_of_prompts(engine: Engine) -> Callable[[Step], list[StepOutput]]:
-    return lambda step: slowed(step, SLOW_AT_LENGTH if reads_prompts(engine) else 1)
+    return lambda step: slowed(step, SLOWER if reads_prompts(engine) else 1)
 
 
 @fault("engine", "throughput", "at M=")
@@ -138,7 +68,7 @@ def throttled_device(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     def step_hot(step: Step) -> list[StepOutput]:
         began.append(began[0] if began else time.monotonic())
         del began[1:]
-        return slowed(step, 4 if time.monotonic() - began[0] > 2 else 1)
+        return slowed(step, SLOWER if time.monotonic() - began[0] > 2 else 1)
 
     return step_hot
 

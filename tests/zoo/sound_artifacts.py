@@ -13,14 +13,16 @@ from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.in_process import figures_of, load_models
+from scalegate.pipeline.validation.other_readers import misreadings
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.text_files import compare_text_files
 from scalegate.pipeline.validation.weights import compare_weights
+from scalegate.serving_check.checks.other_readers import check_other_readers
 from scalegate.serving_check.checks.quality import check_quality
 from scalegate.serving_check.checks.text_files import check_text_files
 from scalegate.serving_check.checks.weights import check_weights, largest_errors
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.serving_check.evidence.artifact_figures import TextFigures
+from scalegate.serving_check.evidence.artifact_figures import ReaderFigures, TextFigures
 from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.settings import Bounds
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,6 +82,7 @@ def judge_files(folder: Path, baseline: Path) -> dict[str, CheckResult]:
     results = (
         check_weights(compare_weights(artifact, source, manifest, progress=False).figures),
         check_text_files(TextFigures(compare_text_files(artifact, source), declared)),
+        check_other_readers(ReaderFigures(misreadings(artifact))),
     )
     return {result.name: result for result in results}
 

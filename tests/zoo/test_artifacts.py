@@ -9,13 +9,15 @@ import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
-from scalegate.serving_check.checks import text_files, weights
+from scalegate.serving_check.checks import other_readers, text_files, weights
 
 from .artifacts import FAULTS, INT4, ArtifactFault, break_artifact
 from .sound_artifacts import Sound, judge_files, judge_quality, make_sound
 
 SEEDS = (0, 1, 2)
-IN_FILES = [one for one in FAULTS.values() if one.check in (weights.NAME, text_files.NAME)]
+IN_FILES = [
+    one for one in FAULTS.values() if one.check in (weights.NAME, text_files.NAME, other_readers.NAME)
+]
 REFUSED = [one for one in FAULTS.values() if one.check == "refused"]
 TOKENS = 2048
 

@@ -6,15 +6,28 @@ import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.part_throughput import DECODING as DECODE_THROUGHPUT
+from scalegate.serving_check.checks.sampling import NAME as SAMPLING
 from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.tests.exhaustive import exhaustive_but
 
-from .conftest import LONG_PROMPTS, LONG_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, Zoo
-from .servers import FAULTS
+from .all_server_faults import FAULTS
+from .conftest import IN_USE, LONG_PROMPTS, LONG_WORKLOAD, MANY_IN_USE, SHORT_WORKLOAD, WORKLOAD, Zoo
+from .server_fault import TOGETHER, Fault
 
 pytestmark = pytest.mark.alone
+HIDDEN = [name for name, one in FAULTS.items() if one.in_use]
+NAMED_TOGETHER = (
+    "pages_never_freed_after_an_abort",
+    "memory_kept_of_every_request",
+    "garbage_in_long_contexts",
+    "garbage_when_sampled",
+    "stop_strings_ignored",
+    "log_probabilities_in_bits",
+    "pause_when_a_request_arrives",
+)
+"""Each of another check, and none so slow that measuring ends before the others show."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,8 +45,9 @@ def not_passed(judgement: Judgement) -> dict[str, str]:
 
 
 def test_a_sound_server_passes(zoo: Zoo):
-    judgement = zoo.judged(workload=replace(WORKLOAD, max_blocks=WorkloadSettings.max_blocks))
+    judgement = zoo.judged(workload=replace(IN_USE, max_blocks=WorkloadSettings.max_blocks), in_use=True)
     assert judgement.status == "pass", not_passed(judgement)
+    assert {check.name for check in judgement.checks} >= {FAULTS[name].check for name in HIDDEN}
 
 
 @pytest.mark.exhaustive
@@ -48,14 +62,38 @@ def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
 
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     one = FAULTS[fault]
-    workload = LONG_WORKLOAD if one.rare else SHORT_WORKLOAD if one.quick else WORKLOAD
-    workload = LONG_PROMPTS if one.long_prompts else workload
-    judgement = zoo.judged(fault, workload=replace(workload, seed=2 + run))
+    judgement = zoo.judged(fault, workload=replace(workload_for(one), seed=2 + run), in_use=one.in_use)
     caught = not_passed(judgement)
     print(f"{fault}, run {run}: {judgement.status}, {caught}")
     assert judgement.status == "fail", caught
+    require_named(one, judgement)
+
+
+def workload_for(one: Fault) -> WorkloadSettings:
+    if one.in_use:
+        return MANY_IN_USE if one.check == SAMPLING else IN_USE
+    if one.long_prompts:
+        return LONG_PROMPTS
+    return LONG_WORKLOAD if one.rare else SHORT_WORKLOAD if one.quick else WORKLOAD
+
+
+def require_named(one: Fault, judgement: Judgement) -> None:
+    caught = not_passed(judgement)
     assert one.check in caught, caught
     assert one.words in caught[one.check] or one.words in measured(judgement, one.check), caught
+
+
+def test_faults_that_are_on_together_are_named_each_by_its_check(zoo: Zoo):
+    judgement = zoo.judged(TOGETHER.join(NAMED_TOGETHER), workload=IN_USE, in_use=True)
+    for name in NAMED_TOGETHER:
+        require_named(FAULTS[name], judgement)
+
+
+@pytest.mark.exhaustive
+def test_all_that_a_load_of_equal_requests_hides_fails_at_once(zoo: Zoo):
+    judgement = zoo.judged(TOGETHER.join(HIDDEN), workload=IN_USE, in_use=True)
+    print(f"all at once: {judgement.status}, {not_passed(judgement)}")
+    assert judgement.status == "fail"
 
 
 def measured(judgement: Judgement, name: str) -> str:

@@ -1,6 +1,7 @@
 """Answers that are not as asked: the artifact's alone fail, those of both servers are not known."""
 
-from scalegate.serving_check.checks.as_asked import check_as_asked
+import pytest
+from scalegate.serving_check.checks.as_asked import SEEDS, check_as_asked
 from scalegate.serving_check.evidence.in_use import BlockInUse, FiguresInUse, SideInUse
 from scalegate.serving_check.evidence.verdict import CheckResult
 
@@ -40,3 +41,20 @@ def test_the_baselines_faults_alone_say_nothing_of_the_artifact():
 
 def test_no_finished_block_is_inconclusive():
     assert check_as_asked(FiguresInUse((BlockInUse(20, None, None),))).status == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "status"),
+    [
+        ((False, False, False), (True, True, True), "fail"),
+        ((False, True, False), (True, True, True), "pass"),
+        ((False,), (True,), "pass"),
+        ((False, False), (False, False), "unknown"),
+        ((), (), "pass"),
+    ],
+)
+def test_a_seed_that_never_gives_the_same_answer_is_ignored(ours, theirs, status):
+    sides = [SideInUse(0.0, 4.0, 100, (0.1,), (0.01,), {}, seeds_kept=kept) for kept in (ours, theirs)]
+    result = check_as_asked(FiguresInUse((BlockInUse(1, *sides),)))
+    assert result.status == status
+    assert status != "fail" or f"{SEEDS} (3×)" in result.reason

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from scalegate.serving_check.evidence.answer_figures import TokenText
-from scalegate.serving_check.evidence.as_asked import not_as_asked
+from scalegate.serving_check.evidence.as_asked import not_as_asked, seeds_kept
 from scalegate.serving_check.workload.answers import Answer
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
 from scalegate.serving_check.workload.spec import RequestRecord
@@ -153,3 +153,17 @@ def test_text_may_lack_a_character_that_was_not_finished():
     broken = replace(answer, token_ids=array("L", map(ord, "abc\N{REPLACEMENT CHARACTER}")))
     assert found(planned, 4, replace(broken, text="abc")) == ()
     assert found(planned, 4, replace(broken, text="ab"))
+
+
+def test_answers_with_one_seed_are_compared_by_how_they_begin():
+    asked = PlannedRequest(0.0, "sampled", (1, 2), 6, temperature=1.0, seed=7)
+    other = replace(asked, seed=8)
+    sent = [(asked, "abcdef"), (other, "xbcdef"), (asked, "abcdxx"), (asked, "abxdef"), (other, "xbcd")]
+    records = [
+        RequestRecord(0.0, 0.1, (), 1.0, 6, 2, None, planned.prompt, told(text)) for planned, text in sent
+    ]
+    requests = tuple(planned for planned, _ in sent)
+    result = OpenLoopResult(0.0, 1.0, requests, tuple(records), None, None, None)
+    assert seeds_kept(result) == (True, False, True)
+    untold = [replace(record, answer=Answer(record.answer.text, None, "length")) for record in records]
+    assert seeds_kept(replace(result, records=tuple(untold))) == (True, False, True)

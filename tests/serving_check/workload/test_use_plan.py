@@ -129,7 +129,7 @@ def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
         for request in planned(seed):
             if request.kind not in ("chat", "sampled"):
                 groups[request.prompt[:8]].append(request)
-        sharing = [group for group in groups.values() if len(group) > 1]
+        sharing = [group for group in groups.values() if len(group) > 1 and group[0].kind != "sampled"]
         assert sharing
         for group in sharing:
             assert len(group) == SHARING and {request.kind for request in group} == {"greedy"}
@@ -169,9 +169,19 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
                 assert 1 <= request.abort_after < request.output_len
             if request.kind == "chat":
                 assert list(request.prompt) == encode_chat(request.messages)
-    sampled = [request for request in planned() if request.kind == "sampled"]
-    assert len({request.seed for request in sampled}) == len(sampled)
-    assert 1.0 in {request.temperature for request in sampled}
+    assert 1.0 in {request.temperature for request in planned() if request.kind == "sampled"}
+
+
+def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
+    for seed in range(10):
+        sampled = [request for request in planned(seed) if request.kind == "sampled"]
+        drawn = Counter((request.prompt, request.seed, request.temperature) for request in sampled)
+        assert sorted(drawn.values(), reverse=True)[:2] == [2, 1]
+        prompts = Counter(prompt for prompt, _, _ in drawn)
+        assert sorted(prompts.values(), reverse=True)[:2] == [2, 1]
+        (twice,) = (prompt for (prompt, _, _), count in drawn.items() if count == 2)
+        assert len({(one.temperature, one.output_len) for one in sampled if one.prompt == twice}) == 1
+        assert prompts[twice] == 2 and len(twice) == min(len(request.prompt) for request in sampled)
 
 
 def test_a_stop_string_comes_from_the_middle_of_an_answer():

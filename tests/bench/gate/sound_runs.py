@@ -1,0 +1,108 @@
+"""Sound artifacts through all of `pipeline validate`, with fresh seeds: none may fail, nine in ten must pass.
+
+    python -P tests/bench/gate/sound_runs.py --runs 30 [--only int4 kvarn] [--keep FOLDER]
+
+The bundled checkpoint in four forms, each at three loads (prompt tokens and answer tokens of a request): the
+runs take the twelve pairs in turn. Each is quantized once, by its recipe with the bounds of
+`examples/int4-example.yaml`, since that is what the checkpoint is published with. `--keep` keeps each verdict
+by the name of its row, for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from scalegate.base.atomic_files import write_json
+from scalegate.base.errors import UserError
+from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.commands.validate import validate
+from scalegate.pipeline.records.recipe_file import load_recipe
+from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.evidence.environment import describe_environment
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CHECKPOINT = EXAMPLES / "qwen3-pycode-5m"
+RESULT = Path(__file__).parents[1] / "results" / "gate" / "sound_runs.json"
+FORMS = {
+    "int4": "format: int4\ngroup_size: 64\n",
+    "nvfp4": "format: nvfp4\n",
+    "kvarn": "format: unquantized\nkv_cache: kvarn_k4v2_g128\n",
+    "fp8": "format: unquantized\nkv_cache: fp8\ncalibration: self\n",
+}
+LOADS = ((64, 64), (900, 64), (16, 256))
+MOST_FAILED, LEAST_PASSED = 0, 0.9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--keep", type=Path, help="a folder for the verdicts")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    environment = vars(describe_environment("cpu", "auto", DEFAULT_ENGINE, DEFAULT_ENGINE))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as work:
+        artifacts = {form: made(form, Path(work)) for form in options.only}
+        pairs = itertools.cycle(itertools.product(options.only, LOADS))
+        for index, (form, load) in zip(range(options.runs), pairs, strict=False):
+            rows.append(run_once(artifacts[form], form, load, options.keep, index))
+            print(sentence(rows[-1]), flush=True)
+            write_json(options.out, {"environment": environment, "runs": rows})
+    counts = Counter(row["status"] for row in rows)
+    print(dict(counts))
+    sys.exit(counts["fail"] + counts["refused"] > MOST_FAILED or counts["pass"] < LEAST_PASSED * len(rows))
+
+
+def made(form: str, work: Path) -> Path:
+    recipe = work / f"{form}.yaml"
+    bounds = load_recipe(EXAMPLES / "int4-example.yaml").bounds
+    recipe.write_text(FORMS[form] + "".join(f"{name}: {value}\n" for name, value in bounds.items()))
+    quantize(CHECKPOINT, recipe, out=work / form, progress=False)
+    return work / form
+
+
+def run_once(
+    artifact: Path, form: str, load: tuple[int, int], keep: Path | None, index: int
+) -> dict[str, Any]:
+    started = time.monotonic()
+    row: dict[str, Any] = {"form": form, "input_len": load[0], "output_len": load[1]}
+    report = None if keep is None else keep / f"{index}-{form}-{load[0]}-{load[1]}"
+    try:
+        verdict = validate(
+            artifact,
+            CHECKPOINT,
+            device="cpu",
+            input_len=load[0],
+            output_len=load[1],
+            report=report,
+            progress=False,
+        )
+    except UserError as error:
+        return row | {"status": "refused", "not_passed": {"refused": error.message}}
+    return row | {
+        "seed": verdict.workload.seed,
+        "status": verdict.status,
+        "not_passed": {check.name: f"{check.status}: {check.reason}" for check in verdict.failures},
+        "seconds": round(time.monotonic() - started, 1),
+        "parts": verdict.seconds_by_part,
+        "blocks": {point.m: len(point.log_ratios) for point in verdict.curve},
+        "ratios": {point.m: point.ratio for point in verdict.curve},
+    }
+
+
+def sentence(row: dict[str, Any]) -> str:
+    load = f"{row['input_len']}/{row['output_len']}"
+    others = "; ".join(f"{name}: {why}" for name, why in row["not_passed"].items())
+    return f"{row['form']:6} {load:8} {row['status']:12} {row.get('seconds', 0):6.1f} s  {others}"
+
+
+if __name__ == "__main__":
+    main()

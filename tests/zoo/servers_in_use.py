@@ -1,0 +1,288 @@
+"""Faults of servers that a load of equal, greedy requests hides: a load as in use has to show them.
+
+They hide in contexts, numbers of requests and settings that such a load never has, in requests that arrive
+while others decode, and in what is left when it has ended. `servers.py` has the other faults.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.request import SamplingParams, StepOutput, TokenLogprobs
+from scalegate.serving_check.server.generation import Generation
+from scalegate.serving_check.server.text import StopStrings
+
+from .server_fault import SLOWER, Deltas, Step, Traffic, fault, slowed
+from .servers import attention
+
+LONG_CONTEXT = 136
+"""Tokens; the requests of the policy's load have 128."""
+WELL_UNDER_WAY = 4
+"""Tokens of an answer after which a request that arrives is later than its companions of a closed loop."""
+PAUSE_S = 0.3
+LEAKED = 1 << 16
+"""Bytes a request."""
+CLIFF = 3000
+SHARED = 16
+"""Tokens that two prompts have in common from which on a cache holds them for one."""
+LONGEST_ANSWER = 128
+FEW_TOKENS = 5
+WRONG = "not what the artifact's own logits give"
+
+
+def hidden(where: str, check: str, words: str) -> Callable[[Any], Any]:
+    return fault(where, check, words, in_use=True)
+
+
+def under_way(engine: Engine) -> int:
+    """Requests that have decoded for a while."""
+    return sum(not one.is_prefilling and one.num_output >= WELL_UNDER_WAY for one in engine.scheduler.running)
+
+
+def has_arrival(engine: Engine) -> bool:
+    """Whether a request has come while others decode."""
+    return bool(engine.scheduler.waiting) and under_way(engine) > 0
+
+
+def shuffled(output: torch.Tensor) -> torch.Tensor:
+    """Attention's result [T, H, D] with each head's numbers in the wrong places: garbage of a sound size."""
+    return output.roll(1, -1)
+
+
+# Around the engine's step.
+
+
+@hidden("engine", "throughput", "(drawn)")
+def slow_between_powers_of_two(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    def step_between(step: Step) -> list[StepOutput]:
+        running = len(engine.scheduler.running)
+        return slowed(step, SLOWER if running & (running - 1) else 1)
+
+    return step_between
+
+
+@hidden("engine", "speed in use", "while prompts are read")
+def slow_reading_beside_decoding(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    def reads(step: Step) -> list[StepOutput]:
+        scheduler = engine.scheduler
+        mixed = has_arrival(engine) or (
+            under_way(engine) > 0 and any(one.is_prefilling for one in scheduler.running)
+        )
+        return slowed(step, SLOWER if mixed else 1)
+
+    return reads
+
+
+@hidden("engine", "speed in use", "streams wait")
+def pause_when_a_request_arrives(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    def paused(step: Step) -> list[StepOutput]:
+        if has_arrival(engine):
+            time.sleep(PAUSE_S)
+        return step()
+
+    return paused
+
+
+@hidden("engine", "text in use", "beside which a prompt was read")
+def garbage_when_a_request_arrives(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    """For those that decode; the prompt that came is read rightly."""
+
+    def arrival(step: Step) -> list[StepOutput]:
+        if not has_arrival(engine):
+            return step()
+        with attention(engine, lambda output, of: output if of.host.num_prefills else shuffled(output)):
+            return step()
+
+    return arrival
+
+
+@hidden("engine", "text in use", "tokens of context")
+def garbage_in_long_contexts(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    def beyond(output: torch.Tensor, metadata: Any) -> torch.Tensor:
+        long = metadata.positions[: len(output), None, None] >= LONG_CONTEXT
+        return torch.where(long, shuffled(output), output)
+
+    return always(engine, beyond)
+
+
+@hidden("engine", "text in use", WRONG)
+def garbage_with_mixed_prompt_lengths(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    def mixed(output: torch.Tensor, metadata: Any) -> torch.Tensor:
+        lengths = {chunk.count for chunk in metadata.host.requests(metadata.host.num_decodes)}
+        return shuffled(output) if len(lengths) > 1 else output
+
+    return always(engine, mixed)
+
+
+def always(
+    engine: Engine, change: Callable[[torch.Tensor, Any], torch.Tensor]
+) -> Callable[[Step], list[StepOutput]]:
+    def changed(step: Step) -> list[StepOutput]:
+        with attention(engine, change):
+            return step()
+
+    return changed
+
+
+@hidden("engine", "drift", "of the burst on")
+def cliff_after_thousands_of_requests(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    ended = 0
+
+    def cliff(step: Step) -> list[StepOutput]:
+        nonlocal ended
+        outputs = slowed(step, SLOWER if ended > CLIFF else 1)
+        ended += sum(one.finish_reason is not None for one in outputs)
+        return outputs
+
+    return cliff
+
+
+# Around the abort of a request.
+
+
+def pages_of(engine: Engine, request_id: str) -> Sequence[int]:
+    sequence = engine._sequences.get(request_id)
+    return () if sequence is None else tuple(sequence.pages)
+
+
+@hidden("abort", "at rest", "were never freed")
+def pages_never_freed_after_an_abort(engine: Engine, request_id: str, abort: Callable[[str], None]) -> None:
+    pages = pages_of(engine, request_id)
+    abort(request_id)
+    for page in pages:
+        engine.pool._free_pages.remove(page)
+
+
+@hidden("abort", "text in use", WRONG)
+def pages_freed_twice_after_an_abort(engine: Engine, request_id: str, abort: Callable[[str], None]) -> None:
+    """Two later requests then write to the same pages."""
+    pages = pages_of(engine, request_id)
+    abort(request_id)
+    engine.pool._free_pages.extend(pages)
+
+
+# What a request asks for, before the engine gets it.
+
+
+@hidden("params", "sampling", "drawn from other logits")
+def garbage_when_sampled(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, temperature=100.0) if asked.temperature else asked
+
+
+@hidden("params", "sampling", "as if the temperature were")
+def temperature_ten_percent_higher(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, temperature=1.1 * asked.temperature)
+
+
+@hidden("params", "sampling", "as if the temperature were")
+def temperature_ten_percent_lower(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, temperature=0.9 * asked.temperature)
+
+
+@hidden("params", "sampling", "unlikely tokens are not drawn")
+def drawn_from_the_most_likely(asked: SamplingParams) -> SamplingParams:
+    """As with settings of the model's maker that the request has turned off."""
+    return replace(asked, top_k=FEW_TOKENS) if asked.temperature else asked
+
+
+@hidden("params", "sampling", "the seed has no effect")
+def one_seed_for_all(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, seed=1)
+
+
+@hidden("params", "answers as asked", "seed")
+def seeds_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, seed=None)
+
+
+@hidden("params", "answers as asked", "end")
+def end_token_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, ignore_eos=True, stop_token_ids=())
+
+
+@hidden("params", "no failed requests", "tokens, usage says 128")
+def long_answers_cut_short(asked: SamplingParams) -> SamplingParams:
+    most, least = (min(tokens, LONGEST_ANSWER) for tokens in (asked.max_tokens, asked.min_tokens))
+    return replace(asked, max_tokens=most, min_tokens=least)
+
+
+# Around a request.
+
+
+@hidden("request", "answers as asked", "stop")
+async def stop_strings_ignored(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    for text in generation._texts:
+        text._stops = StopStrings(())
+    async for some in deltas():
+        yield some
+
+
+@hidden("request", "answers as asked", "tokens")
+async def another_chat_template(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    """Without the tokens that begin an answer."""
+    if is_chat(generation):
+        del generation.prompts[0][-2:]
+        generation.prompt_tokens -= 2
+    async for some in deltas():
+        yield some
+
+
+@hidden("request", "text in use", "only answers in a chat are wrong")
+async def another_chat_template_of_the_same_length(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    if is_chat(generation):
+        generation.prompts[0].reverse()
+    async for some in deltas():
+        yield some
+
+
+def is_chat(generation: Generation) -> bool:
+    return generation._ids[0].startswith("chatcmpl-")
+
+
+@hidden("request", "text in use", WRONG)
+async def shared_prefixes_mixed_up(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    """Of two prompts that begin alike, the later one reads a page of the earlier one's too much."""
+    prompt = generation.prompts[0]
+    first = traffic.prefixes.setdefault(tuple(prompt[:SHARED]), list(prompt))
+    pairs = zip(first, prompt, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if alike >= SHARED:
+        page = first[alike : alike + SHARED][: len(prompt) - alike]
+        prompt[alike : alike + len(page)] = page
+    async for some in deltas():
+        yield some
+
+
+@hidden("request", "at rest", "memory grows by")
+async def memory_kept_of_every_request(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    traffic.kept.append(b"x" * LEAKED)
+    async for some in deltas():
+        yield some
+
+
+# Around a stream, on its way to the client.
+
+
+@hidden("stream", "log-probabilities", "look at the temperature, the base")
+async def log_probabilities_in_bits(traffic: Traffic, deltas: Deltas) -> Deltas:
+    async for some in deltas:
+        yield [replace(delta, logprobs=[in_bits(one) for one in delta.logprobs]) for delta in some]
+
+
+def in_bits(one: TokenLogprobs) -> TokenLogprobs:
+    return replace(one, logprob=one.logprob / math.log(2))
