@@ -143,15 +143,15 @@ def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
                 assert len(first) / 2 <= same < len(first)
 
 
-def test_two_sampled_requests_of_a_block_differ_in_their_seeds_alone():
+def test_a_sampled_prompt_comes_twice_with_one_seed_and_once_with_another():
     for seed in range(10):
         sampled = [request for request in planned(seed) if request.kind == "sampled"]
         prompts = Counter(request.prompt[:8] for request in sampled)
-        assert sorted(prompts.values())[-2:] == [1, 2]
-        first, second = [request for request in sampled if prompts[request.prompt[:8]] == 2]
-        assert first.seed != second.seed and first.at < second.at
-        assert replace(second, seed=first.seed, at=first.at) == first
-        assert len(first.prompt) == min(len(request.prompt) for request in sampled)
+        assert sorted(prompts.values())[-2:] == [1, 3]
+        alike = [request for request in sampled if prompts[request.prompt[:8]] == 3]
+        first, second, third = alike
+        assert first.seed == second.seed != third.seed and first.at < second.at < third.at
+        assert {replace(request, seed=0, at=0.0) for request in alike} == {replace(first, seed=0, at=0.0)}
 
 
 @pytest.mark.parametrize("context", [128, 512])
