@@ -10,9 +10,11 @@ from ..evidence.verdict import CheckResult
 NAME = "at rest"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST_BYTES_A_REQUEST = 1 * KIB
-"""By which memory may grow with every request of a burst."""
-MOST_GROWTH = 4 * MIB
-"""Bytes by which memory may grow in a burst, however few its requests are: heaps grow in steps."""
+"""By which memory may grow with every request of a burst: a GiB in a million. What sound servers show is in
+`tests/bench/results/gate/at_rest.json`; over 80,000 requests ours grew by 0.15 bytes a request
+(`tests/bench/results/server/endurance.json`)."""
+MOST_GROWTH = 2 * MIB
+"""Bytes by which memory may grow in a burst, however few its requests are: heaps grow in steps of a MiB."""
 HEAP_STEPS = 2
 """Parts of a burst that are left out: those in which memory grew most. A heap fills once."""
 SHOWN = 3
