@@ -7,11 +7,13 @@ repeat's throughput has noise of its own, gaussian, with heavy tails (Student's 
 (one repeat in forty at half speed); or the artifact's server quickens and slows from one block to the next,
 as an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step
 of the walk; a repeat at a drawn M is a quarter as long, and has twice the noise of its own. Floor 0.93, M = 1
-to 32 and those that a fresh seed draws between them in every run.
+to 32 and those that a fresh seed draws between them in every run. Then comes the load as in use, of which a
+block has the noise of a repeat: `in_use_failed` says how often it failed.
 
-Four questions a row. How often does the verdict pass where one given M is at 0.90, or exactly at the floor,
+Five questions a row. How often does the verdict pass where one given M is at 0.90, or exactly at the floor,
 and the others are clear of it (the worst case for a wrong pass)? How often where tokens take twice as long at
-one drawn M, beside prompts that take 30% of the time? And what becomes of one at 1.0 at every M?
+one drawn M, beside prompts that take 30% of the time? What becomes of one at 1.0 at every M? And of one that
+is at 0.7 in use alone?
 Exit status 1 where a bar is missed: a pass at 0.90 in over 2%, at the floor in over 5%, at a drawn M that is
 twice as slow in over 1%, a fail at 1.0 in over 1%, and fewer than 80% of passes at 1.0 with 10% gaussian
 noise.
@@ -32,7 +34,10 @@ from typing import Any
 from scalegate.base.atomic_files import write_json
 from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint
+from scalegate.serving_check.checks.speed_in_use import LEAST_GAPS, check_speed_in_use
+from scalegate.serving_check.evidence.in_use import BlockInUse, SideInUse
 from scalegate.serving_check.gate import interleaving
+from scalegate.serving_check.gate.in_use import BLOCKS
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import SHORTER, Bounds, WorkloadSettings
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
@@ -50,8 +55,15 @@ CASES = {
     "one M at the floor": (FLOOR, CLEAR),
     "a drawn M twice as slow": (TWICE_AS_SLOW, CLEAR),
     "all at 1.0": (1.0, 1.0),
+    "0.7 in use": (1.0, 1.0),
 }
 OF_A_DRAWN_M = "a drawn M twice as slow"
+IN_USE = 0
+"""Stands for the load as in use among the Ms."""
+RATIOS_IN_USE = {"0.7 in use": 0.7}
+"""Where it is not that of most Ms."""
+PROMPT_S, TOKEN_S = 0.05, 0.01
+BOUNDS = Bounds(throughput_floor=FLOOR)
 ROWS = [
     *(("gaussian", noise) for noise in (0.02, 0.05, 0.10, 0.15, 0.20)),
     *(("heavy tails", noise) for noise in (0.03, 0.10)),
@@ -82,13 +94,31 @@ class Servers:
         self.walks = {m: self._walk() for m in self.ratios}
 
     def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
-        log_speed = self._own_noise() * (1 if spec.m in WORKLOAD.ms else SHORTER**0.5)
-        if endpoint is ARTIFACT:
-            log_speed += math.log(self.ratios[spec.m]) + next(self.walks[spec.m])
+        noisier = 1.0 if spec.m in WORKLOAD.ms else SHORTER**0.5
         # No time to the first token: whole requests are all that is judged.
         request = RequestRecord(0.0, 0.0, (), 1.0, spec.output_len, 1)
-        duration = spec.output_len / 100 / math.exp(log_speed)
+        duration = spec.output_len / 100 / self._speed(endpoint is ARTIFACT, spec.m, noisier)
         return WorkloadResult(spec, duration, (request,), (), {spec.m: 1}, None)
+
+    def in_use(self, is_artifact: bool) -> SideInUse:
+        """A block of the load as in use: everything takes as much longer as the server is slower."""
+        slower = 1 / self._speed(is_artifact, IN_USE)
+        token = TOKEN_S * slower
+        return SideInUse(
+            began=0.0,
+            duration=slower,
+            output_tokens=1000,
+            ttfts=(PROMPT_S * slower,),
+            tpots=(token,),
+            itls_by_m=dict.fromkeys(range(1, WORKLOAD.ms[-1] + 1), (LEAST_GAPS, token)),
+            itl_p99=token,
+        )
+
+    def _speed(self, is_artifact: bool, m: int, noisier: float = 1.0) -> float:
+        log_speed = noisier * self._own_noise()
+        if is_artifact:
+            log_speed += math.log(self.ratios[m]) + next(self.walks[m])
+        return math.exp(log_speed)
 
     def _own_noise(self) -> float:
         gauss = self.random.gauss(0, 1)
@@ -148,20 +178,26 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
     for case, (first, others) in CASES.items():
         generator = random.Random(f"{noise} {scale} {case}")
         verdicts: Counter[str] = Counter()
-        blocks = 0
+        blocks = in_use_failed = 0
         for _ in range(runs):
             load = replace(WORKLOAD, seed=generator.randrange(2**31))
             slow = (load.ms_between if case == OF_A_DRAWN_M else load.ms)[0]
             ratios = {m: first if m == slow else others for m in load.measured_ms}
+            ratios[IN_USE] = RATIOS_IN_USE.get(case, others)
             servers = Servers(ratios, noise, scale, generator)
             repeats = Repeats(servers, ARTIFACT, BASELINE, None)
             sides = interleaving.Servers(ARTIFACT, BASELINE, load, [0], repeats)
-            measured, decisions = interleaving.measure(sides, Bounds(throughput_floor=FLOOR), QUIET)
-            statuses = {decision.status for decision in decisions}
+            measured, decisions = interleaving.measure(sides, BOUNDS, QUIET)
+            statuses: set[str] = {decision.status for decision in decisions}
+            if "fail" not in statuses:
+                in_use = [BlockInUse(1, servers.in_use(True), servers.in_use(False)) for _ in range(BLOCKS)]
+                statuses.add(check_speed_in_use(in_use, BOUNDS).status)
+                in_use_failed += "fail" in statuses
             verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
             blocks += sum(len(one.blocks) for one in measured)
         shares = {status: verdicts[status] / runs for status in ("pass", "fail", "inconclusive")}
-        row[case] = shares | {"blocks_per_m": round(blocks / runs / len(load.measured_ms), 1)}
+        per_m = round(blocks / runs / len(load.measured_ms), 1)
+        row[case] = shares | {"in_use_failed": in_use_failed / runs, "blocks_per_m": per_m}
     return row
 
 

@@ -93,7 +93,7 @@ def main() -> None:
 
 def sentence(row: dict[str, Any]) -> str:
     return (
-        f"{row['fault']:36} {row['check'] or '':10} named {row['named']:.3f}  failed {row['failed']:.3f}  "
+        f"{row['fault']:52} {row['check'] or '':12} named {row['named']:.3f}  failed {row['failed']:.3f}  "
         f"caught {row['caught']:.3f}"
     )
 

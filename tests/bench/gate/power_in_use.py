@@ -195,7 +195,7 @@ def faults() -> list[SimulatedFault]:
         )
     for wrong in (0.0, *WRONG_SHARES):
         met = [(f"beyond {context} tokens", functools.partial(beyond, context)) for context in LONG_CONTEXTS]
-        for where, tokens_met in (*met, ("of one a prompt beside", beside_prompts)):
+        for where, tokens_met in (*met, ("at which a prompt came", beside_prompts)):
             found.append(
                 SimulatedFault(
                     f"{wrong:.0%} of tokens wrong {where}",
