@@ -39,9 +39,20 @@ def test_a_module_is_held_to_the_error_that_the_manifest_records():
         assert "not the ones that were quantized: model.layers.0.mlp.up_proj" in result.reason
 
 
-@pytest.mark.parametrize(("error", "status"), [(0.12, "pass"), (0.4, "fail"), (None, "fail")])
-def test_where_nothing_is_recorded_a_module_is_held_to_its_kind(error, status: str):
-    result = check_weights(with_error(error, FOREIGN, None))
+@pytest.mark.parametrize(
+    ("error", "figures", "recorded", "status"),
+    [
+        (0.12, FOREIGN, None, "pass"),
+        (0.4, FOREIGN, None, "fail"),
+        (None, FOREIGN, None, "fail"),
+        (0.12, SOUND_WEIGHTS, 0.12, "pass"),
+        (0.4, SOUND_WEIGHTS, 0.4, "fail"),
+    ],
+)
+def test_a_module_is_held_to_its_kind_whether_or_not_its_error_is_recorded(
+    error, figures, recorded, status: str
+):
+    result = check_weights(with_error(error, figures, recorded))
     assert result.status == status
     assert status == "pass" or "far from others of their kind: model.layers.0.mlp.up_proj" in result.reason
 
