@@ -47,7 +47,7 @@ def compare(
     """Hold each of `models` (folders or Hub ids, of any convention we read) against the baseline.
 
     baseline: the unquantized checkpoint; None takes the one that the first model was made from
-    text:     held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
+    text:     held-out text (plain, or .jsonl with `text`); None takes the one that Scalegate brings
     dtype:    of activations, for all alike
     """
     warn_if_untested()

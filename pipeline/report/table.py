@@ -111,7 +111,8 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
 
 def held_out_text(verdict: Verdict) -> str:
     """What quality was measured on, and prompts drawn from."""
-    return verdict.quality_text or "the source code that Scalegate brings"
+    brought = "code, prose, chat and other languages that Scalegate brings"
+    return brought if verdict.quality_text is None else f"{brought}; besides, {verdict.quality_text}"
 
 
 def baseline_dtype(verdict: Verdict) -> str:

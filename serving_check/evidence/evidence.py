@@ -119,6 +119,10 @@ class Evidence:
     """Of a load as in use; null if none was sent, as in exploratory runs."""
     at_rest: AtRestFigures | None = None
     """Of both servers when all load had ended; null if nobody looked."""
+    quality_by_domain: Mapping[str, Comparison] = field(default_factory=dict)
+    """The same on the text of each domain, such as `code`; empty where all of it is of one domain."""
+    quality_of_given: Comparison | None = None
+    """The same on the text that was given besides the one that Scalegate brings; null where none was."""
     by_layers: bool = False
     """Whether quality and answers were computed a decoder layer at a time because the models did not fit in
     memory together: with dequantized weights, and unquantized keys and values."""
