@@ -231,8 +231,12 @@ def _intervals(runs: Sequence[Tensor], tokens: Tensor) -> dict[str, tuple[float,
 def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> float:
     """Mean negative log-likelihood of `continuation` after `prompt` under `model`."""
     window = torch.tensor([*prompt, *continuation], dtype=torch.int64)
-    losses = [_nll(logits.log_softmax(-1), targets) for logits, targets in _predictions(model, window)]
-    return torch.cat(losses)[len(prompt) - 1 :].double().mean().item()
+    return _losses(model, window)[len(prompt) - 1 :].mean().item()
+
+
+def nats(model: nn.Module, window: Tensor) -> float:
+    """Negative log-likelihood under `model` of all tokens of a window, int64 [T], but the first."""
+    return _losses(model, window).sum().item()
 
 
 def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
@@ -249,6 +253,12 @@ def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[
     gaps = best - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
     ties = gaps <= 2 * BFLOAT16_ROUNDING * best.abs()
     return gaps.masked_fill(ties, 0.0).tolist()
+
+
+def _losses(model: nn.Module, window: Tensor) -> Tensor:
+    """fp64 [T - 1]: the negative log-likelihood of each token but the first."""
+    losses = [_nll(logits.log_softmax(-1), targets) for logits, targets in _predictions(model, window)]
+    return torch.cat(losses).double()
 
 
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -28,6 +28,7 @@ from .in_process import (
     release_memory,
     scorer_of,
 )
+from .known_text import read_known
 from .options import TRANSFORMERS
 from .other_readers import misreadings
 from .run import Run
@@ -67,12 +68,13 @@ def look(run: Run, keep_models: bool) -> Findings:
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
     window = window_for(run.artifact, run.baseline, kv_format, run.asked.quality_tokens)
     how = run.artifact, run.baseline, run.asked.quality_tokens, window, run.workload.input_len
-    text = read_held_out(None, *how)
     given = None if run.asked.text is None else read_given(run.asked.text, *how)
-    if given is not None:
-        text = replace(text, token_ids=[*text.token_ids, *given.token_ids])
     with run.clock.stage("loading"):
         models = None if needs_layers(run) else load_models(run.artifact, run.baseline, run.in_process)
+    # A model too large for memory is not asked what it can predict: that is one more reading of its files.
+    text = read_held_out(None, *how) if models is None else read_known(models.theirs.model, *how)
+    if given is not None:
+        text = replace(text, token_ids=[*text.token_ids, *given.token_ids])
     # Before quality, which stores keys and values as they are served and so changes the model.
     with run.clock.stage("other readers"):
         readers = _other_readers(run, text, models)

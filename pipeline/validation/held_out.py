@@ -5,8 +5,8 @@ Not for measuring (`in_process.py`).
 
 import hashlib
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class HeldOutText:
     token_ids: list[int]
     """What prompts are cut from: the windows' tokens, and more of the text for long prompts."""
     sha256: str
+    foreign: Mapping[str, float] = field(default_factory=dict)
+    """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
 
     @property
     def token_text(self) -> TokenText:
@@ -60,12 +62,14 @@ def read_held_out(
     tokens: int,
     window: int = WINDOW,
     prompt: int = 0,
+    without: Collection[str] = (),
 ) -> HeldOutText:
     """Windows of `window` tokens of `path`, or of the text that ships with Scalegate.
 
     At most `tokens` are predicted, as many of each domain as the text allows.
     Long windows go on from one document of a domain to the next, so that all are full.
-    prompt: tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
+    prompt:  tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
+    without: domains that are left out
     """
     path = path or HELD_OUT
     tokenizer = load_tokenizer(artifact) or load_tokenizer(baseline)
@@ -75,7 +79,7 @@ def read_held_out(
         )
     try:
         content = path.read_bytes()
-        documents = read_documents(path)
+        documents = [document for document in read_documents(path) if document.domain not in without]
     except OSError as error:
         raise UserError(f"cannot read the held-out text {path}: {error.strerror}") from error
     except ValueError as error:

@@ -66,6 +66,7 @@ def _evidence(
         quality=figures.comparison,
         quality_by_domain=figures.by_domain,
         quality_of_given=figures.given,
+        foreign_domains=results.findings.text.foreign,
         by_layers=figures.by_layers,
         canary=scores.canary,
         baseline_canary=scores.baseline_canary,

@@ -64,6 +64,7 @@ def check_quality(
     by_layers: bool = False,
     by_domain: Mapping[str, Comparison] = MappingProxyType({}),
     given: Comparison | None = None,
+    foreign: Mapping[str, float] = MappingProxyType({}),
 ) -> CheckResult:
     """Mean, 99.9th percentile and maximum of KL, extra nats per token, top-1 agreement, each in its bound.
 
@@ -73,6 +74,7 @@ def check_quality(
     by_layers: whether the models were run a layer at a time, which the reason then says
     by_domain: the parts of `comparison`; the mean KL of each has the bound of the whole
     given: on a text that was given besides
+    foreign: domains that were left out, and the bits a byte that the baseline needs for them
     """
     usual = _figures(comparison, bounds)
     domains = [_mean_kl(part, bounds, f" on {domain}") for domain, part in by_domain.items()]
@@ -102,6 +104,9 @@ def check_quality(
         reason = f"computed over the whole vocabulary, on {comparison.tokens} held-out tokens"
         if given is not None:
             reason += f" and {given.tokens} of the text given"
+    if foreign:
+        left_out = ", ".join(f"{domain} ({bits:.1f} bits a byte)" for domain, bits in foreign.items())
+        reason += f"; without {left_out}, which the baseline cannot predict"
     if by_layers:
         reason += "; run a layer at a time with dequantized weights, since the models did not fit in memory"
     return CheckResult(

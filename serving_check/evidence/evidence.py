@@ -121,6 +121,8 @@ class Evidence:
     """Of both servers when all load had ended; null if nobody looked."""
     quality_by_domain: Mapping[str, Comparison] = field(default_factory=dict)
     """The same on the text of each domain, such as `code`; empty where all of it is of one domain."""
+    foreign_domains: Mapping[str, float] = field(default_factory=dict)
+    """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
     quality_of_given: Comparison | None = None
     """The same on the text that was given besides the one that Scalegate brings; null where none was."""
     by_layers: bool = False

@@ -60,6 +60,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
             evidence.by_layers,
             evidence.quality_by_domain,
             evidence.quality_of_given,
+            evidence.foreign_domains,
         ),
         check_served_text(evidence.answers, evidence.measured, bounds),
         check_failures(evidence.measured),

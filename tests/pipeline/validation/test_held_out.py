@@ -5,10 +5,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.validation.given_text import LEAST_ENTROPY, read_given, require_doubt
 from scalegate.pipeline.validation.held_out import HELD_OUT, LONG_WINDOW, WINDOW, read_held_out
+from scalegate.pipeline.validation.known_text import MOST_BITS, read_known
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.quality import read_documents, read_texts
 from scalegate.serving_check.settings import QUALITY_TOKENS
@@ -56,6 +59,18 @@ def test_a_domain_s_tokens_come_from_as_many_documents_as_there_are(checkpoint: 
     begins = [text.tokenizer.decode(window[:8].tolist()) for window in text.windows]
     assert [begin.startswith(f"document {index} ") for index, begin in enumerate(begins)] == 8 * [True]
     assert text.domains == 8 * [""]
+
+
+def test_a_domain_that_the_baseline_cannot_predict_is_left_out(checkpoint: Checkpoint):
+    """The bundled checkpoint was trained on code alone."""
+    model = load_model(checkpoint.folder, device="cpu", dtype=torch.float32, progress=False).model
+    text = read_known(model, checkpoint, checkpoint, 2048)
+    assert set(text.domains) == {"code"} and list(text.foreign) == DOMAINS[1:]
+    assert all(bits > MOST_BITS for bits in text.foreign.values())
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_()
+    guessing = read_known(model, checkpoint, checkpoint, 2048)
+    assert set(guessing.domains) == set(DOMAINS) and guessing.foreign == {}, "there is nothing else to read"
 
 
 def test_the_code_of_the_shipped_text_is_the_example(heldout_text: Path):
