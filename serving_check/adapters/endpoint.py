@@ -7,7 +7,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ class Endpoint:
     """Series that the server writes to its log alone."""
     takes_repetition_penalty: bool = True
     """Whether a request may say that it wants none, whatever the model's `generation_config.json` says."""
+    processes: Callable[[], Sequence[int]] = field(default=list, compare=False)
+    """Ids of the server's processes; empty if they were not started here."""
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

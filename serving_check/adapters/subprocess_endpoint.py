@@ -18,6 +18,7 @@ from typing import IO
 from ...base.errors import UserError
 from ...base.log import logger
 from ...base.progress import progress_bar
+from .cpu_time import server_processes
 from .endpoint import Endpoint, first_model, is_healthy
 from .ready_line import find_base_url
 from .series import SCALEGATE_SERIES, Series
@@ -107,7 +108,9 @@ class SubprocessEndpoint:
             base_url = self._wait_until_ready()
             model = first_model(base_url, self.api_key)
             from_log = functools.partial(self.reader.series, self.log)
-            return Endpoint(base_url, model, self.api_key, self.series, from_log=from_log)
+            return Endpoint(
+                base_url, model, self.api_key, self.series, from_log=from_log, processes=self.processes
+            )
         except BaseException:
             self.stop()
             raise
@@ -142,6 +145,10 @@ class SubprocessEndpoint:
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def processes(self) -> list[int]:
+        """Ids of its processes, below the supervisor; empty while it is not running."""
+        return [] if self._process is None else server_processes(self._process.pid, self.log)
 
     def why_gone(self) -> str | None:
         """What ended it, where that was the machine or a lack of memory rather than what it serves.

@@ -62,6 +62,8 @@ class Repeat:
     """Null where they were not kept."""
     steady_decoding: float | None = None
     """Output tokens per second while all M requests decoded, outside prefill; null where they hardly did."""
+    idle_cpu_seconds: float | None = None
+    """CPU time that the other side's server used meanwhile; null if it was not started here."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":
