@@ -6,6 +6,7 @@ In process on two modules, exact over the whole vocabulary; what is good enough,
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +29,41 @@ TAIL = 0.05
 CONFIDENCE = 0.95
 
 
+@dataclass(frozen=True)
+class Document:
+    text: str
+    domain: str = ""
+    """The kind of text, such as `code`; empty where the file does not say."""
+
+
 def read_texts(path: Path) -> list[str]:
-    """The documents of a `.jsonl` file (`{"text": …}` a line), or the whole of any other text file.
+    """The text of each document in the file, as `read_documents` finds them."""
+    return [document.text for document in read_documents(path)]
+
+
+def read_documents(path: Path) -> list[Document]:
+    """The documents of a `.jsonl` file (`{"text": …}` a line, perhaps with a `domain`), or the whole of any
+    other text file.
 
     ValueError names the file's first line that is not such a one.
     """
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
-        return [content]
+        return [Document(content)]
     # By \n alone: a JSON string may hold the other characters that `splitlines` breaks at.
     lines = enumerate(content.split("\n"), start=1)
     return [_document(line, number) for number, line in lines if line.strip()]
 
 
-def _document(line: str, number: int) -> str:
+def _document(line: str, number: int) -> Document:
     try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
+        value = json.loads(line)
+        text, domain = value["text"], value.get("domain", "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = domain = None
+    if not isinstance(text, str) or not isinstance(domain, str):
         raise ValueError(f'line {number} is not a JSON object with a string "text"')
-    return text
+    return Document(text, domain)
 
 
 def token_windows(
@@ -95,6 +110,28 @@ def compare(
     )
 
 
+def compare_domains(
+    model: nn.Module,
+    baseline: nn.Module,
+    windows: Sequence[Tensor],
+    domains: Sequence[str],
+    progress: Callable[[int], None] | None = None,
+    second_half: bool = False,
+    batch: int = 1,
+) -> tuple[Comparison, dict[str, Comparison]]:
+    """As `compare`, of all windows and of each domain's alone.
+
+    domains: of each window
+    """
+    runs: dict[str, list[Tensor]] = {domain: [] for domain in domains}
+    for domain, found in runs.items():
+        own = [window for window, other in zip(windows, domains, strict=True) if other == domain]
+        for group in _groups(own, batch):
+            found += token_figures(model, baseline, group, progress, second_half)
+    whole = comparison_of(itertools.chain.from_iterable(runs.values()))
+    return whole, {domain: comparison_of(found) for domain, found in runs.items()}
+
+
 def token_figures(
     model: nn.Module,
     baseline: nn.Module,
@@ -102,7 +139,8 @@ def token_figures(
     progress: Callable[[int], None] | None = None,
     second_half: bool = False,
 ) -> list[Tensor]:
-    """Runs of scored tokens, fp64 [<= RUN, 4]: KL, nats under either model, whether both agree.
+    """Runs of scored tokens, fp64 [<= RUN, 5]: KL, nats under either model, whether both agree, the entropy
+    of the baseline's prediction.
 
     windows: int64 [B, T]
     """
@@ -117,9 +155,10 @@ def token_figures(
         ):
             log_q = logits.float().log_softmax(-1)
             log_p = baseline_logits.to(log_q.device).float().log_softmax(-1)
-            kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+            p = log_p.exp()
+            kl, entropy = (p * (log_p - log_q)).sum(-1), -(p * log_p).sum(-1)
             agrees = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-            rows.append(torch.stack([kl, _nll(log_q, targets), _nll(log_p, targets), agrees], dim=1))
+            rows.append(torch.stack([kl, _nll(log_q, targets), _nll(log_p, targets), agrees, entropy], dim=1))
         runs += torch.cat(rows).double().cpu().split(RUN)
         if progress is not None:
             progress(window.numel())
@@ -140,10 +179,10 @@ def _groups(windows: Sequence[Tensor], batch: int) -> Iterator[Tensor]:
 
 
 def _comparison(runs: Sequence[Tensor]) -> Comparison:
-    """runs: fp64 [tokens, 4] each: KL, nats under the model, nats under the baseline, whether both agree."""
+    """runs: fp64 [tokens, 5] each, as `token_figures` gives them"""
     tokens = torch.cat(list(runs))
     kl = tokens[:, 0].sort().values
-    mean_kl, nats, baseline_nats, agreement = tokens.mean(0).tolist()
+    mean_kl, nats, baseline_nats, agreement, entropy = tokens.mean(0).tolist()
     return Comparison(
         tokens=len(tokens),
         nats_per_token=nats,
@@ -154,6 +193,7 @@ def _comparison(runs: Sequence[Tensor]) -> Comparison:
         max_kl=kl[-1].item(),
         top1_agreement=agreement,
         intervals=_intervals(runs, tokens),
+        baseline_entropy=entropy,
     )
 
 
@@ -191,8 +231,12 @@ def _intervals(runs: Sequence[Tensor], tokens: Tensor) -> dict[str, tuple[float,
 def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> float:
     """Mean negative log-likelihood of `continuation` after `prompt` under `model`."""
     window = torch.tensor([*prompt, *continuation], dtype=torch.int64)
-    losses = [_nll(logits.log_softmax(-1), targets) for logits, targets in _predictions(model, window)]
-    return torch.cat(losses)[len(prompt) - 1 :].double().mean().item()
+    return _losses(model, window)[len(prompt) - 1 :].mean().item()
+
+
+def nats(model: nn.Module, window: Tensor) -> float:
+    """Negative log-likelihood under `model` of all tokens of a window, int64 [T], but the first."""
+    return _losses(model, window).sum().item()
 
 
 def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
@@ -222,6 +266,12 @@ def below_best(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """Nats of each token in its row, logits fp32 [tokens, V]."""
     return (-_nll(logits.log_softmax(-1), torch.tensor(tokens))).tolist()
+
+
+def _losses(model: nn.Module, window: Tensor) -> Tensor:
+    """fp64 [T - 1]: the negative log-likelihood of each token but the first."""
+    losses = [_nll(logits.log_softmax(-1), targets) for logits, targets in _predictions(model, window)]
+    return torch.cat(losses).double()
 
 
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

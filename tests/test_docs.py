@@ -212,9 +212,9 @@ def test_the_recipe_on_the_page_is_one(tmp_path: Path):
     assert load_recipe(path).name == "mine"
 
 
-def test_the_examples_state_what_the_shipped_text_costs(example_checkpoint: Path):
+def test_the_examples_state_what_their_text_costs(example_checkpoint: Path, heldout_text: Path):
     checkpoint = open_checkpoint(str(example_checkpoint))
-    text = read_held_out(None, checkpoint, checkpoint, 8192)
+    text = read_held_out(heldout_text, checkpoint, checkpoint, 8192)
     model = load_model(checkpoint.folder, device="cpu", dtype=torch.float32, progress=False).model
     measured = nats_per_token(model, text.windows)
     for readme in (ROOT / "examples" / "README.md", example_checkpoint / "README.md"):

@@ -15,7 +15,7 @@ from ...serving_check.settings import QUALITY_TOKENS
     metavar="MODEL",
     help="The unquantized checkpoint.  [default: what the first of MODELS was made from]",
 )
-@click.option("--text", metavar="FILE", help="Held-out text.  [default: code that Scalegate brings]")
+@click.option("--text", metavar="FILE", help="Held-out text.  [default: what Scalegate brings]")
 @click.option(
     "--quality-tokens",
     type=click.IntRange(min=2),

@@ -27,6 +27,7 @@ from ..quantization.budget.allocation import PLAIN_BITS
 from ..records.comparison import ComparedModel, Comparison
 from ..records.sensitivity_table import plain_weights
 from ..validation.held_out import read_held_out
+from ..validation.known_text import read_known
 from ..validation.subject import describe_quantization
 from ..validation.weights import WeightComparison, compare_weights
 
@@ -47,7 +48,7 @@ def compare(
     """Hold each of `models` (folders or Hub ids, of any convention we read) against the baseline.
 
     baseline: the unquantized checkpoint; None takes the one that the first model was made from
-    text:     held-out text (plain, or .jsonl with `text`); None takes the code that Scalegate brings
+    text:     held-out text (plain, or .jsonl with `text`); None takes the one that Scalegate brings
     dtype:    of activations, for all alike
     """
     warn_if_untested()
@@ -55,9 +56,10 @@ def compare(
     if not checkpoints:
         raise UserError("nothing to compare; name one quantized checkpoint or more")
     other = open_baseline(checkpoints[0], None if baseline is None else str(baseline))
-    windows = read_held_out(None if text is None else Path(text), checkpoints[0], other, quality_tokens)
     where, kind = resolve_device(device), resolve_dtype(dtype)
+    given = None if text is None else read_held_out(Path(text), checkpoints[0], other, quality_tokens)
     reference = load_model(other.folder, device=where, dtype=kind, progress=progress).model
+    windows = given or read_known(reference, checkpoints[0], other, quality_tokens)
     found = []
     total = len(checkpoints) * sum(window.numel() for window in windows.windows)
     with progress_bar(total=total, desc="comparing", unit="tok", shown=progress) as bar:

@@ -5,7 +5,7 @@ import textwrap
 from ...serving_check.evidence.curve import took_turns
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.evidence.verdict import CurvePoint, Verdict
-from ...serving_check.gate.policy import first_lines
+from ...serving_check.gate.policy import first_lines, unlike_options
 
 MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open", "unknown": "n/a"}
 INDENT = 8
@@ -15,7 +15,12 @@ WIDTH = 110
 
 def verdict_table(verdict: Verdict) -> str:
     """The checks, with bound and reason where they did not pass; then the curve, then the verdict."""
-    said = first_lines(verdict.exploratory, verdict.declared, verdict.artifact.other_inputs)
+    said = first_lines(
+        verdict.exploratory,
+        verdict.declared,
+        unlike_options(verdict.environment),
+        verdict.artifact.other_inputs,
+    )
     lines = [line for said_line in said for line in textwrap.wrap(said_line, WIDTH)]
     for check in verdict.checks:
         lines.append(f"  {MARKS[check.status]:4}  {check.name:<{NAME_WIDTH}} {check.measured}")
@@ -115,7 +120,8 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
 
 def held_out_text(verdict: Verdict) -> str:
     """What quality was measured on, and prompts drawn from."""
-    return verdict.quality_text or "the source code that Scalegate brings"
+    brought = "code, prose, chat and other languages that Scalegate brings"
+    return brought if verdict.quality_text is None else f"{brought}; besides, {verdict.quality_text}"
 
 
 def baseline_dtype(verdict: Verdict) -> str:

@@ -17,11 +17,16 @@ from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.evidence.evidence import ModelFigures
 from ...serving_check.evidence.served_in_use import ServedInUse
 from ...serving_check.gate.gate import RunFigures
-from ...serving_check.quality import compare
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.layer_stream import LayerStream
 from .held_out import HeldOutText
-from .in_process import InProcessFigures, TextScorer, linear_shapes, refuse_other_vocabulary
+from .in_process import (
+    InProcessFigures,
+    TextScorer,
+    compare_texts,
+    linear_shapes,
+    refuse_other_vocabulary,
+)
 from .run import Run
 
 WEIGHTS_FACTOR = 1.1
@@ -91,16 +96,19 @@ def free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def figures_by_layers(run: Run, text: HeldOutText) -> InProcessFigures:
+def figures_by_layers(run: Run, text: HeldOutText, given: HeldOutText | None = None) -> InProcessFigures:
     """What `figures_of` finds, in the memory of a layer."""
     device, progress = run.options.device, run.progress
-    ours = ModelByLayers(run.artifact, text.windows, device, progress)
+    windows = [*text.windows, *(given.windows if given else [])]
+    ours = ModelByLayers(run.artifact, windows, device, progress)
     loaded = ours.describe()
-    theirs = ModelByLayers(run.baseline, text.windows, device, progress)
+    theirs = ModelByLayers(run.baseline, windows, device, progress)
     baseline_loaded = theirs.describe()
     refuse_other_vocabulary(run.artifact, loaded, run.baseline, baseline_loaded)
-    comparison = compare(ours, theirs, text.windows)
-    return InProcessFigures(loaded, baseline_loaded, comparison, ours.dtype, theirs.dtype, by_layers=True)
+    comparison, by_domain, of_given = compare_texts(ours, theirs, text, given)
+    return InProcessFigures(
+        loaded, baseline_loaded, comparison, ours.dtype, theirs.dtype, by_domain, of_given, by_layers=True
+    )
 
 
 def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse] = ()) -> TextScorer:

@@ -3,7 +3,7 @@
 Imports the libraries of models, which takes seconds: `measure.py` does so while the servers import theirs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...serving_check.checks.canary import scored
 from ...serving_check.engine.options import UNQUANTIZED
@@ -19,6 +19,7 @@ from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, RunFigures
 from ..conventions.kv_cache import kv_cache_of
 from .also_load import read_by_transformers
 from .by_layers import figures_by_layers, needs_layers, scorer_by_layers, within_padding
+from .given_text import read_given, require_doubt
 from .held_out import HeldOutText, read_held_out, window_for
 from .in_process import (
     InProcessFigures,
@@ -28,6 +29,7 @@ from .in_process import (
     release_memory,
     scorer_of,
 )
+from .known_text import read_known
 from .options import TRANSFORMERS
 from .other_readers import misreadings
 from .run import Run
@@ -40,6 +42,8 @@ class Findings:
     """What needs no server."""
 
     text: HeldOutText
+    """The one that Scalegate brings; its prompts are of the given one, too."""
+    given: HeldOutText | None
     figures: InProcessFigures
     weights: WeightFigures | None
     texts: TextFigures
@@ -66,30 +70,30 @@ def look(run: Run, keep_models: bool) -> Findings:
     """
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
     window = window_for(run.artifact, run.baseline, kv_format, run.asked.quality_tokens)
-    text = read_held_out(
-        run.asked.text,
-        run.artifact,
-        run.baseline,
-        run.asked.quality_tokens,
-        window,
-        run.workload.input_len,
-    )
+    how = run.artifact, run.baseline, run.asked.quality_tokens, window, run.workload.input_len
+    given = None if run.asked.text is None else read_given(run.asked.text, *how)
     with run.clock.stage("loading"):
         models = None if needs_layers(run) else load_models(run.artifact, run.baseline, run.in_process)
+    # A model too large for memory is not asked what it can predict: that is one more reading of its files.
+    text = read_held_out(None, *how) if models is None else read_known(models.theirs.model, *how)
+    if given is not None:
+        text = replace(text, token_ids=[*text.token_ids, *given.token_ids])
     # Before quality, which stores keys and values as they are served and so changes the model.
     with run.clock.stage("other readers"):
         readers = _other_readers(run, text, models)
     with run.clock.stage("quality"):
         if models is None:
             run.clock.say("both models together do not fit in memory here: quality a layer at a time")
-            figures = figures_by_layers(run, text)
+            figures = figures_by_layers(run, text, given)
         else:
-            figures = figures_of(models, text, run.in_process)
+            figures = figures_of(models, text, run.in_process, given)
+    if run.asked.text is not None and figures.given is not None:
+        require_doubt(run.asked.text, figures.given)
     if not keep_models:
         models = None
         release_memory()
     with run.clock.stage("files"):
-        return Findings(text, figures, *_look_at_files(run), readers, models)
+        return Findings(text, given, figures, *_look_at_files(run), readers, models)
 
 
 def score(run: Run, findings: Findings, served: RunFigures) -> Scores:

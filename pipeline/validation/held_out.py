@@ -4,18 +4,20 @@ Not for measuring (`in_process.py`).
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...base.errors import UserError
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import TokenText
-from ...serving_check.quality import read_texts, token_windows
+from ...serving_check.quality import Document, read_documents
 from ...serving_check.workload.use_plan import Conversations
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
@@ -23,6 +25,7 @@ from ..model_loader.vocabulary import refuse_unknown_tokens
 from .loaded_config import changes_beyond
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
+"""Measured in every validation; the README beside it says what is in it."""
 WINDOW, LONG_WINDOW = 512, 2048
 """Tokens read at once; the long one where keys and values are quantized, so that most of those are that a
 scored token attends to: formats keep the first tokens, and the last, in 16 bits."""
@@ -33,10 +36,14 @@ class HeldOutText:
     """The text that quality is measured on and that prompts are cut from."""
 
     tokenizer: Any
-    windows: list[torch.Tensor]
+    windows: list[Tensor]
+    domains: list[str]
+    """Of each window: the kind of text, such as `code`."""
     token_ids: list[int]
     """What prompts are cut from: the windows' tokens, and more of the text for long prompts."""
     sha256: str
+    foreign: Mapping[str, float] = field(default_factory=dict)
+    """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
 
     @property
     def token_text(self) -> TokenText:
@@ -70,12 +77,14 @@ def read_held_out(
     tokens: int,
     window: int = WINDOW,
     prompt: int = 0,
+    without: Collection[str] = (),
 ) -> HeldOutText:
     """Windows of `window` tokens of `path`, or of the text that ships with Scalegate.
 
-    At most `tokens` are predicted.
-    Long windows go on from one document to the next, so that all are full.
-    prompt: tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
+    At most `tokens` are predicted, as many of each domain as the text allows.
+    Long windows go on from one document of a domain to the next, so that all are full.
+    prompt:  tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
+    without: domains that are left out
     """
     path = path or HELD_OUT
     tokenizer = load_tokenizer(artifact) or load_tokenizer(baseline)
@@ -85,12 +94,7 @@ def read_held_out(
         )
     try:
         content = path.read_bytes()
-        texts = read_texts(path)
-        texts = ["\n".join(texts)] if window > WINDOW else texts
-        # Of long windows as many as `tokens` fill: a short one more would have no quantized key.
-        predictions = tokens if window <= WINDOW else tokens - max(1, tokens // window)
-        windows = token_windows(tokenizer, texts, window, predictions)
-        pool = windows if tokens >= 2 * prompt else token_windows(tokenizer, texts, WINDOW, 2 * prompt)
+        documents = [document for document in read_documents(path) if document.domain not in without]
     except OSError as error:
         raise UserError(f"cannot read the held-out text {path}: {error.strerror}") from error
     except ValueError as error:
@@ -98,14 +102,75 @@ def read_held_out(
             f"{path} is not held-out text: {error}; give plain UTF-8 text, "
             'or a .jsonl file with one {"text": ...} a line'
         ) from error
-    if not windows:
-        raise UserError(f"the held-out text {path} is empty; give a file with --text")
+    # Of long windows as many as `tokens` fill: a short one more would have no quantized key.
+    predictions = tokens if window <= WINDOW else tokens - max(1, tokens // window)
+    chosen = _spread(_windows(tokenizer, documents, window), predictions)
+    if not chosen:
+        raise UserError(f"the held-out text {path} is empty; give another")
+    windows = [window for _, window in chosen]
+    pool = windows
+    if tokens < 2 * prompt:
+        pool = [window for _, window in _spread(_windows(tokenizer, documents, WINDOW), 2 * prompt)]
     for checkpoint in (artifact, baseline):
         refuse_unknown_tokens(torch.cat([*windows, *pool]), tokenizer, checkpoint)
     token_ids = torch.cat(pool).tolist()
     if len(token_ids) < 2 * prompt:
         token_ids = list(islice(cycle(token_ids), len(token_ids) + prompt - 1))
-    return HeldOutText(tokenizer, windows, token_ids, hashlib.sha256(content).hexdigest())
+    digest = hashlib.sha256(content).hexdigest()
+    return HeldOutText(tokenizer, windows, [domain for domain, _ in chosen], token_ids, digest)
+
+
+def _windows(tokenizer: Any, documents: Sequence[Document], length: int) -> dict[str, list[Iterator[Tensor]]]:
+    """By domain, the windows of each document, int64 [<= length]; a long one's documents are joined first."""
+    by_domain: dict[str, list[str]] = {}
+    for document in documents:
+        by_domain.setdefault(document.domain, []).append(document.text)
+    if length <= WINDOW:
+        return {
+            domain: [_windows_of(tokenizer, text, length) for text in texts]
+            for domain, texts in by_domain.items()
+        }
+    joined = {
+        domain: list(_windows_of(tokenizer, "\n".join(texts), length)) for domain, texts in by_domain.items()
+    }
+    full = {
+        domain: [window for window in windows if len(window) == length] for domain, windows in joined.items()
+    }
+    return {domain: [iter(windows)] for domain, windows in (full if any(full.values()) else joined).items()}
+
+
+def _windows_of(tokenizer: Any, text: str, length: int) -> Iterator[Tensor]:
+    """Consecutive windows that do not overlap. The first token of each is not predicted."""
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+    yield from (window for window in ids.split(length) if len(window) >= 2)
+
+
+def _spread(windows: Mapping[str, Sequence[Iterator[Tensor]]], predictions: int) -> list[tuple[str, Tensor]]:
+    """At most `predictions` tokens after the windows' first ones, in the order of domains and documents.
+
+    The next window is of the domain, and in it of the document, that has given the fewest tokens so far.
+    """
+    documents = {
+        domain: [(0, position, each) for position, each in enumerate(of_domain)]
+        for domain, of_domain in windows.items()
+    }
+    domains = [(0, order, domain) for order, domain in enumerate(documents)]
+    chosen: list[tuple[int, int, str, Tensor]] = []
+    total = 0
+    while domains and total < predictions:
+        of_domain, order, domain = heapq.heappop(domains)
+        of_document, position, more = heapq.heappop(documents[domain])
+        window = next(more, None)
+        if window is not None:
+            window = window[: predictions - total + 1]
+            predicted = len(window) - 1
+            total += predicted
+            of_domain += predicted
+            chosen.append((order, position, domain, window))
+            heapq.heappush(documents[domain], (of_document + predicted, position, more))
+        if documents[domain]:
+            heapq.heappush(domains, (of_domain, order, domain))
+    return [(domain, window) for _, _, domain, window in sorted(chosen, key=lambda each: each[:2])]
 
 
 def window_for(artifact: Checkpoint, baseline: Checkpoint, kv_format: str, tokens: int) -> int:

@@ -5,8 +5,8 @@ Both models stay in memory while the servers are up only where there is room for
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -30,6 +30,7 @@ from ...serving_check.quality import (
     Comparison,
     below_best,
     compare,
+    compare_domains,
     continuation_logits,
     continuation_nats,
     greedy_gaps,
@@ -56,6 +57,10 @@ class InProcessFigures:
     comparison: Comparison
     dtype: str
     baseline_dtype: str
+    by_domain: Mapping[str, Comparison] = field(default_factory=dict)
+    """Empty where all of the text is of one domain."""
+    given: Comparison | None = None
+    """On the text that was given besides."""
     by_layers: bool = False
     """Whether the models were looked at a layer at a time (`by_layers.py`)."""
 
@@ -74,23 +79,45 @@ def load_models(artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions
     return Models(ours, _load(baseline, options, options.baseline_dtype))
 
 
-def figures_of(models: Models, text: HeldOutText, options: LoadOptions) -> InProcessFigures:
-    """Look at their layers, and compare their predictions."""
+def figures_of(
+    models: Models, text: HeldOutText, options: LoadOptions, given: HeldOutText | None = None
+) -> InProcessFigures:
+    """Look at their layers, and compare their predictions on the text, and on the given one by itself."""
     ours, theirs = models.ours, models.theirs
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     refuse_other_vocabulary(ours.checkpoint, loaded, theirs.checkpoint, baseline_loaded)
-    total = sum(window.numel() for window in text.windows)
+    windows = [*text.windows, *(given.windows if given else [])]
+    total = sum(window.numel() for window in windows)
     with progress_bar(total=total, desc="quality", unit="tok", shown=options.progress) as bar:
-        longest = max(map(len, text.windows))
+        longest = max(map(len, windows))
         scored = longest // 2 + 1
         batch = max(1, min(MOST_TOGETHER, LOGITS_BYTES // (scored * loaded.vocab_size * 2)))
         served = _as_served(ours, options, longest, batch)
         is_stored = isinstance(served, StoredKVModel)
-        comparison = compare(
-            served, theirs.model, text.windows, bar.update, is_stored, batch if is_stored else 1
+        comparison, by_domain, of_given = compare_texts(
+            served, theirs.model, text, given, bar.update, is_stored, batch if is_stored else 1
         )
     dtype, baseline_dtype = (str(side.model.dtype).removeprefix("torch.") for side in (ours, theirs))
-    return InProcessFigures(loaded, baseline_loaded, comparison, dtype, baseline_dtype)
+    return InProcessFigures(loaded, baseline_loaded, comparison, dtype, baseline_dtype, by_domain, of_given)
+
+
+def compare_texts(
+    model: nn.Module,
+    baseline: nn.Module,
+    text: HeldOutText,
+    given: HeldOutText | None,
+    progress: Callable[[int], None] | None = None,
+    second_half: bool = False,
+    batch: int = 1,
+) -> tuple[Comparison, dict[str, Comparison], Comparison | None]:
+    """On all of the text, on each of its domains if there are several, and on the given text by itself."""
+    whole, by_domain = compare_domains(
+        model, baseline, text.windows, text.domains, progress, second_half, batch
+    )
+    of_given = (
+        None if given is None else compare(model, baseline, given.windows, progress, second_half, batch)
+    )
+    return whole, by_domain if len(by_domain) > 1 else {}, of_given
 
 
 def refuse_other_vocabulary(

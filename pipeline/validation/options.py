@@ -47,11 +47,12 @@ class ValidateOptions:
     )
     text: Path | None = option(  # noqa: RUF009
         None,
-        "Held-out text for quality and prompts: plain, or .jsonl with a `text` on each line.",
+        "Held-out text to measure besides Scalegate's own: plain, or .jsonl with a `text` on each line.",
         metavar="FILE",
-        unless_given="code that Scalegate brings",
     )
-    quality_tokens: int = option(QUALITY_TOKENS, "Held-out tokens to measure quality on.", minimum=1024)
+    quality_tokens: int = option(
+        QUALITY_TOKENS, "Held-out tokens of each text to measure quality on.", minimum=1024
+    )
     also_load: str = option(
         TRANSFORMERS,
         "Another reader, whose logits on 256 tokens must be ours.",

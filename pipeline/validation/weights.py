@@ -281,15 +281,15 @@ def _kind_errors(
     median = median_low(finite) if finite else math.nan
     spread = median_low([_log_distance(error, median) for error in finite]) if finite else 0.0
 
-    def distance(module: str) -> float:
-        if not math.isfinite(errors[module]):
-            return math.inf
-        known = recorded.get(module)
-        if known is None:
-            return _log_distance(errors[module], median)
-        return abs(errors[module] - known) / known if known else errors[module]
+    def size(module: str) -> float:
+        return errors[module] if math.isfinite(errors[module]) else math.inf
 
-    furthest = sorted(errors, key=distance, reverse=True)[:NAMED]
+    def off_record(module: str) -> float:
+        known = recorded[module]
+        return abs(size(module) - known) / known if known else size(module)
+
+    off = sorted((module for module in errors if module in recorded), key=off_record, reverse=True)[:NAMED]
+    largest = sorted(errors, key=size, reverse=True)[:NAMED]
     return KindErrors(
         kind=kind,
         format=label,
@@ -297,7 +297,8 @@ def _kind_errors(
         median=median if finite else None,
         spread=spread if math.isfinite(spread) else 0.0,
         furthest=tuple(
-            ModuleError(m, errors[m] if math.isfinite(errors[m]) else None, recorded.get(m)) for m in furthest
+            ModuleError(m, errors[m] if math.isfinite(errors[m]) else None, recorded.get(m))
+            for m in dict.fromkeys([*off, *largest])
         ),
     )
 

@@ -7,7 +7,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,8 @@ class Endpoint:
     """Memory of the server's processes as this machine sees them; None if they were not started here."""
     metrics_renewal_s: float = 0.0
     """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
+    processes: Callable[[], Sequence[int]] = field(default=list, compare=False)
+    """Ids of the server's processes; empty if they were not started here."""
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

@@ -18,6 +18,7 @@ from typing import IO
 from ...base.errors import UserError
 from ...base.log import logger
 from ...base.progress import progress_bar
+from .cpu_time import server_processes
 from .endpoint import Endpoint, first_model, is_healthy
 from .process_memory import resident_bytes_of_tree
 from .ready_line import find_base_url
@@ -118,6 +119,7 @@ class SubprocessEndpoint:
                 from_log=from_log,
                 resident_bytes=self.resident_bytes,
                 metrics_renewal_s=self.metrics_renewal_s,
+                processes=self.processes,
             )
         except BaseException:
             self.stop()
@@ -157,6 +159,10 @@ class SubprocessEndpoint:
     def resident_bytes(self) -> int | None:
         """Of all its processes; None while it is not running. It stays good over a restart."""
         return None if self._process is None else resident_bytes_of_tree(self._process.pid)
+
+    def processes(self) -> list[int]:
+        """Ids of its processes, below the supervisor; empty while it is not running."""
+        return [] if self._process is None else server_processes(self._process.pid, self.log)
 
     def why_gone(self) -> str | None:
         """What ended it, where that was the machine or a lack of memory rather than what it serves.

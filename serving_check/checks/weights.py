@@ -1,7 +1,8 @@
 """Whether the stored weights are the baseline's, except for the declared rounding.
 
-An artifact of ours must match its manifest: every module's error as recorded, everything else bit for bit.
-Another tool's artifact records nothing, so the check looks for modules that stand out from their kind.
+An artifact with a manifest must match it: every module's error as recorded, everything else bit for bit. In
+every artifact the check also looks for modules that stand out from their kind: a manifest records errors as
+they were found, by `adopt` too, and vouches for none of them.
 """
 
 import math
@@ -28,14 +29,17 @@ SHOWN = 3
 
 def check_weights(figures: WeightFigures | None) -> CheckResult:
     """Unknown without figures: the baseline is quantized itself."""
-    bound = "the baseline's weights, rounded as the manifest says and otherwise equal"
+    bound = (
+        "the baseline's weights, rounded as the manifest says and otherwise equal; no module with an error "
+        "far from others of its kind"
+    )
     if figures is None:
         reason = "the baseline is quantized itself, so there are no source weights to compare with"
         return CheckResult(NAME, "unknown", "not known", bound, reason)
     if not figures.is_ours:
         bound = "no module with an error far from others of its kind, and no tensor changed in part"
     problems = list(_count_problems(figures))
-    problems += _recorded_problems(figures) if figures.is_ours else _outliers(figures)
+    problems += _recorded_problems(figures) or _outliers(figures)
     problems += _kept_problems(figures)
     worst = max((module for module in _all(figures)), key=_size, default=None)
     return CheckResult(
@@ -102,7 +106,7 @@ def _recorded_problems(figures: WeightFigures) -> list[str]:
 
 def _is_as_recorded(error: ModuleError) -> bool:
     if error.recorded is None:
-        return True  # named by `not_recorded`
+        return True  # without a manifest, or named by `not_recorded`
     if error.relative_error is None:
         return False
     return math.isclose(error.relative_error, error.recorded, rel_tol=TOLERANCE, abs_tol=1e-6)
@@ -155,7 +159,7 @@ def _praise(figures: WeightFigures) -> str:
             else "the weights are not quantized; keys and values are"
         )
     if figures.is_ours:
-        return "every module has the error that was recorded when it was quantized"
+        return "every module has the error that the manifest records, like others of its kind"
     changed = (
         f"; {figures.changed_tensors} other tensors are changed entirely, which the quality check judges"
         if figures.changed_tensors

@@ -36,7 +36,7 @@ class KindErrors:
     spread: float
     """Median absolute deviation of the errors' logarithms."""
     furthest: tuple[ModuleError, ...]
-    """The modules furthest from the manifest's record or, without a record, from the median."""
+    """The modules furthest from the manifest's record, if there is one, and those with the largest errors."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from .company import CompanyFigures
 from .in_use import FiguresInUse
 from .measurement import MeasuredM
 from .quality_figures import Comparison
+from .undisturbed import AloneFigures
 
 PackedLayers = Mapping[str, int] | None
 """How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where a server does not
@@ -119,6 +120,14 @@ class Evidence:
     """Of a load as in use; null if none was sent, as in exploratory runs."""
     at_rest: AtRestFigures | None = None
     """Of both servers when all load had ended; null if nobody looked."""
+    quality_by_domain: Mapping[str, Comparison] = field(default_factory=dict)
+    """The same on the text of each domain, such as `code`; empty where all of it is of one domain."""
+    foreign_domains: Mapping[str, float] = field(default_factory=dict)
+    """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
+    quality_of_given: Comparison | None = None
+    """The same on the text that was given besides the one that Scalegate brings; null where none was."""
+    alone: AloneFigures | None = None
+    """Both servers measured with the other one stopped; null if they were not started here, or took turns."""
     by_layers: bool = False
     """Whether quality and answers were computed a decoder layer at a time because the models did not fit in
     memory together: with dequantized weights, and unquantized keys and values."""

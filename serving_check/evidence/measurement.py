@@ -65,6 +65,8 @@ class Repeat:
     """Output tokens per second of M streams, outside prefill; null if hardly half of them decode together."""
     prefill_seconds: float | None = None
     """In which some request had no token yet; null in verdicts from before it was recorded."""
+    idle_cpu_seconds: float | None = None
+    """CPU time that the other side's server used meanwhile; null if it was not started here."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":

@@ -23,6 +23,8 @@ class Comparison:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """95% confidence limits of the figures above and of `extra_nats_per_token`, by name; none for what is not
     finite, nor from fewer than two runs of tokens."""
+    baseline_entropy: float | None = None
+    """Of the baseline's predictions, nats, mean over positions: how much is uncertain in the text."""
 
     @property
     def extra_nats_per_token(self) -> float:

@@ -237,11 +237,11 @@ class Verdict:
     quality_tokens: int
     """Held-out tokens that quality was measured on."""
     quality_text_sha256: str
-    """sha256 of the held-out text file."""
+    """sha256 of the held-out text file that Scalegate brings."""
     quality_text: str | None
-    """The held-out text file's name; null for the one that Scalegate brings."""
+    """The name of the file that was given besides; null where none was."""
     quality_tokens_asked: int
-    """The most tokens of it that were asked for."""
+    """The most tokens of either text that were asked for."""
     declared: Mapping[str, float]
     """The bounds and the settings of the release policy that the artifact's recipe sets."""
     exploratory: tuple[str, ...]
@@ -261,6 +261,8 @@ class Verdict:
     """lm-eval's tasks that both servers were asked, separated by commas; null for none."""
     scores: tuple[TaskScore, ...] = ()
     """Of those tasks; no check judges them."""
+    given_text_sha256: str | None = None
+    """sha256 of the file that was given besides; null where none was."""
     schema_version: int = SCHEMA_VERSION
 
     @property

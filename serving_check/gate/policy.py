@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..adapters.all_engines import find_engine
+from ..engine.options import ARTIFACT_ONLY
 from ..evidence.coded_load import uncoded
-from ..evidence.verdict import Verdict
+from ..evidence.verdict import Environment, Verdict
 from ..ms_between import STEP, draw_between
 from ..settings import Bounds, WorkloadSettings, checked_bound
 
@@ -37,6 +38,8 @@ class ReleasePolicy:
 
 
 POLICY = ReleasePolicy()
+WORDS, BASELINE_WORDS = "engine_args", "baseline_engine_args"
+"""Further words of an engine's command; the second option, if given, is the first one of the baseline."""
 Declared = Mapping[str, float]
 """The bounds and the policy's settings that a recipe sets, by name."""
 
@@ -164,11 +167,36 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
+def unlike_options(environment: Environment) -> list[str]:
+    """The options that the two servers were started with differently, but for those of an artifact alone.
+
+    Empty for two kinds of engine, and if a server was running already: its options are not known.
+    """
+    if environment.engine_options is None or environment.baseline_engine_options is None:
+        return []
+    if _kind(environment.engine) != _kind(environment.baseline_engine):
+        return []
+    ours, theirs = dict(environment.engine_options), dict(environment.baseline_engine_options)
+    words = theirs.pop(BASELINE_WORDS, None)
+    ours.pop(BASELINE_WORDS, None)
+    if words is not None:
+        theirs[WORDS] = words
+    return [
+        f"{_words(name)} {ours.get(name)} (the baseline's: {theirs.get(name)})"
+        for name in sorted((ours.keys() | theirs.keys()) - set(ARTIFACT_ONLY))
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
 def first_lines(
-    exploratory: Sequence[str], declared: Declared, other_inputs: Sequence[str] = ()
+    exploratory: Sequence[str],
+    declared: Declared,
+    unlike: Sequence[str] = (),
+    other_inputs: Sequence[str] = (),
 ) -> list[str]:
     """What a verdict and a card say before anything else; empty where all was judged, by the policy as it is.
 
+    unlike: the options that the servers do not share, as `unlike_options` finds them
     other_inputs: what the model takes besides text
     """
     lines = []
@@ -178,4 +206,6 @@ def first_lines(
         lines.append(f"The recipe lowers the release policy: {'; '.join(changes)}.")
     if other_inputs:
         lines.append(f"Text only was judged: it takes {' and '.join(other_inputs)} too, which nobody sent.")
+    if unlike:
+        lines.append(f"The servers were started with different options: {'; '.join(unlike)}.")
     return lines

@@ -123,6 +123,8 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
     problems += _of_the_claim(verdict)
     if verdict.quality_tokens != verdict.evidence.quality.tokens:
         problems.append("quality was measured on another number of tokens than it says")
+    if (verdict.quality_text is None) != (verdict.evidence.quality_of_given is None):
+        problems.append("it names a text that it has no figures of, or has figures of a text without a name")
     return problems
 
 

@@ -3,10 +3,13 @@
 `interleaving.py` chooses the repeats and their order.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..adapters import Endpoint
+from ..adapters.cpu_time import cpu_seconds
 from ..evidence.answer_figures import ServedText, TokenText, served_texts, spread_evenly
 from ..evidence.measurement import Repeat
 from ..workload import WorkloadResult, WorkloadSpec
@@ -20,6 +23,8 @@ DEADLINE_S = 5.0
 TEXTS_AT_LARGEST_M = 12
 TEXTS_AT_OTHER_MS = 1
 """Answers that are scored: each costs a forward pass on both models."""
+LOOKED_FOR_EVERY_S = 2.0
+"""Finding a server's processes takes some 7 ms, which every repeat would wait for."""
 MOST_KEPT = 4 * TEXTS_AT_LARGEST_M
 """Answers of one M that are kept until some are chosen for scoring: prompts can be long."""
 
@@ -40,6 +45,9 @@ class Repeats:
         self._slowest: dict[int, float] = {}
         """By M, of the baseline's slowest request so far: its seconds over its output tokens."""
         self._texts: dict[int, list[ServedText]] = {}
+        self._processes: dict[str, Sequence[int]] = {}
+        """By a server's address."""
+        self._looked_for = -math.inf
 
     def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> Repeat:
         spec = replace(
@@ -47,14 +55,26 @@ class Repeats:
             keep_answers=self._tokenizer is not None,
             request_timeout=self._deadline(spec),
         )
+        idle = self._idle_processes(endpoint)
+        before = cpu_seconds(idle)
         result = self._run(endpoint, spec)
+        used = max(0.0, cpu_seconds(idle) - before) if idle else None
         if endpoint == self.baseline:
             slowest = [seconds / spec.output_len for seconds in result.e2els]
             self._slowest[spec.m] = max([self._slowest.get(spec.m, 0.0), *slowest])
         elif endpoint == self.artifact and self._tokenizer is not None:
             texts = self._texts.get(spec.m, []) + served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
             self._texts[spec.m] = spread_evenly(texts, MOST_KEPT)
-        return Repeat.of(result, self._tokenizer)
+        return replace(Repeat.of(result, self._tokenizer), idle_cpu_seconds=used)
+
+    def _idle_processes(self, endpoint: Endpoint) -> list[int]:
+        """Of the other server, artifact's or baseline's, if it was started here."""
+        sides = [side for side in (self.artifact, self.baseline) if side is not None]
+        if (now := time.monotonic()) > self._looked_for + LOOKED_FOR_EVERY_S:
+            self._processes = {side.base_url: side.processes() for side in sides}
+            self._looked_for = now
+        others = [side for side in sides if side != endpoint]
+        return [pid for other in others for pid in self._processes.get(other.base_url, ())]
 
     def _deadline(self, spec: WorkloadSpec) -> float:
         """Seconds for a request; the spec's own until the baseline was measured at this M or a lower one."""

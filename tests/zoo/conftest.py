@@ -8,7 +8,7 @@ import pytest
 from scalegate.base.stage_clock import StageClock
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.validation.held_out import HeldOutText, read_held_out
+from scalegate.pipeline.validation.held_out import HeldOutText
 from scalegate.pipeline.validation.in_process import (
     InProcessFigures,
     TextScorer,
@@ -16,6 +16,7 @@ from scalegate.pipeline.validation.in_process import (
     load_models,
     scorer_of,
 )
+from scalegate.pipeline.validation.known_text import read_known
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
@@ -136,9 +137,9 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
     sound = server_of("embedded", "baseline", example_checkpoint, OPTIONS, folder, progress=False)
     with faulty as artifact, sound as baseline:
         ours, theirs = open_checkpoint(str(artifact_folder)), open_checkpoint(str(example_checkpoint))
-        text = read_held_out(None, ours, theirs, 2048)
         load = LoadOptions(OPTIONS, OPTIONS.dtype, progress=False)
         models = load_models(ours, theirs, load)
+        text = read_known(models.theirs.model, ours, theirs, 2048)
         figures = figures_of(models, text, load)
         score = scorer_of(models, load, LONG_PROMPTS.input_len + LONG_WORKLOAD.output_len)
         yield Zoo(artifact, baseline, fault_file, text, figures, score)

@@ -11,8 +11,8 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.records.recipe import Recipe
-from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.in_process import figures_of, load_models
+from scalegate.pipeline.validation.known_text import read_known
 from scalegate.pipeline.validation.other_readers import misreadings
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.text_files import compare_text_files
@@ -90,9 +90,10 @@ def judge_files(folder: Path, baseline: Path) -> dict[str, CheckResult]:
 def judge_quality(folder: Path, baseline: Path, tokens: int) -> CheckResult:
     """The quality check on `tokens` tokens of the bundled text, on the CPU."""
     artifact, source = open_checkpoint(folder), open_checkpoint(baseline)
-    text = read_held_out(None, artifact, source, tokens)
     engine = EngineOptions(device="cpu", dtype="float32")
     options = LoadOptions(engine, engine.dtype, progress=False)
-    comparison = figures_of(load_models(artifact, source, options), text, options).comparison
+    models = load_models(artifact, source, options)
+    text = read_known(models.theirs.model, artifact, source, tokens)
+    comparison = figures_of(models, text, options).comparison
     weights = compare_weights(artifact, source, None, progress=False)
     return check_quality(comparison, Bounds(), largest_errors(weights.figures))

@@ -18,6 +18,7 @@ from scalegate.pipeline.commands.push import push
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import MANIFEST_NAME, SOURCE_NAME, Artifact
 from scalegate.pipeline.validation.weights import compare_weights
+from scalegate.serving_check.checks.weights import check_weights
 from scalegate.serving_check.gate.record import judged_again
 from scalegate.tests.pipeline.publishing.passed_artifact import PLOTS, give_verdict, passing_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,10 +26,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 MADE = {"compressed-tensors": "int4-hqq", "modelopt": "nvfp4"}
 
 
-def plain_checkpoint(folder: Path, seed: int = 0, width: int = 128) -> Path:
+def plain_checkpoint(folder: Path, seed: int = 0, width: int = 128, layers: int = 1) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=64, hidden_size=width, intermediate_size=width, num_hidden_layers=1,
+        vocab_size=64, hidden_size=width, intermediate_size=width, num_hidden_layers=layers,
         num_attention_heads=2, num_key_value_heads=2, head_dim=64, dtype="bfloat16",
     )  # fmt: skip
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -92,9 +93,38 @@ def test_it_is_shown_pushed_and_refused_like_ours(foreign, base: Path, tmp_path:
         push(folder, f"folder:{tmp_path / 'other'}", progress=False)
 
 
+def test_an_adopted_artifact_with_one_corrupted_layer_fails(tmp_path: Path):
+    """Its manifest records the errors as they were found, which excuses none of them."""
+    base = plain_checkpoint(tmp_path / "base", layers=4)
+    results = {}
+    for name in ("sound", "corrupted"):
+        folder = tmp_path / name
+        quantize(base, "int4-hqq", folder, progress=False)
+        for own in (MANIFEST_NAME, SOURCE_NAME):
+            (folder / own).unlink()
+        if name == "corrupted":
+            shift_zero_points(folder, "model.layers.2.")
+        adopted = adopt(folder, base, progress=False)
+        compared = compare_weights(open_checkpoint(folder), open_checkpoint(base), adopted, progress=False)
+        results[name] = check_weights(compared.figures)
+    assert results["sound"].status == "pass", results["sound"].reason
+    assert results["corrupted"].status == "fail"
+    assert "far from others of their kind: model.layers.2." in results["corrupted"].reason
+
+
 def change_a_weight(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shift_zero_points(folder: Path, of: str) -> None:
+    """Every packed zero point off by one."""
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if name.startswith(of) and name.endswith("weight_zero_point")]
+    assert names
+    for name in names:
+        tensors[name] ^= 0x11111111
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -121,7 +121,7 @@ def test_the_plots_are_shown_from_where_they_are_pushed_to(artifact):
 
 def test_the_badge_is_shown_where_the_report_has_one_and_the_text_is_named(artifact):
     text = card_of(artifact, verdict={"report": {"badge.svg": "0" * 64}, "quality_text": "mine.txt"})
-    assert "](serving_check/badge.svg)" in text and "of held-out text (mine.txt)" in text
+    assert "](serving_check/badge.svg)" in text and "that Scalegate brings; besides, mine.txt)" in text
     assert "badge.svg" not in card_of(artifact)
 
 

@@ -46,7 +46,7 @@ def test_the_page_links_to_what_was_measured_and_names_the_text(verdict: Verdict
     on_hub = replace(verdict, artifact=replace(verdict.artifact, name="org/it", revision="abc"))
     page = render_report(on_hub)["report.html"].decode()
     assert 'href="https://huggingface.co/org/it/tree/abc"' in page
-    assert "the source code that Scalegate brings, for quality and prompts" in page
+    assert "code, prose, chat and other languages that Scalegate brings, for quality and prompts" in page
 
 
 BROWSER = """

@@ -39,9 +39,20 @@ def test_a_module_is_held_to_the_error_that_the_manifest_records():
         assert "not the ones that were quantized: model.layers.0.mlp.up_proj" in result.reason
 
 
-@pytest.mark.parametrize(("error", "status"), [(0.12, "pass"), (0.4, "fail"), (None, "fail")])
-def test_where_nothing_is_recorded_a_module_is_held_to_its_kind(error, status: str):
-    result = check_weights(with_error(error, FOREIGN, None))
+@pytest.mark.parametrize(
+    ("error", "figures", "recorded", "status"),
+    [
+        (0.12, FOREIGN, None, "pass"),
+        (0.4, FOREIGN, None, "fail"),
+        (None, FOREIGN, None, "fail"),
+        (0.12, SOUND_WEIGHTS, 0.12, "pass"),
+        (0.4, SOUND_WEIGHTS, 0.4, "fail"),
+    ],
+)
+def test_a_module_is_held_to_its_kind_whether_or_not_its_error_is_recorded(
+    error, figures, recorded, status: str
+):
+    result = check_weights(with_error(error, figures, recorded))
     assert result.status == status
     assert status == "pass" or "far from others of their kind: model.layers.0.mlp.up_proj" in result.reason
 
@@ -131,6 +142,30 @@ def test_a_figure_whose_interval_reaches_to_the_bound_is_inconclusive():
     assert check_quality(seen, Bounds()).status == "fail", "what was seen is no estimate"
 
 
+def test_a_domain_that_is_far_off_is_not_excused_by_the_others():
+    parts = {"code": replace(SOUND, mean_kl=0.01), "chat": replace(SOUND, mean_kl=0.13)}
+    assert check_quality(replace(SOUND, mean_kl=0.07), Bounds()).status == "pass"
+    result = check_quality(replace(SOUND, mean_kl=0.07), Bounds(), by_domain=parts)
+    assert result.status == "fail" and "mean KL 0.1300 on chat is above 0.1000" in result.reason
+    assert "0.0100 on code, 0.1300 on chat" in result.measured and result.figures["mean_kl_chat"] == 0.13
+    near = parts | {"chat": replace(parts["chat"], intervals={"mean_kl": (0.08, 0.16)})}
+    assert check_quality(SOUND, Bounds(), by_domain=near).status == "inconclusive"
+    assert check_quality(SOUND, Bounds(), by_domain={"code": SOUND, "chat": SOUND}).status == "pass"
+
+
+def test_a_given_text_is_held_to_all_bounds_by_itself():
+    result = check_quality(SOUND, Bounds(), given=SOUND)
+    assert result.status == "pass" and f"and {SOUND.tokens} of the text given" in result.reason
+    assert result.figures["given_mean_kl"] == SOUND.mean_kl
+    for change, words in (
+        ({"max_kl": 9.8}, "largest KL 9.80 on the text given is above 8.00"),
+        ({"top1_agreement": 0.8}, "top-1 agreement 80.0% on the text given is below 85.0%"),
+        ({"mean_kl": float("nan"), "nats_per_token": float("nan")}, "NaN or Inf"),
+    ):
+        result = check_quality(SOUND, Bounds(), given=replace(SOUND, **change))
+        assert result.status == "fail" and words in result.reason
+
+
 def test_intervals_cover_the_truth_and_grow_with_the_correlation_of_neighbours():
     """Figures of runs that share a level: independent tokens would promise far too narrow an interval."""
     generator = torch.Generator().manual_seed(1)
@@ -139,7 +174,7 @@ def test_intervals_cover_the_truth_and_grow_with_the_correlation_of_neighbours()
         levels = torch.randn(32, 1, generator=generator).mul(0.3).exp()
         kl = levels * torch.rand(32, quality.RUN, generator=generator).log().neg()
         rest = torch.zeros(32, quality.RUN)
-        runs = torch.stack([kl, kl + 1, rest + 1, rest], dim=2).double().unbind()
+        runs = torch.stack([kl, kl + 1, rest + 1, rest, rest], dim=2).double().unbind()
         found = quality._comparison(runs)
         low, high = found.intervals["mean_kl"]
         covered += low <= torch.tensor(0.3).square().div(2).exp().item() <= high

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scalegate.serving_check.quality import compare, continuation_nats, read_texts, token_windows
+from scalegate.serving_check.quality import (
+    Document,
+    compare,
+    compare_domains,
+    continuation_nats,
+    read_documents,
+    read_texts,
+    token_windows,
+)
 from torch import nn
 
 
@@ -40,6 +48,21 @@ def test_kl_is_of_the_model_from_the_baseline():
     assert result.mean_kl == pytest.approx(expected, rel=1e-5)
     skewed = -(2 * math.log(0.7) + 2 * math.log(0.1)) / 4
     assert result.extra_nats_per_token == pytest.approx(-math.log(0.25) - skewed, rel=1e-5)
+
+
+def test_each_domain_has_figures_of_its_own():
+    whole, by_domain = compare_domains(SKEWED, EVEN, [*WINDOWS, *WINDOWS], ["a", "b", "b", "a"])
+    assert whole == compare(SKEWED, EVEN, [*WINDOWS, *WINDOWS])
+    assert by_domain == {
+        "a": compare(SKEWED, EVEN, [WINDOWS[0], WINDOWS[1]]),
+        "b": compare(SKEWED, EVEN, [WINDOWS[1], WINDOWS[0]]),
+    }
+
+
+def test_the_baseline_s_entropy_is_that_of_its_predictions():
+    assert compare(SKEWED, EVEN, WINDOWS).baseline_entropy == pytest.approx(math.log(4))
+    expected = -0.7 * math.log(0.7) - 0.3 * math.log(0.1)
+    assert compare(EVEN, SKEWED, WINDOWS).baseline_entropy == pytest.approx(expected)
 
 
 def test_a_model_against_itself_is_at_zero_and_agrees_everywhere():
@@ -77,6 +100,8 @@ def test_texts_come_from_json_lines_or_are_the_whole_file(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
     assert read_texts(tmp_path / "a.jsonl") == ["one", "two"]
     assert read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
+    (tmp_path / "b.jsonl").write_text('{"text": "one", "domain": "code"}\n{"text": "two"}\n')
+    assert read_documents(tmp_path / "b.jsonl") == [Document("one", "code"), Document("two")]
 
 
 @pytest.mark.parametrize("broken", ['{"text": "cut', '{"txt": "two"}', '["two"]', '{"text": 2}'])

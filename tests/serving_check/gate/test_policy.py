@@ -11,6 +11,7 @@ from scalegate.serving_check.gate.policy import (
     first_lines,
     is_weaker,
     lowered,
+    unlike_options,
     weaker,
     weaker_settings,
 )
@@ -84,3 +85,26 @@ def test_a_bound_below_what_the_recipe_declares_is_weaker_still():
         "The recipe lowers the release policy: throughput floor 0.8 (the policy says 0.93).",
     ]
     assert first_lines([], {}) == []
+
+
+def unlike(ours: dict | None, theirs: dict | None, **changes) -> list[str]:
+    environment = sample_verdict({1: 1.0}).environment
+    return unlike_options(
+        replace(environment, engine_options=ours, baseline_engine_options=theirs, **changes)
+    )
+
+
+def test_options_that_only_one_server_was_started_with_are_said_first():
+    same = {"max_num_seqs": 32, "dtype": "bfloat16"}
+    assert unlike(same, dict(same)) == []
+    assert unlike({**same, "layout": "tiles", "kv_cache_dtype": "fp8"}, same) == [], "an artifact's own"
+    other = unlike(same, {**same, "max_num_seqs": 8})
+    assert first_lines([], {}, other) == [
+        "The servers were started with different options: max num seqs 32 (the baseline's: 8)."
+    ]
+    words = {**same, "engine_args": "--enforce-eager"}
+    assert unlike(words, words) == []
+    both = {**words, "baseline_engine_args": ""}
+    assert unlike(both, both) == ["engine args --enforce-eager (the baseline's: )"]
+    assert unlike(same, None) == []
+    assert unlike(same, {}, baseline_engine="vllm") == [], "the policy says that the engines differ"

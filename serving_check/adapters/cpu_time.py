@@ -1,0 +1,106 @@
+"""The processes of a server that was started here: the CPU time that they use, and stopping them for a while.
+
+Read from Linux's `/proc`; elsewhere no processes are found.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+OUTPUTS = (1, 2)
+"""The file descriptors that a server's log is written by."""
+STOPPED = "TtZX"
+"""The states of processes that run no more, or not now."""
+STOPPING_SECONDS, POLL_SECONDS = 1.0, 0.001
+"""A process stops when it is next about to run, which is at once unless it waits for a disk."""
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What `/proc/PID/stat` says of a process."""
+
+    state: str
+    parent: int
+    ticks: int
+    """Of CPU time, its own and that of its children that have ended."""
+
+
+def server_processes(supervisor: int, log: Path) -> list[int]:
+    """Ids of the processes below the supervisor, and of all others that write to the server's log.
+
+    A fork server's children are not below the supervisor, but have its log for their output.
+    """
+    statuses = _statuses()
+    children: dict[int, list[int]] = {}
+    for pid, status in statuses.items():
+        children.setdefault(status.parent, []).append(pid)
+    found: list[int] = []
+    below = list(children.get(supervisor, []))
+    while below:
+        pid = below.pop()
+        found.append(pid)
+        below += children.get(pid, [])
+    writers = [pid for pid in statuses if pid not in (supervisor, *found) and _writes_to(pid, log.resolve())]
+    return [*found, *writers]
+
+
+def cpu_seconds(processes: Sequence[int]) -> float:
+    """That they have used so far, with their children that have ended."""
+    statuses = [_status(pid) for pid in processes]
+    return sum(status.ticks for status in statuses if status is not None) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def paused(processes: Sequence[int]) -> Iterator[None]:
+    """Inside, the processes are stopped. One that ends meanwhile is none of ours any more."""
+    try:
+        _send(processes, signal.SIGSTOP)
+        deadline = time.monotonic() + STOPPING_SECONDS
+        while _any_runs(processes) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        yield
+    finally:
+        _send(processes, signal.SIGCONT)
+
+
+def _send(processes: Sequence[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _any_runs(processes: Sequence[int]) -> bool:
+    statuses = [_status(pid) for pid in processes]
+    return any(status is not None and status.state not in STOPPED for status in statuses)
+
+
+def _statuses() -> dict[int, _Status]:
+    if not PROC.is_dir():
+        return {}
+    pids = [int(name) for name in os.listdir(PROC) if name.isdigit()]
+    found = {pid: _status(pid) for pid in pids}
+    return {pid: status for pid, status in found.items() if status is not None}
+
+
+def _status(pid: int) -> _Status | None:
+    """None where the process has ended."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # proc_pid_stat(5): the name, in parentheses, may hold anything; the state is field 3, the times 14 to 17.
+    fields = text.rpartition(")")[2].split()
+    return _Status(fields[0], int(fields[1]), sum(map(int, fields[11:15])))
+
+
+def _writes_to(pid: int, log: Path) -> bool:
+    for descriptor in OUTPUTS:
+        with suppress(OSError):
+            if os.readlink(PROC / str(pid) / "fd" / str(descriptor)) == str(log):
+                return True
+    return False

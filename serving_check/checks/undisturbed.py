@@ -1,0 +1,144 @@
+"""Whether the servers leave one another alone: a server that computes while it is idle slows the other one.
+
+Each is measured with the other one stopped. If the ratio of throughput is surely another one then, or if an
+idle server takes the other's CPU time, the comparison is of two servers that disturb each other, and decides
+nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..evidence.measurement import MeasuredM, Repeat, output_throughput
+from ..evidence.undisturbed import AloneFigures
+from ..evidence.verdict import CheckResult, Status
+from ..statistics.trimmed_mean import student_t_quantile, winsorized
+
+NAME = "undisturbed"
+ERROR = 0.005
+"""The chance, on either side, of limits that leave out the true difference."""
+LEAST_DIFFERENCE = 0.03
+"""Of the ratios, alone and beside one another, as a share: servers warm up and machines drift by less, within
+a verdict."""
+LEAST_CPU = 0.05
+"""Of the cores' time, what one idle server may take beyond what the other one takes. A server that computes
+on all cores loses at most this share of its throughput by it: a ratio shows more."""
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Of the log ratio of throughput beside one another from that alone."""
+
+    centre: float
+    low: float
+    high: float
+
+
+def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM]) -> CheckResult:
+    """Inconclusive if a server surely disturbs the other; unknown if they could not be stopped."""
+    bound = f"a ratio of throughput within {LEAST_DIFFERENCE:.0%} of that with the other server stopped"
+    if alone is not None and alone.on_cpu:
+        bound += f", and at most {LEAST_CPU:.0%} of the CPU taken while idle"
+    beside = next((level for level in measured if alone is not None and level.m == alone.blocks.m), None)
+    difference = None
+    if alone is not None and beside is not None:
+        difference = _difference(
+            beside.log_ratios(output_throughput), alone.blocks.log_ratios(output_throughput)
+        )
+    if alone is None or beside is None or difference is None:
+        reason = "the servers were not started here, so none could be stopped while the other was measured"
+        return CheckResult(NAME, "unknown", "not known", bound, reason)
+    of_artifact = _idle_cpu(measured, alone.cores, artifacts=True)
+    of_baseline = _idle_cpu(measured, alone.cores, artifacts=False)
+    disturbs = _who(difference, of_artifact, of_baseline, alone.on_cpu)
+    status: Status = "pass" if disturbs is None else "inconclusive"
+    uses = _uses(of_artifact, of_baseline, alone.gpu_use)
+    return CheckResult(
+        name=NAME,
+        status=status,
+        measured=f"{_shown(difference)} beside one another at M={beside.m}; {uses}",
+        bound=bound,
+        reason=_reason(disturbs, uses),
+        figures={
+            "difference": math.expm1(difference.centre),
+            "difference_low": math.expm1(difference.low),
+            "difference_high": math.expm1(difference.high),
+            "artifact_idle_cpu": of_artifact,
+            "baseline_idle_cpu": of_baseline,
+            "gpu_use": alone.gpu_use,
+        },
+    )
+
+
+def _difference(beside: Sequence[float], alone: Sequence[float]) -> _Difference | None:
+    """Student's limits for two samples of one variance; None with fewer than two values of either."""
+    if min(len(beside), len(alone)) < 2:
+        return None
+    samples = [winsorized(values) for values in (beside, alone)]
+    means = [math.fsum(values) / len(values) for values in samples]
+    squares = math.fsum(
+        (value - mean) ** 2 for values, mean in zip(samples, means, strict=True) for value in values
+    )
+    freedom = len(beside) + len(alone) - 2
+    error = math.sqrt(squares / freedom * (1 / len(beside) + 1 / len(alone)))
+    half = student_t_quantile(ERROR, freedom) * error
+    centre = means[0] - means[1]
+    return _Difference(centre, centre - half, centre + half)
+
+
+def _idle_cpu(measured: Sequence[MeasuredM], cores: int, artifacts: bool) -> float | None:
+    """Share of the cores' time that a server took during the other's repeats.
+
+    artifacts: the artifact's server, rather than the baseline's
+    """
+    repeats: list[Repeat] = [
+        repeat for level in measured for repeat in (level.baseline if artifacts else level.artifact)
+    ]
+    known = [repeat for repeat in repeats if repeat.idle_cpu_seconds is not None]
+    seconds = math.fsum(repeat.duration for repeat in known)
+    if not seconds:
+        return None
+    return math.fsum(repeat.idle_cpu_seconds or 0.0 for repeat in known) / (seconds * cores)
+
+
+def _who(
+    difference: _Difference, of_artifact: float | None, of_baseline: float | None, on_cpu: bool
+) -> str | None:
+    """Whose server disturbs the other one, if either surely does."""
+    if difference.low > math.log1p(LEAST_DIFFERENCE):
+        return "artifact"
+    if difference.high < -math.log1p(LEAST_DIFFERENCE):
+        return "baseline"
+    if on_cpu and of_artifact is not None and of_baseline is not None:
+        if of_artifact - of_baseline > LEAST_CPU:
+            return "artifact"
+        if of_baseline - of_artifact > LEAST_CPU:
+            return "baseline"
+    return None
+
+
+def _reason(disturbs: str | None, uses: str) -> str:
+    if disturbs is None:
+        return "neither server is slower beside the other one than alone"
+    other = "baseline" if disturbs == "artifact" else "artifact"
+    return (
+        f"the {disturbs}'s server takes from the {other}'s while it has no request itself: {uses}. Find out "
+        "what it does then, or give each side a machine of its own"
+    )
+
+
+def _uses(of_artifact: float | None, of_baseline: float | None, gpu: float | None) -> str:
+    parts = [
+        f"the {side}'s server took {share:.1%} of the CPU while idle"
+        for side, share in (("artifact", of_artifact), ("baseline", of_baseline))
+        if share is not None
+    ]
+    parts += [] if gpu is None else [f"the GPUs were busy {gpu:.0%} of the time without any request"]
+    return ", ".join(parts) or "what they took while idle is not known"
+
+
+def _shown(difference: _Difference) -> str:
+    low, centre, high = (
+        f"{math.expm1(value):+.1%}" for value in (difference.low, difference.centre, difference.high)
+    )
+    return f"ratio {centre} [{low}, {high}]"

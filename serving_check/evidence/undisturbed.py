@@ -1,0 +1,24 @@
+"""Each server measured while the other one is stopped: raw figures of whether an idle server takes anything.
+
+Data only. `gate/alone.py` measures, `checks/undisturbed.py` judges.
+"""
+
+from dataclasses import dataclass
+
+from ..settings import DOCUMENTED
+from .measurement import MeasuredM
+
+
+@dataclass(frozen=True)
+class AloneFigures:
+    __pydantic_config__ = DOCUMENTED
+
+    blocks: MeasuredM
+    """Blocks at one M. In each repeat the processes of the other servers were stopped."""
+    cores: int
+    """That the servers may run on."""
+    on_cpu: bool
+    """Whether they compute on these cores, rather than on GPUs."""
+    gpu_use: float | None = None
+    """Share of the time in which the GPUs were busy while no server had a request, 0 to 1; null if nothing
+    tells, or on a CPU."""

@@ -1,0 +1,54 @@
+"""Measures each server with the other ones stopped, so that what an idle server takes from them shows.
+
+An idle server should take nothing. One that computes, or keeps a GPU busy, slows the one that is measured.
+"""
+
+import contextlib
+import os
+
+from ..adapters import Endpoint
+from ..adapters.cpu_time import paused
+from ..evidence.measurement import Block, MeasuredM
+from ..statistics.decide import block_order
+from .interleaving import SEEDS_PER_M, Servers, workload_spec
+
+FIRST_SEED = 3 * SEEDS_PER_M // 4
+"""Of the prompts' seeds at an M: those of blocks are far below, those of warm-ups above."""
+
+
+def measure_alone(servers: Servers, alone: MeasuredM, blocks: int) -> bool:
+    """Add blocks to `alone`; false if a request failed, or a server cannot be stopped from here.
+
+    Half of them before the other blocks and half after them: a drift of the machine then cancels.
+    """
+    endpoints = [servers.artifact, servers.baseline]
+    endpoints += [] if servers.rival is None else [servers.rival.endpoint]
+    for _ in range(blocks):
+        index = len(alone.blocks)
+        spec = workload_spec(servers.workload, alone.m, servers.text, FIRST_SEED + index)
+        block = Block()
+        for side in block_order(index):
+            endpoint, repeats = {
+                "A": (servers.artifact, block.artifact),
+                "B": (servers.baseline, block.baseline),
+            }[side]
+            with contextlib.ExitStack() as stopped:
+                if not all(_stop(other, stopped) for other in endpoints if other != endpoint):
+                    return False
+                repeats.append(servers.repeat(endpoint, spec))
+        alone.blocks.append(block)
+        if block.errors:
+            return False
+    return True
+
+
+def usable_cores() -> int:
+    """That this process and the servers that it starts may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _stop(other: Endpoint, stopped: contextlib.ExitStack) -> bool:
+    """Until `stopped` closes; false if its processes are not known."""
+    processes = other.processes()
+    stopped.enter_context(paused(processes))
+    return bool(processes)
