@@ -1,6 +1,6 @@
 """Sampled tokens beside the distributions that they should be drawn from: figures of a goodness of fit.
 
-Whether they fit, `checks/sampling.py` decides.
+Whether they fit, `checks/in_use/sampling.py` decides.
 """
 
 import hashlib

@@ -45,14 +45,13 @@ def _four_bits(
 ) -> tuple[DecodedTensor, tuple[str, ...]]:
     said = parse_json(bytes(state.read().numpy()).decode("utf-8", "replace"), f"{source}: {state.name}")
     parts = {part: tensors[f"{name}.{part}"] for part in BESIDE if f"{name}.{part}" in tensors}
-    codes, shape = tensors.get(name), said.get("shape") if isinstance(said, dict) else None
-    is_shape = isinstance(shape, list) and len(shape) == 2 and all(isinstance(n, int) for n in shape)
-    if codes is None or not is_shape or not {"absmax", "quant_map"} <= parts.keys():
+    codes, shape = tensors.get(name), _shape_of(said)
+    if codes is None or shape is None or not {"absmax", "quant_map"} <= parts.keys():
         raise UserError(f"{source}: {name} is no {METHOD} weight: a part of it is missing; download it again")
     numbers, said_dtype = codes.nbytes * 2, said.get("dtype")
     if numbers != shape[0] * shape[1] or shape[1] % 2 or said_dtype not in DTYPES:
         raise UserError(
-            f"{source}: {name} has {numbers} codes for shape {shape} in {said_dtype!r}; download it again"
+            f"{source}: {name} has {numbers} codes for shape {list(shape)} in {said_dtype!r}; download it again"
         )
     sizes = ["blocksize", *(["nested_blocksize"] if "nested_absmax" in parts else [])]
     wrong = [key for key in sizes if not isinstance(said.get(key), int) or said[key] < 1]
@@ -61,8 +60,15 @@ def _four_bits(
     used = [codes, *parts.values(), state]
     decode = _FourBits(codes, parts, said, shape[1])
     label = f"{METHOD} {str(said.get('quant_type', '')).upper()}, blocks of {said['blocksize']}"
-    weight = decoded(name, used, DTYPES[said["dtype"]], (shape[0], shape[1]), decode, label)
+    weight = decoded(name, used, DTYPES[said["dtype"]], shape, decode, label)
     return weight, tuple(part.name for part in used)
+
+
+def _shape_of(said: Any) -> tuple[int, int] | None:
+    shape = said.get("shape") if isinstance(said, dict) else None
+    if isinstance(shape, list) and len(shape) == 2 and all(isinstance(n, int) for n in shape):
+        return shape[0], shape[1]
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a server shows when its load has ended: what it still holds, and whether it is as fast as at first.
 
-`gate/at_rest.py` looks, `checks/at_rest.py` and `checks/drift.py` judge.
+`gate/at_rest.py` looks, `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
 """
 
 from dataclasses import dataclass

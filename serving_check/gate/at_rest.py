@@ -1,7 +1,7 @@
 """Looks at a server before and after a load: what it still holds at rest, and whether it became slower.
 
 A burst of tiny requests shows what grows or breaks with the number of requests. Then the smallest M is
-measured once more. `checks/at_rest.py` and `checks/drift.py` judge.
+measured once more. `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
 """
 
 import time
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..adapters import Endpoint
 from ..adapters.prometheus_text import total
-from ..checks.drift import check_drift, shows_step
+from ..checks.in_use.drift import check_drift, shows_step
 from ..evidence.at_rest import AtRestFigures, BurstPart, Rest
 from ..evidence.measurement import MeasuredM, Repeat
 from ..settings import WorkloadSettings

@@ -5,17 +5,20 @@ A pure function, called when a verdict is given and again whenever one is read (
 
 from dataclasses import dataclass
 
-from ..checks.as_asked import check_as_asked
-from ..checks.at_rest import check_at_rest
 from ..checks.batch_invariance import check_batch_invariance
 from ..checks.canary import check_canary
 from ..checks.compilations import check_compilations
-from ..checks.drift import check_drift
 from ..checks.failures import check_failures
+from ..checks.in_use.as_asked import check_as_asked
+from ..checks.in_use.at_rest import check_at_rest
+from ..checks.in_use.drift import check_drift
+from ..checks.in_use.logprobs import check_logprobs
+from ..checks.in_use.sampling import check_sampling
+from ..checks.in_use.speed import check_speed_in_use
+from ..checks.in_use.text import check_text_in_use
 from ..checks.kv_capacity import check_kv_capacity
 from ..checks.latency import check_latency
 from ..checks.loads import check_loads
-from ..checks.logprobs import check_logprobs
 from ..checks.other_readers import check_other_readers
 from ..checks.part_throughput import check_decode_throughput, check_prompt_throughput
 from ..checks.plausible import check_plausible
@@ -23,13 +26,10 @@ from ..checks.quality import check_quality
 from ..checks.reached import check_reached
 from ..checks.received import check_received
 from ..checks.rival import check_rival
-from ..checks.sampling import check_sampling
 from ..checks.served_text import check_served_text
-from ..checks.speed_in_use import check_speed_in_use
 from ..checks.stalls import check_stalls
 from ..checks.streamed import check_streamed
 from ..checks.text_files import check_text_files
-from ..checks.text_in_use import check_text_in_use
 from ..checks.throughput import check_throughput
 from ..checks.weights import check_weights, largest_errors
 from ..evidence.curve import curve_of, took_turns

@@ -1,6 +1,6 @@
 """The chances that tests of goodness of fit compare with their levels: normal and chi-square tails.
 
-Pure arithmetic; `checks/sampling.py` decides by them.
+Pure arithmetic; `checks/in_use/sampling.py` decides by them.
 """
 
 import math

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
+from scalegate.serving_check.checks.in_use.sampling import NAME as SAMPLING
 from scalegate.serving_check.checks.part_throughput import DECODING as DECODE_THROUGHPUT
-from scalegate.serving_check.checks.sampling import NAME as SAMPLING
 from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS

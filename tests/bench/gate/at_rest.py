@@ -26,8 +26,8 @@ from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
-from scalegate.serving_check.checks.at_rest import bytes_a_request, check_at_rest
-from scalegate.serving_check.checks.drift import check_drift
+from scalegate.serving_check.checks.in_use.at_rest import bytes_a_request, check_at_rest
+from scalegate.serving_check.checks.in_use.drift import check_drift
 from scalegate.serving_check.evidence.at_rest import AtRestFigures
 from scalegate.serving_check.evidence.environment import describe_environment
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scalegate.base.atomic_files import write_json
-from scalegate.serving_check.checks.drift import check_drift, shows_step
+from scalegate.serving_check.checks.in_use.drift import check_drift, shows_step
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
 from scalegate.serving_check.gate.at_rest import CONFIRMING_PARTS, LEAST_LAST, MOST_LAST, PARTS
 

@@ -34,7 +34,7 @@ from typing import Any
 from scalegate.base.atomic_files import write_json
 from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint
-from scalegate.serving_check.checks.speed_in_use import LEAST_GAPS, check_speed_in_use
+from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, check_speed_in_use
 from scalegate.serving_check.evidence.in_use import BlockInUse, SideInUse
 from scalegate.serving_check.gate import interleaving
 from scalegate.serving_check.gate.in_use import BLOCKS

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from scalegate.serving_check.checks import at_rest, drift, speed_in_use, text_in_use
+from scalegate.serving_check.checks.in_use import at_rest, drift
+from scalegate.serving_check.checks.in_use import speed as speed_in_use
+from scalegate.serving_check.checks.in_use import text as text_in_use
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart
 from scalegate.serving_check.evidence.in_use import AnswerInUse, SideInUse
 from scalegate.serving_check.evidence.verdict import Verdict

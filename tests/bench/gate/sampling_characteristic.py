@@ -26,7 +26,7 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.model_loader.load_model import LoadedModel, load_model
-from scalegate.serving_check.checks.sampling import SPREAD_LEVEL, SURPRISAL_LEVEL, check_sampling
+from scalegate.serving_check.checks.in_use.sampling import SPREAD_LEVEL, SURPRISAL_LEVEL, check_sampling
 from scalegate.serving_check.draws import draws_of
 from scalegate.serving_check.evidence.in_use import AnswerInUse, Draws
 from scalegate.serving_check.evidence.served_in_use import SAMPLED_TOKENS

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from scalegate.serving_check.checks.logprobs import MOST, MOST_ON_AVERAGE, check_logprobs
-from scalegate.serving_check.checks.sampling import FEWEST_DRAWN, check_sampling
-from scalegate.serving_check.checks.text_in_use import check_text_in_use
+from scalegate.serving_check.checks.in_use.logprobs import MOST, MOST_ON_AVERAGE, check_logprobs
+from scalegate.serving_check.checks.in_use.sampling import FEWEST_DRAWN, check_sampling
+from scalegate.serving_check.checks.in_use.text import check_text_in_use
 from scalegate.serving_check.evidence.in_use import PIT_BINS, AnswerInUse, Draws
 from scalegate.serving_check.settings import Bounds
 

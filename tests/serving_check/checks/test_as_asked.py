@@ -1,7 +1,7 @@
 """Answers that are not as asked: the artifact's alone fail, those of both servers are not known."""
 
 import pytest
-from scalegate.serving_check.checks.as_asked import SEEDS, check_as_asked
+from scalegate.serving_check.checks.in_use.as_asked import SEEDS, check_as_asked
 from scalegate.serving_check.evidence.in_use import BlockInUse, FiguresInUse, SideInUse
 from scalegate.serving_check.evidence.verdict import CheckResult
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from scalegate.serving_check.checks.at_rest import MOST_BYTES_A_REQUEST, bytes_a_request, check_at_rest
-from scalegate.serving_check.checks.drift import check_drift
+from scalegate.serving_check.checks.in_use.at_rest import MOST_BYTES_A_REQUEST, bytes_a_request, check_at_rest
+from scalegate.serving_check.checks.in_use.drift import check_drift
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
 
 REST = Rest(running=0, waiting=0, kv_cache_usage=0.0, memory_bytes=1 << 30)

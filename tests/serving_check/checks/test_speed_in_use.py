@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from scalegate.serving_check.checks.speed_in_use import LEAST_GAPS, check_speed_in_use, in_words
+from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, check_speed_in_use, in_words
 from scalegate.serving_check.evidence.in_use import BlockInUse, SideInUse
 from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.settings import Bounds

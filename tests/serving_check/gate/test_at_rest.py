@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
-from scalegate.serving_check.checks.at_rest import check_at_rest
-from scalegate.serving_check.checks.drift import check_drift
+from scalegate.serving_check.checks.in_use.at_rest import check_at_rest
+from scalegate.serving_check.checks.in_use.drift import check_drift
 from scalegate.serving_check.evidence.at_rest import AtRestFigures
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM
 from scalegate.serving_check.gate import at_rest

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..evidence.in_use import BlockInUse, SideInUse
-from ..evidence.verdict import CheckResult
-from ..settings import Bounds
-from ..statistics.trimmed_mean import interval
+from ...evidence.in_use import BlockInUse, SideInUse
+from ...evidence.verdict import CheckResult
+from ...settings import Bounds
+from ...statistics.trimmed_mean import interval
 
 NAME = "speed in use"
 ERROR = 0.01

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..evidence.in_use import AnswerInUse
-from ..evidence.verdict import CheckResult, Status
-from ..settings import Bounds
-from .served_text import FEWEST_OFF, LOGIT_TOLERANCE, SHOWN, SURELY
+from ...evidence.in_use import AnswerInUse
+from ...evidence.verdict import CheckResult, Status
+from ...settings import Bounds
+from ..served_text import FEWEST_OFF, LOGIT_TOLERANCE, SHOWN, SURELY
 
 NAME = "text in use"
 FEWEST_RIGHT = 3

@@ -6,8 +6,8 @@ What both servers do alike is the engine's way and says nothing of the artifact:
 from collections import Counter
 from collections.abc import Sequence
 
-from ..evidence.in_use import FiguresInUse, SideInUse
-from ..evidence.verdict import CheckResult, CheckStatus
+from ...evidence.in_use import FiguresInUse, SideInUse
+from ...evidence.verdict import CheckResult, CheckStatus
 
 NAME = "answers as asked"
 SHOWN = 3

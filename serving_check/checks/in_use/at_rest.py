@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..evidence.at_rest import AtRestFigures, BurstPart
-from ..evidence.verdict import CheckResult
+from ...evidence.at_rest import AtRestFigures, BurstPart
+from ...evidence.verdict import CheckResult
 
 NAME = "at rest"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ..evidence.at_rest import AtRestFigures, BurstPart
-from ..evidence.verdict import CheckResult, CheckStatus
-from ..statistics.rank_shift import least_shift, shift
+from ...evidence.at_rest import AtRestFigures, BurstPart
+from ...evidence.verdict import CheckResult, CheckStatus
+from ...statistics.rank_shift import least_shift, shift
 
 NAME = "drift"
 MOST_SLOWER = 1.1

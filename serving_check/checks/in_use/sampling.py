@@ -13,9 +13,9 @@ surprisal of 2,500: it moves z by 0.001 (INT4), 0.02 (KVarN cache) and 0.12 (NVF
 import math
 from collections.abc import Iterable, Sequence
 
-from ..evidence.in_use import PIT_BINS, AnswerInUse, Draws
-from ..evidence.verdict import CheckResult, CheckStatus, finite
-from ..statistics.goodness_of_fit import chi_square, chi_square_chance, normal_chance
+from ...evidence.in_use import PIT_BINS, AnswerInUse, Draws
+from ...evidence.verdict import CheckResult, CheckStatus, finite
+from ...statistics.goodness_of_fit import chi_square, chi_square_chance, normal_chance
 
 NAME = "sampling"
 SURPRISAL_LEVEL = 0.001

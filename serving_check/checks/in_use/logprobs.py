@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from ..evidence.in_use import AnswerInUse
-from ..evidence.verdict import CheckResult, finite
+from ...evidence.in_use import AnswerInUse
+from ...evidence.verdict import CheckResult, finite
 
 NAME = "log-probabilities"
 MOST_ON_AVERAGE = 0.1
