@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 
 from ...layouts.choosing.plan import LayoutPlan
-from ...serving_check.gate.policy import first_lines, unlike_options
+from ...serving_check.gate.policy import first_lines_of
 from ..commands.inspect import Inspection, inspect
 from ..report.kv_table import pays
 
@@ -88,13 +88,7 @@ def _verdict_lines(shown: Inspection) -> Iterator[tuple[str, str]]:
         return
     problem = f", but it does not hold: {shown.verdict_problem}" if shown.verdict_problem else ""
     yield "verdict", f"{shown.verdict.status}{problem} ({shown.verdict.environment.device})"
-    verdict = shown.verdict
-    for line in first_lines(
-        verdict.exploratory,
-        verdict.declared,
-        unlike_options(verdict.environment),
-        verdict.artifact.other_inputs,
-    ):
+    for line in first_lines_of(shown.verdict):
         yield "", line
     if shown.signature is not None:
         by = f" by {shown.signature.signer}" if shown.signature.signer else ""

@@ -13,7 +13,7 @@ from ...base.batch_invariance import TUNED
 from ...base.untrusted_files import read_json_object
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.gate.policy import first_lines, unlike_options
+from ...serving_check.gate.policy import first_lines_of
 from ..checkpoints.config_sections import refuse_malformed
 from ..model_loader.skeleton import auto_class_name
 from ..quantization.calibration.calibration_names import CALIBRATION
@@ -102,12 +102,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
     """What the serving check measured and decided, and where."""
     environment = verdict.environment
     return {
-        "first_lines": first_lines(
-            verdict.exploratory,
-            verdict.declared,
-            unlike_options(verdict.environment),
-            verdict.artifact.other_inputs,
-        ),
+        "first_lines": first_lines_of(verdict),
         "baseline": baseline_phrase(verdict),
         "engine_measured": engine_phrase(verdict),
         "workload": verdict.workload,

@@ -5,7 +5,7 @@ import textwrap
 from ...serving_check.evidence.curve import took_turns
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.evidence.verdict import CurvePoint, Verdict
-from ...serving_check.gate.policy import first_lines, unlike_options
+from ...serving_check.gate.policy import first_lines_of
 
 MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open", "unknown": "n/a"}
 INDENT = 8
@@ -15,12 +15,7 @@ WIDTH = 110
 
 def verdict_table(verdict: Verdict) -> str:
     """The checks, with bound and reason where they did not pass; then the curve, then the verdict."""
-    said = first_lines(
-        verdict.exploratory,
-        verdict.declared,
-        unlike_options(verdict.environment),
-        verdict.artifact.other_inputs,
-    )
+    said = first_lines_of(verdict)
     lines = [line for said_line in said for line in textwrap.wrap(said_line, WIDTH)]
     for check in verdict.checks:
         lines.append(f"  {MARKS[check.status]:4}  {check.name:<{NAME_WIDTH}} {check.measured}")

@@ -11,7 +11,7 @@ import jinja2
 
 from ...base.atomic_files import atomic_path
 from ...serving_check.evidence.verdict import Verdict
-from ...serving_check.gate.policy import first_lines, unlike_options
+from ...serving_check.gate.policy import first_lines_of
 from .badge import draw_badge
 from .curve_picture import asked_ms, draw_curve
 from .curves import curves_of
@@ -75,12 +75,7 @@ def render_page(
         images=images,
         sensitivity=sensitivity,
         settings=_settings(verdict),
-        first_lines=first_lines(
-            verdict.exploratory,
-            verdict.declared,
-            unlike_options(verdict.environment),
-            verdict.artifact.other_inputs,
-        ),
+        first_lines=first_lines_of(verdict),
         raw=json.dumps(_without_evidence(verdict), indent=2, ensure_ascii=False),
     )
 

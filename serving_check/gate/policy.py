@@ -188,16 +188,26 @@ def unlike_options(environment: Environment) -> list[str]:
     ]
 
 
+def first_lines_of(verdict: Verdict) -> list[str]:
+    """What a verdict and its card say before anything else; empty where there is nothing of the kind."""
+    return first_lines(
+        verdict.exploratory,
+        verdict.declared,
+        verdict.artifact.other_inputs,
+        unlike_options(verdict.environment),
+    )
+
+
 def first_lines(
     exploratory: Sequence[str],
     declared: Declared,
-    unlike: Sequence[str] = (),
     other_inputs: Sequence[str] = (),
+    unlike: Sequence[str] = (),
 ) -> list[str]:
     """What a verdict and a card say before anything else; empty where all was judged, by the policy as it is.
 
-    unlike: the options that the servers do not share, as `unlike_options` finds them
     other_inputs: what the model takes besides text
+    unlike: the options that the servers do not share, as `unlike_options` finds them
     """
     lines = []
     if exploratory:

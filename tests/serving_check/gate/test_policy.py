@@ -99,7 +99,7 @@ def test_options_that_only_one_server_was_started_with_are_said_first():
     assert unlike(same, dict(same)) == []
     assert unlike({**same, "layout": "tiles", "kv_cache_dtype": "fp8"}, same) == [], "an artifact's own"
     other = unlike(same, {**same, "max_num_seqs": 8})
-    assert first_lines([], {}, other) == [
+    assert first_lines([], {}, unlike=other) == [
         "The servers were started with different options: max num seqs 32 (the baseline's: 8)."
     ]
     words = {**same, "engine_args": "--enforce-eager"}
