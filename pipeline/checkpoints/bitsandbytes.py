@@ -51,7 +51,8 @@ def _four_bits(
     numbers, said_dtype = codes.nbytes * 2, said.get("dtype")
     if numbers != shape[0] * shape[1] or shape[1] % 2 or said_dtype not in DTYPES:
         raise UserError(
-            f"{source}: {name} has {numbers} codes for shape {list(shape)} in {said_dtype!r}; download it again"
+            f"{source}: {name} has {numbers} codes for shape {list(shape)} in {said_dtype!r}; "
+            "download it again"
         )
     sizes = ["blocksize", *(["nested_blocksize"] if "nested_absmax" in parts else [])]
     wrong = [key for key in sizes if not isinstance(said.get(key), int) or said[key] < 1]

@@ -75,6 +75,7 @@ def _evidence(
         repeated=served.repeated,
         together=served.together,
         company=served.company,
+        alone=served.alone,
         in_use=_in_use(served, scores),
         at_rest=served.at_rest,
         measured=tuple(served.measured),

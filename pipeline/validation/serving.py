@@ -179,7 +179,8 @@ def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
     # What is exploratory is not published, and need not take longer than its curve.
     if weaker_than_policy(run):
         return replace(gate_run, watched_s=0.0)
-    return replace(gate_run, source=_request_source(run, text))
+    gpus = () if torch.device(run.options.device).type == "cpu" else (run.placement.devices or (0,))
+    return replace(gate_run, source=_request_source(run, text), gpus=tuple(gpus))
 
 
 def _request_source(run: Run, text: "HeldOutText") -> RequestSource:

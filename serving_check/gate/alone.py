@@ -5,22 +5,40 @@ An idle server should take nothing. One that computes, or keeps a GPU busy, slow
 
 import contextlib
 import os
+import time
+from collections.abc import Sequence
 
 from ..adapters import Endpoint
 from ..adapters.cpu_time import paused
+from ..adapters.gpu_use import gpu_use
 from ..evidence.measurement import Block, MeasuredM
+from ..evidence.undisturbed import AloneFigures
 from ..statistics.decide import block_order
 from .interleaving import SEEDS_PER_M, Servers, workload_spec
 
 FIRST_SEED = 3 * SEEDS_PER_M // 4
 """Of the prompts' seeds at an M: those of blocks are far below, those of warm-ups above."""
+BLOCKS = 3
+"""The fewest with which a slowdown of a third is surely seen where repeats scatter by 4%."""
+IDLE_S = 1.2
+"""After which the driver's last sampling period has no request in it."""
+
+
+def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
+    """Blocks at the largest M with the other server stopped; None if a server cannot be stopped from here.
+
+    gpus: those that the servers run on; empty on a CPU
+    """
+    level = MeasuredM(max(servers.workload.ms))
+    if not measure_alone(servers, level, BLOCKS):
+        return None
+    if gpus:
+        time.sleep(IDLE_S)
+    return AloneFigures(level, usable_cores(), not gpus, gpu_use(gpus))
 
 
 def measure_alone(servers: Servers, alone: MeasuredM, blocks: int) -> bool:
-    """Add blocks to `alone`; false if a request failed, or a server cannot be stopped from here.
-
-    Half of them before the other blocks and half after them: a drift of the machine then cancels.
-    """
+    """Add blocks to `alone`; false if a request failed, or a server cannot be stopped from here."""
     endpoints = [servers.artifact, servers.baseline]
     endpoints += [] if servers.rival is None else [servers.rival.endpoint]
     for _ in range(blocks):

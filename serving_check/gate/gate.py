@@ -23,9 +23,11 @@ from ..evidence.at_rest import AtRestFigures
 from ..evidence.company import CompanyFigures
 from ..evidence.evidence import PackedLayers, RepeatedPrompts
 from ..evidence.measurement import MeasuredM
+from ..evidence.undisturbed import AloneFigures
 from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import LOOKS
 from ..workload import run_workload
+from .alone import alone_figures
 from .at_rest import Sides, look_after, look_before
 from .in_use import RequestSource, ServedLoad, plan_load
 from .interleaving import Rival, Servers, measure, workload_spec
@@ -68,6 +70,8 @@ class RunFigures:
     """Blocks served on both servers at once; None if stalls left no doubt."""
     company: CompanyFigures | None = None
     """Of the artifact's server; None if it does not claim batch invariance."""
+    alone: AloneFigures | None = None
+    """Each server measured while the other one was stopped; None if that was not possible, or not wanted."""
     in_use: ServedLoad | None = None
     """None if no load as in use was sent."""
     at_rest: AtRestFigures | None = None
@@ -90,6 +94,8 @@ class GateRun:
     """The least time, in seconds, that the artifact serves, so that its stalls show."""
     source: RequestSource | None = None
     """Of the requests of a load as in use; None sends none."""
+    gpus: tuple[int, ...] = ()
+    """Those that the servers run on; empty on a CPU."""
 
 
 def serve_and_measure(
@@ -118,8 +124,10 @@ def serve_and_measure(
     measured, decisions = measure(servers, run.bounds, run.clock, restart)
     broken_off = any(block.errors for level in measured for block in level.blocks)
     failed = broken_off or any(decision.status == "fail" for decision in decisions)
-    in_use = at_rest = None
+    in_use = at_rest = alone = None
     if not failed and run.source is not None:
+        with run.clock.stage("each server alone"):
+            alone = alone_figures(servers, run.gpus)
         with run.clock.stage("load as in use"):
             before = look_before(artifact)
             load = plan_load(
@@ -145,6 +153,7 @@ def serve_and_measure(
         texts=repeats.texts_to_score(),
         repeated=repeated,
         together=together,
+        alone=alone,
         in_use=in_use,
         at_rest=at_rest,
     )

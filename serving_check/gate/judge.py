@@ -31,6 +31,7 @@ from ..checks.stalls import check_stalls
 from ..checks.streamed import check_streamed
 from ..checks.text_files import check_text_files
 from ..checks.throughput import check_throughput
+from ..checks.undisturbed import check_undisturbed
 from ..checks.weights import check_weights, largest_errors
 from ..evidence.curve import curve_of, took_turns
 from ..evidence.evidence import Evidence
@@ -106,6 +107,7 @@ def _checks_in_use(evidence: Evidence, bounds: Bounds) -> list[CheckResult]:
         return []
     answers = evidence.in_use.answers
     return [
+        check_undisturbed(evidence.alone, evidence.measured),
         check_speed_in_use(evidence.in_use.blocks, bounds),
         check_as_asked(evidence.in_use),
         check_text_in_use(answers, bounds),
