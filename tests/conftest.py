@@ -18,6 +18,11 @@ COMPARES = re.compile(r"\b(assert_close|allclose|isclose|norm|torch\.equal)\(")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--zoo-runs", type=int, default=1, help="how often each fault of tests/zoo is tried")
+    parser.addoption(
+        "--zoo-in-use",
+        action="store_true",
+        help="try each fault that only a load as in use shows by itself, half a minute each",
+    )
 
 
 @functools.cache

@@ -33,7 +33,9 @@ NAMED_TOGETHER = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
         runs = range(metafunc.config.getoption("--zoo-runs"))
-        cases = [(name, run) for run in runs for name in FAULTS]
+        in_use = metafunc.config.getoption("--zoo-in-use")
+        chosen = [name for name, one in FAULTS.items() if in_use or not one.in_use]
+        cases = [(name, run) for run in runs for name in chosen]
         quick = [(name, run) for name, run in cases if FAULTS[name].quick]
         metafunc.parametrize(
             ("fault", "run"), exhaustive_but(cases, *quick), ids=[f"{name}-{run}" for name, run in cases]
