@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import TokenText
 from ...serving_check.quality import Document, read_documents
-from ...serving_check.workload.use_plan import Conversations
+from ...serving_check.workload.use_plan import TURNS, Conversations
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 from ..model_loader.vocabulary import refuse_unknown_tokens
@@ -56,8 +57,16 @@ class HeldOutText:
 
     @property
     def conversations(self) -> Conversations | None:
-        """How conversations become tokens; None where there is no chat template."""
-        return Conversations(self._decode, self._chat) if self.tokenizer.chat_template else None
+        """How conversations become tokens; None where no chat template renders plain ones."""
+        if not self.tokenizer.chat_template:
+            return None
+        try:
+            for roles in TURNS:
+                self._chat([(role, "text") for role in roles])
+        except Exception as error:  # templates raise what they like
+            logger.warning(f"the chat template renders no plain conversation, so none is sent: {error}")
+            return None
+        return Conversations(self._decode, self._chat)
 
     def _chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         turns = [{"role": role, "content": content} for role, content in messages]

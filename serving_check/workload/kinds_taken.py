@@ -44,7 +44,7 @@ def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -
         if kind == "end" and end_token is None:
             unknown.append("the model has no end-of-sequence token")
         elif kind == "chat" and not has_template:
-            unknown.append("the tokenizer has no chat template")
+            unknown.append("the tokenizer has no chat template for plain conversations")
         elif _is_refused(endpoint, _probe(kind, end_token)):
             unknown.append(f"the server does not take {fields}")
         else:

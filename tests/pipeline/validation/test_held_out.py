@@ -109,3 +109,14 @@ def test_a_text_that_the_baseline_does_not_doubt_is_refused():
     require_doubt(
         Path("mine.txt"), Comparison(4096, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0, 1.0, baseline_entropy=LEAST_ENTROPY)
     )
+
+
+def test_conversations_are_sent_where_the_template_renders_them(checkpoint: Checkpoint, caplog):
+    text = read_held_out(None, checkpoint, checkpoint, 1024)
+    conversations = text.conversations
+    assert conversations is not None
+    assert conversations.decode(conversations.encode([("user", "hi")])).startswith("# user: hi")
+    text.tokenizer.chat_template = "{{ raise_exception('tools only') }}"
+    assert text.conversations is None and "tools only" in caplog.text
+    text.tokenizer.chat_template = None
+    assert text.conversations is None

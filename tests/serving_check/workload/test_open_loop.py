@@ -123,7 +123,10 @@ def test_our_server_takes_every_kind(server):
     assert kinds_taken(server, END, has_template=True).kinds == KINDS
     bare = kinds_taken(server, None, has_template=False)
     assert bare.kinds == KINDS - {"end", "chat"}
-    assert bare.unknown == ("the tokenizer has no chat template", "the model has no end-of-sequence token")
+    assert bare.unknown == (
+        "the tokenizer has no chat template for plain conversations",
+        "the model has no end-of-sequence token",
+    )
 
 
 def served(app, work):
