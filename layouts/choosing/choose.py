@@ -49,7 +49,7 @@ def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[in
     """The Ms asked for, or the device's defaults, ascending. UserError if an M is less than 1."""
     ms = tuple(sorted(set(asked or default_ms(device))))
     if ms[0] < 1:
-        raise UserError(f"M={ms[0]}: M is a number of requests, so 1 or more")
+        raise UserError(f"M={ms[0]}: M is a number of requests; give 1 or more")
     return ms
 
 

@@ -112,8 +112,9 @@ class LayerStream:
         """Give the layer's memory back. UserError where inputs were to be rounded that were not met."""
         if self.rounding is not None and (missed := self.rounding.drop(f"{name}.")):
             raise UserError(
-                f"{self.checkpoint.source}: {missed[0]} quantizes its input as well, and "
-                f"{type(self.model).__name__} multiplies it in a way that cannot be followed layer by layer"
+                f"{self.checkpoint.source}: {missed[0]} rounds its input too, but "
+                f"{type(self.model).__name__} does not call it as a linear layer, so it cannot be "
+                "calibrated one layer at a time"
             )
         for module in self.layers[name].modules():
             for leaf, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What KV formats cost in time as a table for a terminal: format × context × M, and what pays from where."""
+"""The time that each KV format takes, as a table for a terminal: format × context × M, and what is faster."""
 
 from collections.abc import Iterable
 

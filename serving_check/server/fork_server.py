@@ -47,7 +47,7 @@ IMPORTING_SECONDS = 120.0
 
 
 class Process(Protocol):
-    """What is needed of a process that was started, as `multiprocessing.Process` has it."""
+    """A started process: the part of `multiprocessing.Process` that its owner uses."""
 
     @property
     def pid(self) -> int | None: ...
