@@ -15,7 +15,6 @@ from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.verdict import Verdict
 from ...serving_check.gate.policy import first_lines_of
 from ..checkpoints.config_sections import refuse_malformed
-from ..model_loader.skeleton import auto_class_name
 from ..quantization.calibration.calibration_names import CALIBRATION
 from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
 from ..records.engine_commands import engines
@@ -94,8 +93,15 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
         "size": size_phrase(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "licence": licence_of(artifact.base_metadata),
         "licence_files": licence_files(artifact),
-        "engines": engines(name, method, artifact.kv_cache, auto_class_name(config.get("model_type"))),
+        "engines": engines(name, method, artifact.kv_cache, _auto_class(config)),
     }
+
+
+def _auto_class(config: dict[str, Any]) -> str:
+    # What only signs or digests need not wait for transformers.
+    from ..model_loader.skeleton import auto_class_name
+
+    return auto_class_name(config.get("model_type"))
 
 
 def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, Any]:

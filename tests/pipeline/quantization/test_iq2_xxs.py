@@ -160,8 +160,10 @@ def test_tensors_that_are_not_what_the_format_makes_them_are_refused(
 
 
 def test_a_width_that_does_not_fit_is_refused_with_the_rule_that_keeps_it(tmp_path: Path, tiny_llama: Path):
+    recipe = tmp_path / "strict.yaml"
+    recipe.write_text("format: iq2-xxs\n")
     with pytest.raises(UserError, match=r"K = 96 is no multiple of 256; give the recipe `ignore"):
-        quantize(tiny_llama, "iq2-xxs", tmp_path / "out", progress=False)
+        quantize(tiny_llama, str(recipe), tmp_path / "out", progress=False)
 
 
 def test_gguf_s_reader_lists_the_file_and_dequantizes_to_our_bits(artifact: Path, gguf_file: Path):
