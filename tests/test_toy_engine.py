@@ -89,6 +89,7 @@ def check(verdict: dict, name: str) -> dict:
     return next(one for one in verdict["checks"] if one["name"] == name)
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_it_is_driven_and_judged(verdict: dict):
     assert (verdict["environment"]["engine"], verdict["environment"]["baseline_engine"]) == ("toy", "toy")
@@ -97,6 +98,7 @@ def test_it_is_driven_and_judged(verdict: dict):
         assert check(verdict, name)["status"] == "pass", check(verdict, name)["reason"]
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_its_figures_are_read_under_its_own_names(verdict: dict):
     side = verdict["curve"][0]["artifact"]
@@ -106,6 +108,7 @@ def test_its_figures_are_read_under_its_own_names(verdict: dict):
     assert side["step_ms"] is None, "the toy does not tell how long a step takes"
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_what_is_not_ours_is_not_claimed_of_it(verdict: dict):
     assert verdict["artifact"]["layouts"] == {} and verdict["artifact"]["kv_cache_dtype"] is None

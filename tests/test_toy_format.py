@@ -187,6 +187,7 @@ def test_it_is_served(artifact: Path, work: Path) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 8
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_it_passes_the_gate_and_is_pushed_to_a_folder(artifact: Path, work: Path) -> None:
     small = ["--input-len", "16", "--output-len", "16", "--quality-tokens", "1024", "--max-blocks", "60"]

@@ -27,6 +27,7 @@ from .in_process import (
     linear_shapes,
     refuse_other_vocabulary,
 )
+from .known_text import without_foreign
 from .run import Run
 
 WEIGHTS_FACTOR = 1.1
@@ -96,8 +97,14 @@ def free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def figures_by_layers(run: Run, text: HeldOutText, given: HeldOutText | None = None) -> InProcessFigures:
-    """What `figures_of` finds, in the memory of a layer."""
+def figures_by_layers(
+    run: Run, text: HeldOutText, given: HeldOutText | None = None
+) -> tuple[InProcessFigures, HeldOutText]:
+    """What `figures_of` finds, in the memory of a layer, and the text that it was found on.
+
+    Domains that the baseline cannot predict are read, too, and left out afterwards: asking it first would be
+    one more reading of its files.
+    """
     device, progress = run.options.device, run.progress
     windows = [*text.windows, *(given.windows if given else [])]
     ours = ModelByLayers(run.artifact, windows, device, progress)
@@ -105,10 +112,12 @@ def figures_by_layers(run: Run, text: HeldOutText, given: HeldOutText | None = N
     theirs = ModelByLayers(run.baseline, windows, device, progress)
     baseline_loaded = theirs.describe()
     refuse_other_vocabulary(run.artifact, loaded, run.baseline, baseline_loaded)
+    text = without_foreign(theirs, text)
     comparison, by_domain, of_given = compare_texts(ours, theirs, text, given)
-    return InProcessFigures(
+    figures = InProcessFigures(
         loaded, baseline_loaded, comparison, ours.dtype, theirs.dtype, by_domain, of_given, by_layers=True
     )
+    return figures, text
 
 
 def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse] = ()) -> TextScorer:

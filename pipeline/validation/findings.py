@@ -74,7 +74,6 @@ def look(run: Run, keep_models: bool) -> Findings:
     given = None if run.asked.text is None else read_given(run.asked.text, *how)
     with run.clock.stage("loading"):
         models = None if needs_layers(run) else load_models(run.artifact, run.baseline, run.in_process)
-    # A model too large for memory is not asked what it can predict: that is one more reading of its files.
     text = read_held_out(None, *how) if models is None else read_known(models.theirs.model, *how)
     if given is not None:
         text = replace(text, token_ids=[*text.token_ids, *given.token_ids])
@@ -84,7 +83,7 @@ def look(run: Run, keep_models: bool) -> Findings:
     with run.clock.stage("quality"):
         if models is None:
             run.clock.say("both models together do not fit in memory here: quality a layer at a time")
-            figures = figures_by_layers(run, text, given)
+            figures, text = figures_by_layers(run, text, given)
         else:
             figures = figures_of(models, text, run.in_process, given)
     if run.asked.text is not None and figures.given is not None:

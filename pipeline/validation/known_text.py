@@ -33,12 +33,24 @@ def read_known(
 
     All of them where it predicts none.
     """
-    bits = bits_a_byte(model, read_held_out(None, artifact, baseline, PROBED))
-    foreign = {domain: value for domain, value in bits.items() if value > MOST_BITS}
-    if len(foreign) == len(bits):
-        foreign = {}
+    foreign = foreign_domains(model, read_held_out(None, artifact, baseline, PROBED))
     text = read_held_out(None, artifact, baseline, tokens, window, prompt, foreign)
     return replace(text, foreign=foreign)
+
+
+def without_foreign(model: nn.Module, text: HeldOutText) -> HeldOutText:
+    """Its windows of the domains that `model` predicts, where all of it has been read already."""
+    foreign = foreign_domains(model, text)
+    kept = [index for index, domain in enumerate(text.domains) if domain not in foreign]
+    windows, domains = [text.windows[index] for index in kept], [text.domains[index] for index in kept]
+    return replace(text, windows=windows, domains=domains, foreign=foreign)
+
+
+def foreign_domains(model: nn.Module, text: HeldOutText) -> dict[str, float]:
+    """Those that `model` cannot predict, with the bits that it needs for a byte; none where that is all."""
+    bits = bits_a_byte(model, text)
+    foreign = {domain: value for domain, value in bits.items() if value > MOST_BITS}
+    return {} if len(foreign) == len(bits) else foreign
 
 
 def bits_a_byte(model: nn.Module, text: HeldOutText) -> dict[str, float]:

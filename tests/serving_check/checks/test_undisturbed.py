@@ -50,6 +50,12 @@ def test_cpu_time_that_an_idle_server_takes_decides_nothing_on_a_cpu_alone():
     assert check_undisturbed(alone(1.0), alike).status == "pass"
 
 
+def test_another_ratio_is_no_disturbance_on_a_cpu_that_idle_servers_leave_alone():
+    beside = [with_idle_cpu(measured_m(32, 1.0), of_artifact=0.001, of_baseline=0.001)]
+    assert check_undisturbed(alone(0.7), beside).status == "pass"
+    assert check_undisturbed(alone(0.7, on_cpu=False), beside).status == "inconclusive"
+
+
 def test_servers_that_cannot_be_stopped_leave_it_unknown():
     assert check_undisturbed(None, [measured_m(32, 1.0)]).status == "unknown"
     assert check_undisturbed(alone(0.5), [measured_m(16, 1.0)]).status == "unknown"
