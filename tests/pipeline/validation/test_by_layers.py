@@ -124,7 +124,7 @@ def test_a_layer_whose_input_could_not_be_rounded_is_refused(rounded: Path, monk
         "__torch_function__",
         lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {})),
     )
-    with pytest.raises(UserError, match="quantizes its input as well"):
+    with pytest.raises(UserError, match="rounds its input too"):
         read(rounded, windows(16))
 
 

@@ -65,6 +65,9 @@ def test_a_verdict_on_two_vllm_servers(
         "",
         "--report",
         str(tmp_path / "r"),
+        # The model knows code, a quarter of them.
+        "--quality-tokens",
+        "4096",
     ]
     result = run(artifact, *options)
     assert (tmp_path / "r").is_dir(), result.output
