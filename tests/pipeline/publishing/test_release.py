@@ -296,6 +296,7 @@ def test_another_recipe_of_the_same_name_is_not_taken_for_the_finished_one(run, 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.alone
 def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     hub, pipeline, tmp_path, example_checkpoint
 ):
