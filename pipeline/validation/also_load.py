@@ -1,27 +1,144 @@
-"""The artifact as transformers itself loads it, its logits beside ours on the same tokens.
+"""The artifact as another library loads it, its predictions beside ours on the same tokens.
 
 What the files alone do not show: a scale that two readers apply differently, a tensor that one of them leaves
-out. Where transformers cannot load it here, it says why, and nothing is known.
+out. Transformers gives its logits here; any other engine serves the artifact and tells the log-probabilities
+of tokens that it draws. Where one cannot load it here, it says why, and nothing is known.
 """
 
 import importlib.metadata
+import math
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
+from ...base.errors import UserError
+from ...serving_check.adapters import Endpoint
+from ...serving_check.adapters.engine import MemoryGrant
+from ...serving_check.adapters.placement import Placement
+from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.artifact_figures import ReadElsewhere
+from ...serving_check.quality import continuation_logits, log_probabilities
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.skeleton import auto_class_of
-from .options import TRANSFORMERS
+from .options import NO_OTHER_READER, TRANSFORMERS
+from .run import Run
+from .servers import server_of
 
 LIBRARIES = ("compressed-tensors", "torchao")
 """What transformers reads quantized weights with, as far as artifacts of ours are concerned."""
 TOKENS = 256
 """Of one window of the held-out text: enough for a wrong scale, and a second on a CPU for a small model."""
 SHOWN_CHARACTERS = 200
+DRAWN = 16
+"""Tokens that a server draws after each prompt; prompts have 16, 32, 48, … tokens."""
+SHARE_OF_FREE = 0.9
+"""Of the GPU's free memory, for a server that is started beside both models."""
+REQUEST_TIMEOUT_S = 600.0
+
+
+def read_elsewhere(run: Run, ours: nn.Module | None, window: Tensor) -> tuple[ReadElsewhere, ...]:
+    """By the reader that is asked for, if any.
+
+    ours: None if both models together do not fit in memory
+    """
+    reader = run.asked.also_load
+    if reader == NO_OTHER_READER:
+        return ()
+    if ours is None:
+        told = "both models together do not fit in memory, where it would be compared with ours"
+        return (ReadElsewhere(reader, 0, None, None, told),)
+    if reader == TRANSFORMERS:
+        return (read_by_transformers(run.artifact, ours, window),)
+    return (read_by_server(run, ours, window),)
+
+
+def read_by_server(run: Run, ours: nn.Module, window: Tensor) -> ReadElsewhere:
+    """KL of ours from the predictions of the engine that is asked for: its server draws tokens."""
+    reader, first = run.asked.also_load, next(ours.parameters())
+    prompts = [window[:length].tolist() for length in range(DRAWN, min(TOKENS, len(window)) + 1, DRAWN)]
+    options = EngineOptions(
+        device=run.options.device,
+        dtype=str(first.dtype).removeprefix("torch."),
+        max_num_seqs=1,
+        max_model_len=TOKENS + DRAWN,
+    )
+    with TemporaryDirectory(prefix="scalegate-reader-") as logs:
+        server = server_of(
+            reader,
+            "artifact",
+            run.artifact.folder,
+            options,
+            Path(logs),
+            run.progress,
+            Placement(startup_timeout=run.placement.startup_timeout),
+            () if first.device.index is None else (first.device.index,),
+            _grant(first.device),
+        )
+        try:
+            with server as endpoint:
+                drawn = [_draw(endpoint, prompt, seed) for seed, prompt in enumerate(prompts)]
+        except UserError as error:
+            return ReadElsewhere(reader, 0, None, None, error.message[:SHOWN_CHARACTERS])
+    if not all(drawn):
+        return ReadElsewhere(reader, 0, None, None, "it tells no token ids, or no log-probabilities")
+    return _of_draws(reader, ours, prompts, drawn)
+
+
+def _grant(device: torch.device) -> MemoryGrant | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryGrant(SHARE_OF_FREE * free / total)
+
+
+def _draw(endpoint: Endpoint, prompt: Sequence[int], seed: int) -> list[tuple[int, float]]:
+    """Tokens drawn from the whole distribution after `prompt`, with their log-probabilities; none where the
+    server does not tell both."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": DRAWN,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "seed": seed,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    choice = endpoint.complete(body, REQUEST_TIMEOUT_S) or {}
+    tokens, told = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if not tokens or not told or len(tokens) != len(told):
+        return []
+    return [(token, math.nan if one is None else one) for token, one in zip(tokens, told, strict=True)]
+
+
+def _of_draws(
+    reader: str, ours: nn.Module, prompts: Sequence[list[int]], drawn: Sequence[list[tuple[int, float]]]
+) -> ReadElsewhere:
+    """With d = log q - log p of a token drawn from q, d - 1 + exp(-d) has the KL of p from q as its mean and
+    is never negative; of 256 tokens, its error is a tenth of itself where d is normal."""
+    estimates = []
+    for prompt, answer in zip(prompts, drawn, strict=True):
+        tokens = [token for token, _ in answer]
+        expected = log_probabilities(continuation_logits(ours, prompt, tokens), tokens)
+        estimates += [_divergence(told - one) for (_, told), one in zip(answer, expected, strict=True)]
+    mean = fmean(estimates)
+    return ReadElsewhere(reader, len(estimates), mean if math.isfinite(mean) else None, None, None)
+
+
+def _divergence(difference: float) -> float:
+    try:
+        return difference - 1 + math.exp(-difference)
+    except OverflowError:
+        return math.inf
 
 
 def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) -> ReadElsewhere:

@@ -7,17 +7,12 @@ from dataclasses import dataclass, replace
 
 from ...serving_check.checks.canary import scored
 from ...serving_check.engine.options import UNQUANTIZED
-from ...serving_check.evidence.artifact_figures import (
-    ReadElsewhere,
-    ReaderFigures,
-    TextFigures,
-    WeightFigures,
-)
+from ...serving_check.evidence.artifact_figures import ReaderFigures, TextFigures, WeightFigures
 from ...serving_check.evidence.evidence import ScoredText, TextScore
 from ...serving_check.evidence.in_use import AnswerInUse
 from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT, RunFigures
 from ..conventions.kv_cache import kv_cache_of
-from .also_load import read_by_transformers
+from .also_load import read_elsewhere
 from .by_layers import figures_by_layers, needs_layers, scorer_by_layers, within_padding
 from .given_text import read_given, require_doubt
 from .held_out import HeldOutText, read_held_out, window_for
@@ -30,7 +25,6 @@ from .in_process import (
     scorer_of,
 )
 from .known_text import read_known
-from .options import TRANSFORMERS
 from .other_readers import misreadings
 from .run import Run
 from .text_files import compare_text_files
@@ -120,9 +114,7 @@ def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
 
 def _other_readers(run: Run, text: HeldOutText, models: Models | None) -> ReaderFigures:
     """What the files are for others: by themselves and, if the models are in memory, by others' logits."""
-    elsewhere: tuple[ReadElsewhere, ...] = ()
-    if run.asked.also_load == TRANSFORMERS and models is not None:
-        elsewhere = (read_by_transformers(run.artifact, models.ours.model, text.windows[0]),)
+    elsewhere = read_elsewhere(run, None if models is None else models.ours.model, text.windows[0])
     return ReaderFigures(misreadings(run.artifact), elsewhere)
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import UserError
 from ...base.option_fields import check_options, given_of, option
-from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, ENGINES, engine_named
+from ...serving_check.adapters.all_engines import DEFAULT_ENGINE, ENGINES, engine_named, find_engine
 from ...serving_check.settings import (
     QUALITY_TOKENS,
     Bounds,
@@ -19,11 +20,28 @@ from ...serving_check.settings import (
 )
 
 TRANSFORMERS, NO_OTHER_READER = "transformers", "none"
-"""Readers that an artifact can also be loaded with."""
+"""Readers that an artifact can also be loaded with, besides the engines of others."""
 
 
 def _engines() -> Iterable[str]:
     return ENGINES
+
+
+def _other_readers() -> Iterable[str]:
+    return (TRANSFORMERS, NO_OTHER_READER, *(name for name in ENGINES if name != DEFAULT_ENGINE))
+
+
+def _require_reader(reader: str) -> None:
+    """UserError if it is none, or is not here."""
+    if reader in (TRANSFORMERS, NO_OTHER_READER):
+        return
+    engine = find_engine(reader)
+    if engine is None or engine.name == DEFAULT_ENGINE:
+        raise UserError(f"unknown also_load {reader!r}; choose one of: {', '.join(_other_readers())}")
+    found = engine.availability()
+    if not found.available:
+        install = "" if found.install is None else f": {found.install.partition(', for --engine')[0]}"
+        raise UserError(f"--also-load {reader}: {found.detail}{install}")
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,8 @@ class ValidateOptions:
     )
     also_load: str = option(
         TRANSFORMERS,
-        "Another reader, whose logits on 256 tokens must be ours.",
-        choices=lambda: (TRANSFORMERS, NO_OTHER_READER),
+        "Another reader, whose predictions of 256 tokens must be ours; URL is that of its server.",
+        suggestions=_other_readers,
     )
     rival: str | None = option(
         None,
@@ -79,6 +97,7 @@ class ValidateOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        _require_reader(self.also_load)
 
     @property
     def engine_of_baseline(self) -> str:
