@@ -122,8 +122,8 @@ def baseline_layout(problem: Problem) -> AnyLayout:
 
 
 def _module(packed: PackedWeight) -> nn.Module:
-    """The module that a model would have: torch's own for an unquantized weight."""
-    if not isinstance(packed.spec, Unquantized):
+    """The module that a model would have: torch's own for torch's own product."""
+    if packed.layout != "torch_linear":
         return QuantizedLinear(packed, None)
     n, k = packed.shape
     linear = nn.Linear(k, n, bias=False, device="meta")

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
-from ...layouts.choosing.linear_packing import pack_linears
+from ...layouts.choosing.linear_packing import pack_fastest, pack_linears
 from ...layouts.kv.format import require_batch_invariance
 from ...layouts.modules.experts import pack_unquantized_experts
 from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
@@ -35,6 +35,8 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> dict[int, A
         pack_linears(model, options.batch_invariance)
         if on_gpu:
             _require_invariant_products(model, options)
+    elif not on_gpu:
+        pack_fastest(model)
     return layers
 
 

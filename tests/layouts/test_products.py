@@ -115,10 +115,13 @@ def test_int8_products_agree_with_float64(device, dtype, group_size, k):
 def test_unquantized_products_agree_with_float64(device, dtype):
     problem = Problem(Unquantized(), 72, 170, dtype, torch.device(device))
     weight = UnquantizedWeight(Unquantized(), torch.randn(72, 170, device=device).to(dtype))
-    assert serving(problem) == ["torch_linear"], "it is measured against, so nothing else may stand there"
+    first, *others = serving(problem)
+    assert first == "torch_linear", "it is measured against, so nothing else may stand first"
+    assert set(others) <= ({"cpu_onednn"} if device == "cpu" and dtype == torch.bfloat16 else set())
     x = torch.randn(7, problem.k, device=device).to(dtype)
-    y = LAYOUTS["torch_linear"].matmul(x, LAYOUTS["torch_linear"].pack(weight, dtype))
-    assert relative_error(y, x.double() @ weight.values.double().T) <= product_bound(dtype, 170)
+    for name in (first, *others):
+        y = LAYOUTS[name].matmul(x, LAYOUTS[name].pack(weight, dtype))
+        assert relative_error(y, x.double() @ weight.values.double().T) <= product_bound(dtype, 170), name
 
 
 def test_a_wrong_zero_point_is_seen_by_these_bounds():
