@@ -23,6 +23,8 @@ class DecodedTensor(TensorInfo):
     decode: Decode = lambda start, stop: NotImplemented
     stored_as: str = ""
     """What the format is called, with its parameters."""
+    parts: tuple[TensorInfo, ...] = ()
+    """Of codes and scales, what the tensor is made from."""
 
     def read(self) -> Tensor:
         return self.read_rows(0, self.shape[0])
@@ -63,7 +65,9 @@ def decoded(
 ) -> DecodedTensor:
     first = parts[0]
     nbytes = sum(part.nbytes for part in parts)
-    return DecodedTensor(name, dtype, shape, first.file, first.offset, nbytes, decode, stored_as)
+    return DecodedTensor(
+        name, dtype, shape, first.file, first.offset, nbytes, decode, stored_as, tuple(parts)
+    )
 
 
 def as_matrix(info: TensorInfo) -> TensorInfo:

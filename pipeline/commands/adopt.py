@@ -19,7 +19,9 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.companion_files import refuse_strangers
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
+from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import kv_cache_of
+from ..model_loader.contradictions import refuse_contradictions
 from ..publishing.reproduce import ADOPTED
 from ..records.artifact import MANIFEST_NAME, Artifact, published_files, record_files
 from ..records.engine_commands import kv_cache_commands
@@ -50,9 +52,10 @@ def adopt(
     ours = open_checkpoint(str(folder))
     source = open_baseline(ours, str(baseline), baseline_revision)
     convention = convention_of(ours)
-    stored = convention.modules(ours)
+    stored = stored_weights(ours)
     if not stored:
         raise UserError(f"{folder} is not quantized in a convention that Scalegate reads: nothing to adopt")
+    refuse_contradictions(ours)
     refuse_strangers(folder, published_files(folder), None)
     squares = squared_errors(ours, source, progress=progress)
     unknown = [module for module in stored if module not in squares]
@@ -92,6 +95,7 @@ def _quantization(
     tensors = {name for weight in stored.values() for name in weight.tensors}
     weights = sum(math.prod(weight.shape) for weight in stored.values())
     bits = 8 * sum(checkpoint.tensors[name].nbytes for name in tensors)
+    errors = {module: _relative(*squares[module], module) for module in stored}
     error, norm = (sum(each) for each in zip(*squares.values(), strict=True))
     specs = Counter(weight.spec for weight in stored.values())
     return {
@@ -101,12 +105,12 @@ def _quantization(
         ],
         "export": convention,
         "bits_per_weight": round(bits / weights, 4),
-        "relative_error": _relative(error, norm),
+        "relative_error": _relative(error, norm, "all weights"),
         "modules": {
             module: {
                 "shape": list(weight.shape),
                 "format": weight.spec.name,
-                "relative_error": _relative(*squares[module]),
+                "relative_error": errors[module],
             }
             for module, weight in stored.items()
         },
@@ -114,9 +118,9 @@ def _quantization(
     }
 
 
-def _relative(error: float, norm: float) -> float:
+def _relative(error: float, norm: float, name: str) -> float:
     """Of sums of squares. UserError where there is a weight that is no number."""
     value = math.sqrt(error / norm) if norm else math.sqrt(error)
     if not math.isfinite(value):
-        raise UserError("a quantized weight holds NaN or infinity; it is not adopted")
+        raise UserError(f"{name}: a weight is NaN or infinite, or the baseline's is; it is not adopted")
     return value

@@ -19,7 +19,7 @@ from ...serving_check.quality import compare as compare_predictions
 from ...serving_check.settings import QUALITY_TOKENS
 from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..conventions.all_conventions import convention_of
+from ..conventions.declared import stored_weights
 from ..machine.device import resolve_device, resolve_dtype
 from ..machine.tested_stack import warn_if_untested
 from ..model_loader.load_model import load_model
@@ -149,9 +149,7 @@ def bits_per_weight(checkpoint: Checkpoint) -> float:
 
     Of an artifact whose formats were chosen under a budget, those that it kept plain are counted as well.
     """
-    stored = [
-        weight for weight in convention_of(checkpoint).modules(checkpoint).values() if weight.is_quantized
-    ]
+    stored = [weight for weight in stored_weights(checkpoint).values() if weight.is_quantized]
     numbers = sum(math.prod(weight.shape) for weight in stored)
     bits = sum(weight.spec.bits_per_weight(*weight.shape) * math.prod(weight.shape) for weight in stored)
     manifest = checkpoint.manifest

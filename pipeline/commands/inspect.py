@@ -1,6 +1,7 @@
 """What a checkpoint is, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
 
-Reads headers and records, but for hashing an artifact's files; it judges nothing.
+Reads headers, scales and records, but for hashing an artifact's files. It judges nothing, and refuses what
+contradicts itself.
 """
 
 import math
@@ -13,7 +14,9 @@ from ...serving_check.evidence.verdict import Verdict
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
+from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import declared_kv_format
+from ..model_loader.contradictions import refuse_contradictions
 from ..publishing.examination import examine
 from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.signature import Signature
@@ -93,7 +96,8 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
         lines = "\n  ".join(changed[:10])
         raise UserError(f"{error.message}\n{folder} is not what was quantized:\n  {lines}") from error
     convention = convention_of(checkpoint)
-    stored = convention.modules(checkpoint)
+    stored = stored_weights(checkpoint)
+    refuse_contradictions(checkpoint)
     in_formats = {name for weight in stored.values() for name in weight.tensors}
     inspection = Inspection(
         model=checkpoint.source,

@@ -23,6 +23,7 @@ from ..checkpoints.baseline import open_baseline
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.tested_stack import warn_if_untested
+from ..model_loader.contradictions import refuse_contradictions
 from ..records.artifact import REPORT_FOLDER, Artifact
 from ..records.signature import require_key
 from ..validation.cpu_dtype import baseline_dtype
@@ -87,6 +88,8 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
     rival = open_rival(checkpoint, manifest, asked.rival, asked.rival_revision)
     if rival is not None and not engine_named(asked.engine).starts:
         raise UserError(f"a rival is served by the artifact's engine, and {asked.engine} is running already")
+    for each in (checkpoint, baseline, *([] if rival is None else [rival])):
+        refuse_contradictions(each)
     context = _shortest_context([checkpoint, baseline, *([] if rival is None else [rival])], workload)
     longest_task = 0 if asked.tasks is None else task_context(baseline)
     options = sized_options(engine_options, workload, longest_task, context)

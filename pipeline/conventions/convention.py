@@ -77,6 +77,15 @@ class Convention(Protocol):
         ...
 
 
+@runtime_checkable
+class ExcludingConvention(Protocol):
+    """A convention whose config names modules that are not quantized."""
+
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        """The pattern by which the config keeps `module`, by its stored name, out; None for none."""
+        ...
+
+
 class ExportConvention(Convention, Protocol):
     """A convention that an artifact can be written in."""
 

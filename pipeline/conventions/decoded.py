@@ -9,6 +9,7 @@ from ...layouts.formats.unquantized import Unquantized
 from ..checkpoints.checkpoint import DECODERS, Checkpoint
 from ..checkpoints.decoded_tensors import DecodedTensor
 from .convention import CONVENTIONS, StoredWeight
+from .stored import not_converted
 
 WEIGHT = ".weight"
 
@@ -37,6 +38,9 @@ class Decoded:
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         return False
+
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        return not_converted(checkpoint, module)
 
 
 CONVENTION = Decoded()

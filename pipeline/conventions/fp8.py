@@ -13,6 +13,7 @@ from ...layouts.formats.unquantized import Unquantized
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, describe_float8, names_of_float8, read_rows, refuse_unreadable
 from .convention import CONVENTIONS, StoredWeight
+from .stored import not_converted
 
 METHODS = ("fp8", "fbgemm_fp8")
 WEIGHT = ".weight"
@@ -30,6 +31,9 @@ class FP8:
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         return False
+
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        return not_converted(checkpoint, module)
 
 
 def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:

@@ -63,13 +63,6 @@ class ModelOpt:
             )
         names = [name for name in checkpoint.tensors if name.endswith(GLOBAL_SCALE)]
         modules = [name.removesuffix(GLOBAL_SCALE) for name in names]
-        for module in modules:
-            pattern = next((p for p in _excluded(config) if matches_wildcard(p, module)), None)
-            if pattern is not None:
-                raise UserError(
-                    f"{checkpoint.source}: tensor {module}{GLOBAL_SCALE} says that {module} is packed, but "
-                    f"the quantization config excludes it ({pattern!r}): readers would take it for plain"
-                )
         stored = {
             module: TENSORS.stored(checkpoint, module, algorithm == WITH_ACTIVATIONS) for module in modules
         }
@@ -84,10 +77,12 @@ class ModelOpt:
         return stored
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
-        config = _declaration(checkpoint)
-        if config.get("quant_algo") not in ALGORITHMS:
-            return False
-        return not any(matches_wildcard(pattern, module) for pattern in _excluded(config))
+        is_read = _declaration(checkpoint).get("quant_algo") in ALGORITHMS
+        return is_read and self.excludes(checkpoint, module) is None
+
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        patterns = _excluded(_declaration(checkpoint))
+        return next((pattern for pattern in patterns if matches_wildcard(pattern, module)), None)
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         if not isinstance(spec, NVFP4):

@@ -48,6 +48,9 @@ class Scalegate:
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         return module in (checkpoint.quantization_config or {}).get("modules", [])
 
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        return module if module in (checkpoint.quantization_config or {}).get("ignore", []) else None
+
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         if spec.name in SPECS:
             return None

@@ -13,6 +13,7 @@ from ...base.errors import UserError
 from ...layouts.formats.int4 import Int4
 from ...layouts.formats.weight_format import WeightFormat
 from ..checkpoints.checkpoint import Checkpoint, TensorInfo
+from .targets import matches_wildcard
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -75,3 +76,9 @@ def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
         raise UserError(
             f"{checkpoint.source}: {module} is stored in INT4 that is not read: {error}"
         ) from error
+
+
+def not_converted(checkpoint: Checkpoint, module: str) -> str | None:
+    """The entry of transformers' `modules_to_not_convert` that keeps `module` out; None for none."""
+    patterns = (checkpoint.quantization_config or {}).get("modules_to_not_convert") or []
+    return next((pattern for pattern in patterns if matches_wildcard(pattern, module)), None)

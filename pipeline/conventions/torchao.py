@@ -16,6 +16,7 @@ from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from . import torchao_int4, torchao_nvfp4  # noqa: F401 - registers them
 from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .stored import not_converted
 from .targets import as_patterns
 from .torchao_form import FORMS, READERS
 
@@ -55,6 +56,9 @@ class TorchAO:
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         # The header describes each tensor by name, so there is no rule that could disagree with the files.
         return False
+
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        return not_converted(checkpoint, module)
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         if spec.name not in FORMS:

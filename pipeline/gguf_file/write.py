@@ -21,8 +21,8 @@ from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
 from ..checkpoints.checkpoint import NO_WEIGHT, Checkpoint
-from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
+from ..conventions.declared import stored_weights
 from .architecture import Architecture
 from .blocks import BLOCK_BYTES, to_blocks
 from .tokenizer import write_tokenizer
@@ -109,7 +109,7 @@ def _room_for(out: Path) -> Iterator[None]:
 
 def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGUFTensor]:
     """Every tensor of the file, known from headers alone."""
-    stored = convention_of(checkpoint).modules(checkpoint)
+    stored = stored_weights(checkpoint)
     parts = {name for weight in stored.values() for name in weight.tensors}
     for module, weight in stored.items():
         yield _quantized(architecture, f"{module}.weight", weight)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
-from ..conventions.all_conventions import convention_of
+from ..conventions.declared import stored_weights
 from ..machine.malloc_trim import return_freed_memory
 from .hidden_states import AnyStates, HiddenStates, StatesPart
 from .input_rounding import InputRounding
@@ -51,7 +51,7 @@ class LayerStream:
         self._at_once = max(1, (len(sequences) + 1) // 2) if few else SEQUENCES_AT_ONCE
         self.model = build_skeleton(checkpoint, default_dtype(checkpoint), device)
         self.model.config._experts_implementation = "eager"
-        stored = convention_of(checkpoint).modules(checkpoint)
+        stored = stored_weights(checkpoint)
         self.loader = WeightLoader(
             checkpoint,
             stored,

@@ -13,19 +13,19 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...base.batch_invariance import BatchInvariance
-from ...base.errors import UserError
 from ...base.log import logger
 from ...layouts.choosing.plan import LayoutPlan
 from ...layouts.packing.layout import Problem
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..checkpoints.tokenizer import load_tokenizer
-from ..conventions.all_conventions import convention_of
-from ..conventions.convention import Convention, StoredWeight
+from ..conventions.convention import StoredWeight
+from ..conventions.declared import stored_weights
+from .contradictions import refuse_misdeclared
 from .dequantize_note import dequantized_note
 from .merge_groups import merge_groups
 from .skeleton import build_skeleton
-from .weight_loader import LayoutPicker, WeightLoader, listed
+from .weight_loader import LayoutPicker, WeightLoader
 
 
 @dataclass
@@ -65,14 +65,14 @@ def load_model(
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(str(model), revision)
     device = torch.device(device)
-    convention = convention_of(checkpoint)
-    stored = convention.modules(checkpoint) | dict(instead or {})
+    stored = stored_weights(checkpoint) | dict(instead or {})
     dtype = dtype or default_dtype(checkpoint)
     skeleton = build_skeleton(checkpoint, dtype, device)
     picker = LayoutPicker(plan or _recorded_plan(checkpoint, device), layout)
     loader = WeightLoader(
         checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype), batch_invariance
     )
+    refuse_misdeclared(checkpoint, stored, skeleton, loader.assignments())
     loader.load(progress)
     for name, count in Counter(loader.layouts.values()).items():
         logger.debug(f"{checkpoint.source}: {count} products in layout {name}")
@@ -80,7 +80,6 @@ def load_model(
     note = dequantized_note(loader.problems, loader.layouts) if progress and layout is None else None
     if note is not None:
         logger.warning(note)
-    _refuse_unquantized(checkpoint, convention, stored, loader)
     return LoadedModel(
         model=skeleton,
         tokenizer=tokenizer or load_tokenizer(checkpoint),
@@ -100,7 +99,7 @@ def problems(
 
     No data is read but the scales on which merging depends.
     """
-    stored = convention_of(checkpoint).modules(checkpoint)
+    stored = stored_weights(checkpoint)
     dtype = dtype or default_dtype(checkpoint)
     device = torch.device(device)
     skeleton = build_skeleton(checkpoint, dtype)
@@ -110,22 +109,6 @@ def problems(
         product.name: product.problem(loader.stored, dtype, device, batch_invariance)
         for product in loader.products()
     }
-
-
-def _refuse_unquantized(
-    checkpoint: Checkpoint, convention: Convention, stored: dict[str, StoredWeight], loader: WeightLoader
-) -> None:
-    """Refuse linears that the config declares quantized and the files hold plain: others misread it."""
-    wrong = [
-        source
-        for source in loader.plain_modules.values()
-        if source not in stored and convention.claims(checkpoint, source)
-    ]
-    if wrong:
-        raise UserError(
-            f"{checkpoint.source}: {listed(wrong)} stored unquantized, but the quantization config covers "
-            f"it; add it to the config's ignore list, or quantize it"
-        )
 
 
 def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan | None:

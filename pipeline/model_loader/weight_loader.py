@@ -74,18 +74,13 @@ class WeightLoader:
     problems: dict[str, Problem] = field(default_factory=dict)
     """What those layouts were picked for."""
     filled: set[str] = field(default_factory=set)
-    plain_modules: dict[str, str] = field(default_factory=dict)
-    """Linears that got an unquantized weight: name in the model to name in the checkpoint."""
 
     def __post_init__(self) -> None:
         self.stored = {module + WEIGHT: weight for module, weight in self.modules.items()}
 
     def assignments(self) -> list[Assignment]:
         """Every weight's place in the model; UserError where a weight has none."""
-        consumed = {name for weight in self.stored.values() for name in weight.tensors}
-        others = [name for name in self.checkpoint.tensors if name not in consumed]
-        names = [name for name in others if not is_scale(self.checkpoint, name)] + list(self.stored)
-        mapped = map_weights(self.model, names)
+        mapped = map_weights(self.model, names_to_place(self.checkpoint, self.modules))
         if mapped.unexpected and foreign_roots(self.model, mapped.unexpected) is None:
             raise UserError(
                 f"{self.checkpoint.source}: {listed(mapped.unexpected)} in the checkpoint, but "
@@ -297,8 +292,6 @@ class WeightLoader:
         else:
             module._buffers[leaf] = value
         self.filled.add(target)
-        if isinstance(module, nn.Linear) and leaf == "weight":
-            self.plain_modules[module_name] = source.removesuffix(WEIGHT)
 
     def _check_shape(self, source: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if found != expected:
@@ -335,6 +328,14 @@ class WeightLoader:
     def _share(self, name: str, parameter: nn.Parameter) -> None:
         module, _, leaf = name.rpartition(".")
         setattr(self.model.get_submodule(module), leaf, parameter)
+
+
+def names_to_place(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> list[str]:
+    """The names of all weights: those of tensors, and in the place of those that are packed, their own."""
+    consumed = {name for weight in stored.values() for name in weight.tensors}
+    others = [name for name in checkpoint.tensors if name not in consumed]
+    plain = [name for name in others if not is_scale(checkpoint, name)]
+    return [*plain, *(module + WEIGHT for module in stored)]
 
 
 def listed(names: list[str]) -> str:

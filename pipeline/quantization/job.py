@@ -11,8 +11,9 @@ from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv.format import KV_FORMATS, largest_of
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
-from ..conventions.all_conventions import EXPORTS, convention_of
+from ..conventions.all_conventions import EXPORTS
 from ..conventions.convention import ExportConvention, kv_declaration
+from ..conventions.declared import stored_weights
 from ..conventions.plain import NAME as PLAIN
 from ..records.recipe import Recipe, matches
 from .calibration.calibration_needs import CalibrationNeeds, calibration_needs
@@ -98,7 +99,7 @@ def prepare(
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     """Not FP8: that is read as the 16-bit weights that it stands for."""
     try:
-        stored = convention_of(checkpoint).modules(checkpoint)
+        stored = stored_weights(checkpoint)
     except UserError:
         return  # whatever reads the source says it better
     labels = sorted({weight.spec.label for weight in stored.values() if weight.is_quantized})

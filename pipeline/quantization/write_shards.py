@@ -18,7 +18,7 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv.format import KVScales
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, OLD_SECTION, Checkpoint
-from ..checkpoints.safetensors_file import read_header
+from ..checkpoints.safetensors_file import hold_the_same, read_header
 from ..conventions.convention import kv_scale_names
 from ..model_loader.prediction_heads import without_heads
 from ..model_loader.skeleton import model_config
@@ -225,10 +225,7 @@ def _is_wrongly_tied(job: QuantizeJob) -> bool:
     ):
         return False
     head, embeddings = (job.checkpoint.tensors[name] for name in job.tasks.own_head)
-    if head.name.removesuffix(".weight") in job.tasks.specs or head.shape != embeddings.shape:
-        return True
-    pairs = zip(head.read_chunks(), embeddings.read_chunks(), strict=False)
-    return head.dtype != embeddings.dtype or not all(torch.equal(one, other) for one, other in pairs)
+    return head.name.removesuffix(".weight") in job.tasks.specs or not hold_the_same(head, embeddings)
 
 
 def _write_index(folder: Path, names: list[str]) -> None:

@@ -7,6 +7,7 @@ from ...serving_check.evidence.verdict import Subject
 from ..checkpoints.baseline import weights_digest
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of
+from ..conventions.declared import stored_weights
 from ..records.artifact import Artifact, record_files
 
 
@@ -33,7 +34,7 @@ def describe_subject(
 def describe_quantization(checkpoint: Checkpoint) -> str:
     """`compressed-tensors, INT4 g128, zero points`; `none` for a plain checkpoint."""
     convention = convention_of(checkpoint)
-    formats = {weight.spec.label for weight in convention.modules(checkpoint).values() if weight.is_quantized}
+    formats = {weight.spec.label for weight in stored_weights(checkpoint).values() if weight.is_quantized}
     if checkpoint.quantization_config is None:
         return "none"
     return ", ".join([convention.name, *sorted(formats)])

@@ -19,8 +19,8 @@ from ...serving_check.evidence.artifact_figures import ChangedTensor, KindErrors
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import is_scale, read_rows, scale_of
 from ..checkpoints.safetensors_file import TensorInfo
-from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
+from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import SCALE as KV_SCALE
 from ..model_loader.linear_weights import ROUTER, ExpertBias, LinearWeight, find_linear_weights
 from ..quantization.shards.weight_tensors import read_bias, read_linear
@@ -56,9 +56,9 @@ def compare_weights(
     has_kv_format: keys and values are stored quantized, so the weights need not be
     device:        where errors are computed
     """
-    if any(weight.is_quantized for weight in convention_of(baseline).modules(baseline).values()):
+    if any(weight.is_quantized for weight in stored_weights(baseline).values()):
         return None
-    stored = convention_of(artifact).modules(artifact)
+    stored = stored_weights(artifact)
     recorded = manifest.module_errors() if manifest else {}
     comparison = _Comparison(artifact, baseline, device, manifest.scaled_modules() if manifest else {})
     total = sum(math.prod(weight.shape) for weight in stored.values()) + comparison.kept_numbers(stored)
@@ -102,7 +102,7 @@ def squared_errors(
     Modules that the baseline has not in that shape are left out.
     """
     comparison = _Comparison(artifact, baseline, device, {})
-    stored = convention_of(artifact).modules(artifact).items()
+    stored = stored_weights(artifact).items()
     found = {
         module: comparison.squares(weight)
         for module, weight in progress_bar(stored, desc="weights", shown=progress)

@@ -45,14 +45,13 @@ class CompressedTensors:
         _refuse_sparsity(checkpoint.source, config)
         groups = config.get("config_groups") or {}
         targets = {target: group for group in groups.values() for target in group.get("targets", [])}
-        ignore = config.get("ignore") or []
         stored = {}
         for name, module in _compressed(checkpoint):
             target = first_match(targets, module)
-            if target is None or any(matches(pattern, module) for pattern in ignore):
+            if target is None:
                 raise UserError(
                     f"{checkpoint.source}: tensor {name} is packed, but no config group of the quantization "
-                    f"config targets {module} or its ignore list excludes it"
+                    f"config targets {module}"
                 )
             group = targets[target]
             group = {**group, "format": group.get("format") or config.get("format")}
@@ -69,8 +68,11 @@ class CompressedTensors:
         config = checkpoint.quantization_config or {}
         groups = config.get("config_groups") or {}
         targets = [target for group in groups.values() for target in group.get("targets", [])]
-        ignored = any(matches(pattern, module) for pattern in config.get("ignore") or [])
-        return not ignored and first_match(targets, module) is not None
+        return self.excludes(checkpoint, module) is None and first_match(targets, module) is not None
+
+    def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
+        ignore = (checkpoint.quantization_config or {}).get("ignore") or []
+        return next((pattern for pattern in ignore if matches(pattern, module)), None)
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         writable = {name: scheme for name, scheme in SCHEMES.items() if isinstance(scheme, WritableScheme)}

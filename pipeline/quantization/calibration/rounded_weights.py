@@ -10,8 +10,8 @@ from ....layouts.formats.int4 import COMMON_GROUPS, Int4
 from ....layouts.formats.weight_format import Weight
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.default_dtype import default_dtype
-from ...conventions.all_conventions import convention_of
 from ...conventions.convention import StoredWeight
+from ...conventions.declared import stored_weights
 from ...machine.malloc_trim import return_freed_memory
 from ...model_loader.linear_weights import LINEAR, WEIGHT, LinearWeight, find_linear_weights
 from ..shards.weight_tensors import WeightQuantizer
@@ -22,7 +22,7 @@ def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, S
 
     device: where they are rounded
     """
-    stored = convention_of(checkpoint).modules(checkpoint)
+    stored = stored_weights(checkpoint)
     quantizer = WeightQuantizer(default_dtype(checkpoint), device)
     rounded = {}
     for tensor, parts in find_linear_weights(checkpoint).linears.items():

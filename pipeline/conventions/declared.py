@@ -1,0 +1,154 @@
+"""Declared against stored: a config held to its files, for all conventions.
+
+It finds modules that are excluded and yet packed, and scales that are none. What only the architecture tells
+(a linear layer that is declared quantized and lies plain, tied weights that differ) is
+`model_loader/contradictions.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...base.errors import UserError
+from ...layouts.formats.weight_format import Weight
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.decoded_tensors import DecodedTensor
+from ..checkpoints.float_source import FLOAT8
+from ..checkpoints.safetensors_file import TensorInfo
+from .all_conventions import convention_of
+from .convention import ExcludingConvention, StoredWeight
+
+SCALE = "scale"
+CODES = "codes"
+E8M0_SCALES, E8M0_NAN = "_scales", 255
+NAMED = 8
+"""Spoilt tensors that an error names."""
+
+
+def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
+    """Every linear weight that its convention describes, by module; reading a spoilt scale is refused.
+
+    UserError where the config excludes a module that the files hold packed: readers would take it for plain.
+    """
+    convention = convention_of(checkpoint)
+    stored = convention.modules(checkpoint)
+    if isinstance(convention, ExcludingConvention):
+        for module, weight in stored.items():
+            pattern = convention.excludes(checkpoint, module)
+            if pattern is not None:
+                raise UserError(
+                    f"{checkpoint.source}: tensor {weight.tensors[0]} is packed, but the quantization config "
+                    f"excludes it ({pattern!r}): readers would take it for plain; correct the config, "
+                    "or quantize again"
+                )
+    return {
+        module: replace(weight, read=partial(_read_sound, checkpoint, weight))
+        for module, weight in stored.items()
+    }
+
+
+def refuse_spoilt_scales(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> None:
+    """UserError that names each scale that is no number, or is zero for codes that are not."""
+    spoilt = [said for weight in stored.values() for said in _spoilt(checkpoint, weight)]
+    fused = [info for info in checkpoint.tensors.values() if isinstance(info, DecodedTensor)]
+    for info in fused:
+        if info.name.removesuffix(".weight") not in stored:
+            spoilt += [said for part in _scales_of(info) if (said := _said_of_numbers(part)) is not None]
+    _refuse(checkpoint, spoilt)
+
+
+def _refuse(checkpoint: Checkpoint, spoilt: list[str]) -> None:
+    if spoilt:
+        more = f"\n  and {len(spoilt) - NAMED} more" if len(spoilt) > NAMED else ""
+        raise UserError(
+            f"{checkpoint.source} has weights or scales that are no numbers, or lost:\n  "
+            + "\n  ".join(spoilt[:NAMED])
+            + f"{more}\nDownload it again, or quantize again"
+        )
+
+
+def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor:
+    """What `weight` reads; packed, its scales are read once more only where they are not sound."""
+    value = weight.read()
+    if isinstance(value, Tensor):
+        _refuse(checkpoint, list(_spoilt(checkpoint, weight)))
+        if not _extremes(value)[1] < torch.inf:
+            _refuse(checkpoint, [f"{weight.module}: {weight.tensors[0]} holds NaN or infinity"])
+        return value
+    for name, tensor in value.tensors().items():
+        low, high = _extremes(tensor)
+        if not high < torch.inf or (low == 0 and SCALE in name):
+            _refuse(checkpoint, list(_spoilt(checkpoint, weight)))
+    return value
+
+
+def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
+    """What is wrong with the scales of one weight, by tensor."""
+    scales = [
+        part
+        for name in weight.tensors
+        for part in _scales_of(checkpoint.tensors[name])
+        if name != f"{weight.module}.weight" or isinstance(checkpoint.tensors[name], DecodedTensor)
+    ]
+    said = [text for part in scales if (text := _said_of_numbers(part)) is not None]
+    if said:
+        yield from (f"{weight.module}: {text}" for text in said)
+        return
+    zeros = [part.name for part in scales if SCALE in part.name and _extremes(part.read())[0] == 0]
+    if zeros and _hides_codes(checkpoint, weight):
+        yield f"{weight.module}: {', '.join(zeros)} is zero for codes that are not zero"
+
+
+def _scales_of(info: TensorInfo) -> list[TensorInfo]:
+    """The numbers that multiply codes: a tensor itself, or those that a decoded one is made from."""
+    parts = info.parts if isinstance(info, DecodedTensor) else (info,)
+    return [part for part in parts if part.dtype.is_floating_point or part.name.endswith(E8M0_SCALES)]
+
+
+def _said_of_numbers(part: TensorInfo) -> str | None:
+    values = part.read()
+    wrong = (values == E8M0_NAN) if values.dtype == torch.uint8 else ~torch.isfinite(_wide(values))
+    count = int(wrong.sum())
+    return f"{count:,} of {wrong.numel():,} numbers in {part.name} are NaN or infinite" if count else None
+
+
+def _hides_codes(checkpoint: Checkpoint, weight: StoredWeight) -> bool:
+    """Whether a scale of zero stands before codes that are not zero: a block of zeros has both."""
+    value = weight.read()
+    if isinstance(value, Tensor):
+        info = checkpoint.tensors[f"{weight.module}.weight"]
+        return info.dtype in FLOAT8 and bool(((_wide(info.read()) != 0) & (value == 0)).any())
+    tensors = value.tensors()
+    if CODES not in tensors:
+        return False  # IQ2_XXS has no code for zero: there a scale of zero is how a block of zeros is written
+    ones = {name: _without_zeros(tensor) for name, tensor in tensors.items() if SCALE in name}
+    changed = value.with_tensors(ones)
+    step = max(1, (1 << 24) // value.shape[1])
+    return any(
+        not torch.equal(
+            value.rows(start, start + step).dequantize(torch.float32) == 0,
+            changed.rows(start, start + step).dequantize(torch.float32) == 0,
+        )
+        for start in range(0, value.shape[0], step)
+    )
+
+
+def _without_zeros(scale: Tensor) -> Tensor:
+    wide = _wide(scale)
+    return torch.where(wide == 0, 1.0, wide).to(scale.dtype)
+
+
+def _extremes(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest absolute value; both NaN where there is a NaN."""
+    if not values.numel() or not values.is_floating_point():
+        return 1.0, 1.0
+    low, high = _wide(values).abs().aminmax()
+    return float(low), float(high)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Float8 in fp32, since few operations take it."""
+    return values.float() if values.element_size() == 1 else values

@@ -1,0 +1,89 @@
+"""What a checkpoint's config says of its weights, held to what lies in its files, before anything is served.
+
+Layers that are declared quantized and lie plain, and tied weights that differ. What can be told without the
+architecture is `conventions/declared.py`; not for what other readers would make of it (`validation/`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...base.errors import UserError
+from ...base.log import logger
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.default_dtype import default_dtype
+from ..checkpoints.safetensors_file import hold_the_same
+from ..conventions.all_conventions import convention_of
+from ..conventions.convention import StoredWeight
+from ..conventions.declared import refuse_spoilt_scales, stored_weights
+from .skeleton import meta_model
+from .weight_loader import WEIGHT, listed, names_to_place
+from .weight_map import Assignment, map_weights
+
+
+def refuse_contradictions(checkpoint: Checkpoint) -> None:
+    """UserError where config and files contradict each other, or a scale is none. Scales are all read."""
+    stored = stored_weights(checkpoint)
+    refuse_spoilt_scales(checkpoint, stored)
+    if not any(weight.is_quantized for weight in stored.values()):
+        return
+    try:
+        model = meta_model(checkpoint, default_dtype(checkpoint))
+    except UserError as error:
+        logger.debug(f"{checkpoint.source}: its layers are not looked at: {error.message}")
+        return
+    assignments = map_weights(model, names_to_place(checkpoint, stored)).assignments
+    refuse_misdeclared(checkpoint, stored, model, assignments)
+
+
+def refuse_misdeclared(
+    checkpoint: Checkpoint,
+    stored: Mapping[str, StoredWeight],
+    model: PreTrainedModel,
+    assignments: Sequence[Assignment],
+) -> None:
+    """UserError where a layer is declared quantized and lies plain, or two tensors that are tied differ.
+
+    Only of quantized checkpoints: a source that ties two tensors is quantized into an artifact that does not.
+    """
+    convention = convention_of(checkpoint)
+    wrong = [
+        name for name in _plain_linears(model, assignments, stored) if convention.claims(checkpoint, name)
+    ]
+    if wrong:
+        raise UserError(
+            f"{checkpoint.source}: {listed(wrong)} stored unquantized, but the quantization config covers "
+            "it; add it to the config's ignore list, or quantize it"
+        )
+    if not any(weight.is_quantized for weight in stored.values()):
+        return
+    placed = {assignment.target: assignment.names[0] for assignment in assignments}
+    for target, source in model.all_tied_weights_keys.items():
+        if target in placed and source in placed:
+            _refuse_different(checkpoint, stored, placed[target], placed[source])
+
+
+def _plain_linears(
+    model: PreTrainedModel, assignments: Sequence[Assignment], stored: Mapping[str, StoredWeight]
+) -> Iterator[str]:
+    """The linear layers that get one unquantized tensor, by their names in the checkpoint."""
+    for assignment in assignments:
+        owner, _, leaf = assignment.target.rpartition(".")
+        name = assignment.names[0]
+        if assignment.converter is None and leaf == "weight" and name.endswith(WEIGHT):
+            module = name.removesuffix(WEIGHT)
+            if module not in stored and isinstance(model.get_submodule(owner), nn.Linear):
+                yield module
+
+
+def _refuse_different(
+    checkpoint: Checkpoint, stored: Mapping[str, StoredWeight], target: str, source: str
+) -> None:
+    is_packed = target.removesuffix(WEIGHT) in stored or source.removesuffix(WEIGHT) in stored
+    if is_packed or not hold_the_same(checkpoint.tensors[target], checkpoint.tensors[source]):
+        raise UserError(
+            f"{checkpoint.source}: config.json ties {target} to {source} (tie_word_embeddings), and the "
+            "files hold both, different: some readers would drop one. Write `tie_word_embeddings: false` "
+            "there, or quantize again"
+        )
