@@ -45,6 +45,8 @@ OTHER_INPUTS = {
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
 }
 """What the sections of a config that describe a tower are called, by the inputs that it takes."""
+ROPES_BY_LENGTH = ("dynamic", "longrope")
+"""Types of rope that encode positions beyond their training by the longest request, or a server's limit."""
 NO_WEIGHT = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
 """Tensors that are no weights: old rotary caches, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -94,6 +96,19 @@ class Checkpoint:
         """The most tokens of a request, prompt and answer together; None where its config does not say."""
         context = (self.config.get("text_config") or self.config).get("max_position_embeddings")
         return context if isinstance(context, int) else None
+
+    @property
+    def context_of_one_rope(self) -> int | None:
+        """The same, but no longer than positions are encoded alike whatever else is served."""
+        section = self.config.get("text_config") or self.config
+        limits = [self.context]
+        for rope in (section.get("rope_parameters"), section.get("rope_scaling")):
+            parts = [rope, *rope.values()] if isinstance(rope, Mapping) else []
+            for part in (one for one in parts if isinstance(one, Mapping)):
+                if (part.get("rope_type") or part.get("type")) in ROPES_BY_LENGTH:
+                    first = part.get("original_max_position_embeddings")
+                    limits.append(first or section.get("original_max_position_embeddings"))
+        return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
     @property
     def other_inputs(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from ..publishing.examination import examine
 from ..records.artifact import Artifact
 from ..validation.options import ValidateOptions
 from ..validation.rival import describe_rival
-from ..validation.servers import effective_options, sized_options
+from ..validation.servers import effective_options, sized_options, with_recorded_contexts
 from ..validation.task_scores import public_tasks
 from .release_request import ReleaseRequest
 
@@ -86,7 +86,7 @@ def changed_options(verdict: Verdict, request: ReleaseRequest) -> list[str]:
     places = json.loads(json.dumps(request.placement.for_servers(sides).asked_for()))
     if json.loads(json.dumps(recorded_places)) != places:
         return sorted(recorded_places.keys() ^ places.keys()) or sorted(recorded_places)
-    options = sized_options(request.given, request.workload)
+    options = with_recorded_contexts(sized_options(request.given, request.workload), request.given, recorded)
     if options.device == AUTO:
         options = replace(options, device=str(recorded.get("device", AUTO)))
     return [

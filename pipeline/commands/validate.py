@@ -4,7 +4,7 @@ Checks what was asked for; the measuring is `validation/`, what is measured and 
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,13 @@ from ..validation.measure import measure_and_judge
 from ..validation.options import ValidateOptions, asked_bounds, asked_workload
 from ..validation.rival import open_rival
 from ..validation.run import Run, require_context, say_exploratory, weaker_than_policy
-from ..validation.servers import baseline_options, placed, refuse_unreached, sized_options
+from ..validation.servers import (
+    baseline_options,
+    placed,
+    refuse_unreached,
+    sized_options,
+    with_long_contexts,
+)
 from ..validation.task_scores import require_lm_eval, task_context
 from ..validation.write_down import Place, write_down
 
@@ -109,8 +115,10 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
         clock=clock,
     )
     # An exploratory run is asked for these Ms by name.
-    given_ms = replace(workload, draws_between=False)
-    return replace(run, workload=given_ms) if weaker_than_policy(run) else run
+    if weaker_than_policy(run):
+        return replace(run, workload=replace(workload, draws_between=False))
+    of_one_rope = _least(checkpoint.context_of_one_rope for checkpoint in run.checkpoints)
+    return replace(run, options=with_long_contexts(options, engine_options, of_one_rope))
 
 
 def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:
@@ -127,7 +135,11 @@ def _shortest_context(checkpoints: Sequence[Checkpoint], workload: WorkloadSetti
     """In tokens; None if no checkpoint says its own. UserError if the workload does not fit one of them."""
     for checkpoint in checkpoints:
         require_context(checkpoint, workload)
-    return min((each.context for each in checkpoints if each.context is not None), default=None)
+    return _least(each.context for each in checkpoints)
+
+
+def _least(contexts: Iterable[int | None]) -> int | None:
+    return min((context for context in contexts if context is not None), default=None)
 
 
 def _places(run: Run, asked: Path, report: Path | None) -> list[Place]:

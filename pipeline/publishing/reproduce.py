@@ -18,7 +18,7 @@ from ..quantization.calibration.calibration_names import CALIBRATION, SELF
 from ..records.artifact import Artifact
 from ..records.recipe_file import load_recipe, shipped_recipes
 from ..validation.options import ValidateOptions
-from ..validation.servers import IN_PROCESS, effective_options, sized_options
+from ..validation.servers import IN_PROCESS, effective_options, sized_options, with_recorded_contexts
 
 DEFAULT_EXPORT = "compressed-tensors"
 ADOPTED = {"name": "adopted"}
@@ -107,7 +107,8 @@ def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str
 def _given_options(verdict: Verdict) -> list[str]:
     """The engine's options that `release` would not have set by itself, as words of its command."""
     recorded = verdict.environment.engine_options or {}
-    usual = effective_options(sized_options({"device": recorded.get("device")}, verdict.workload))
+    options = sized_options({"device": recorded.get("device")}, verdict.workload)
+    usual = effective_options(with_recorded_contexts(options, {}, recorded))
     told_elsewhere = IN_PROCESS.union(ARTIFACT_ONLY)
     given = {
         name: value

@@ -20,6 +20,7 @@ from ...serving_check.adapters.placement import ANYWHERE, Placement
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT
 from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
+from ...serving_check.workload.use_plan import MOST_ANSWER
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_device
@@ -30,6 +31,8 @@ PAGE = 128
 """A multiple of any page size: each request's last page is partly empty."""
 LARGEST_CHUNK = 8192
 """Prompt tokens in a step, at most: activations of more would take memory from keys and values."""
+LONG_PROMPT_IN_USE = 4096
+"""Tokens of the longest prompt of a load as in use: what is wrong beyond some context shows only there."""
 IN_PROCESS = frozenset({"device", "dtype", "layout"})
 """The options that hold for this process as well: it loads both models to compare them."""
 GPUS_OF_A_SERVER = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
@@ -65,6 +68,31 @@ def sized_options(
         )
     limits = [limit for limit in (context, given.get("max_model_len")) if limit is not None]
     return _with_chunks(options, workload, min(limits, default=None))
+
+
+def with_long_contexts(
+    options: EngineOptions, given: Mapping[str, Any], context: int | None = None
+) -> EngineOptions:
+    """`options` with room for the longest request of a load as in use beside the others, unless sizes are
+    given.
+
+    context: the most tokens of a request that the models take, if that is known
+    """
+    wanted = (LONG_PROMPT_IN_USE + MOST_ANSWER) // PAGE * PAGE + PAGE
+    length = wanted if context is None else min(wanted, context)
+    if options.max_model_len is None or options.kv_cache_tokens is None or options.max_model_len >= length:
+        return options
+    if any(given.get(name) is not None for name in ("max_model_len", "kv_cache_tokens")):
+        return options
+    return replace(options, max_model_len=length, kv_cache_tokens=options.kv_cache_tokens + length)
+
+
+def with_recorded_contexts(
+    options: EngineOptions, given: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> EngineOptions:
+    """`options` as a recorded run had them: with room for a load as in use if it had that."""
+    length = recorded.get("max_model_len")
+    return with_long_contexts(options, given, length) if isinstance(length, int) else options
 
 
 def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:

@@ -5,7 +5,7 @@ The baseline's repeats say how fast requests must come for M to rise from one to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ..adapters import Endpoint
@@ -34,6 +34,10 @@ REQUESTS_PER_M = 1.5
 """Requests of a block for each of the largest M, so that so many are open together at its end."""
 PROMPTS_SHARE = 0.4
 """Of a block's time, spent on prompts at most."""
+LONGEST_USUAL = 1024
+"""Tokens of all other prompts, at most: a few longer ones would take most of a block."""
+LONG_PROMPT_S = 1.0
+"""Besides, on the longest prompt of the first block, by the speed at which shorter ones are read."""
 FIRST_DEADLINE_S = 600.0
 """Until the baseline's slowest request is known."""
 SEED_OF_BLOCKS = 700_000
@@ -134,9 +138,10 @@ def plan_load(
     shape = shape_of(measured, workload, source, taken)
     answered = [(one.prompt, one.text) for one in canary if one.text]
     first = workload.seed * SEEDS_PER_RUN + SEED_OF_BLOCKS
+    shapes = [shape, *[replace(shape, long_prompt=0)] * (BLOCKS - 1)]
     blocks = tuple(
-        tuple(plan_requests(first + index, shape, text, answered, source.conversations))
-        for index in range(BLOCKS)
+        tuple(plan_requests(first + index, one, text, answered, source.conversations))
+        for index, one in enumerate(shapes)
     )
     unknown = tuple(dict.fromkeys(word for kinds in taken for word in kinds.unknown))
     return LoadInUse(blocks, unknown, tokenizer)
@@ -153,14 +158,15 @@ def shape_of(
     rates = [median(repeat.output_throughput for repeat in level.baseline) / MEAN_ANSWER for level in levels]
     first, last = FIRST_LOAD * rates[0], LAST_LOAD * max(rates)
     seconds = max(LEAST_SECONDS, REQUESTS_PER_M * levels[-1].m / ((first + last) / 2))
-    prompt_tokens = PROMPTS_SHARE * seconds * prompt_speed(levels, workload)
+    speed = prompt_speed(levels, workload)
     return UseShape(
         seconds=seconds,
         first_rate=first,
         last_rate=last,
-        prompt_tokens=int(prompt_tokens),
-        longest_prompt=source.context,
+        prompt_tokens=int(PROMPTS_SHARE * seconds * speed),
+        longest_prompt=min(source.context, LONGEST_USUAL),
         context=source.context,
+        long_prompt=int(min(source.context, LONG_PROMPT_S * speed)),
         kinds=frozenset.intersection(*(kinds.kinds for kinds in taken)),
         end_token=source.end_token,
     )

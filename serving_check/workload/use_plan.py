@@ -36,6 +36,8 @@ LEAST_GREEDY = 1 + SHARING
 LEAST_PROMPT = 16
 LONGEST_SHARE = 1 / 3
 """Of all prompt tokens, the most that the longest prompt takes: the others keep lengths that differ."""
+LEAST_LONG_ANSWER = 64
+"""Tokens of the answer to the longest prompt, at least: all of them are at that context."""
 LEAST_ANSWER, MOST_ANSWER = 8, 200
 MEAN_ANSWER = (MOST_ANSWER - LEAST_ANSWER) / math.log(MOST_ANSWER / LEAST_ANSWER)
 """Tokens of an answer on average, 59.6: the mean of a log-uniform distribution."""
@@ -106,6 +108,8 @@ class UseShape:
     """Those that the servers take."""
     end_token: int | None = None
     """The model's end-of-sequence token; without one no answer ends by it."""
+    long_prompt: int = 0
+    """Tokens of the longest prompt, however few of them `prompt_tokens` would pay."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ def plan_requests(
         lengths = lengths_within(budget, generator, counts["chat"], LEAST_PROMPT, longest)
         requests += [_chat(generator, slices, conversations, length, _most(shape)) for length in lengths]
     left = shape.prompt_tokens - sum(len(request.prompt) for request in requests)
-    requests += _completions(generator, slices, counts, longest, left)
+    long_prompt = min(shape.long_prompt, shape.context - LEAST_LONG_ANSWER, len(text))
+    requests += _completions(generator, slices, counts, longest, left, long_prompt)
     generator.shuffle(requests)
     answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
     temperatures = itertools.cycle(TEMPERATURES)
@@ -217,17 +222,26 @@ def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, 
 def _longest(shape: UseShape, text: int) -> int:
     """Tokens of the longest prompt that can be paid."""
     affordable = max(LEAST_PROMPT, int(shape.prompt_tokens * LONGEST_SHARE))
-    return min(shape.longest_prompt, affordable, _most(shape), text)
+    return min(shape.longest_prompt, affordable, max(LEAST_PROMPT, shape.context - LEAST_LONG_ANSWER), text)
 
 
 def _completions(
-    generator: random.Random, slices: Slices, counts: Mapping[Kind, int], longest: int, budget: int
+    generator: random.Random,
+    slices: Slices,
+    counts: Mapping[Kind, int],
+    longest: int,
+    budget: int,
+    long_prompt: int,
 ) -> list[PlannedRequest]:
-    """All but chats and those with a stop string; the first has the longest prompt."""
+    """All but chats and those with a stop string; the first has the longest prompt, and a longer answer.
+
+    long_prompt: tokens of it that need not be paid from the budget
+    """
     others: list[Kind] = ["sampled", "end", "logprobs", "aborted"]
     count = counts["greedy"] - 1 + sum(counts[kind] for kind in others)
     longest = min(longest, max(LEAST_PROMPT, budget - count * LEAST_PROMPT))
-    requests = [_completion("greedy", slices.cut(longest))]
+    first = slices.cut(max(longest, long_prompt))
+    requests = [replace(_completion("greedy", first), output_len=LEAST_LONG_ANSWER)]
     lengths = iter(lengths_within(budget - longest, generator, count, LEAST_PROMPT, longest))
     greedy = sorted(next(lengths) for _ in range(counts["greedy"] - 1))
     groups = [greedy[start : start + SHARING] for start in range(0, len(greedy) - SHARING + 1, SHARING)]
@@ -300,9 +314,10 @@ def _with_answer(
     shape: UseShape,
     temperatures: Iterator[float],
 ) -> PlannedRequest:
-    """With what its kind says of the answer, which has `answer` tokens if the context holds them."""
+    """With what its kind says of the answer, which has `answer` tokens, or as many as the request has already
+    if they are more, if the context holds them."""
     room = shape.context - len(request.prompt)
-    tokens = min(answer, room)
+    tokens = min(max(answer, request.output_len), room)
     if request.kind == "sampled":
         temperature, seed = next(temperatures), generator.getrandbits(31)
         return replace(request, output_len=tokens, temperature=temperature, seed=seed)

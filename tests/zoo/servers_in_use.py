@@ -22,6 +22,8 @@ from .servers import attention
 
 LONG_CONTEXT = 136
 """Tokens; the requests of the policy's load have 128."""
+LONGER_CONTEXT = 1000
+"""Tokens; nearly the longest that the zoo's servers take."""
 WELL_UNDER_WAY = 4
 """Tokens of an answer after which a request that arrives is later than its companions of a closed loop."""
 PAUSE_S = 0.3
@@ -103,8 +105,17 @@ def garbage_when_a_request_arrives(engine: Engine) -> Callable[[Step], list[Step
 
 @hidden("engine", "text in use", "tokens of context")
 def garbage_in_long_contexts(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    return garbage_beyond(engine, LONG_CONTEXT)
+
+
+@hidden("engine", "text in use", "tokens of context")
+def garbage_in_the_longest_contexts(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    return garbage_beyond(engine, LONGER_CONTEXT)
+
+
+def garbage_beyond(engine: Engine, context: int) -> Callable[[Step], list[StepOutput]]:
     def beyond(output: torch.Tensor, metadata: Any) -> torch.Tensor:
-        long = metadata.positions[: len(output), None, None] >= LONG_CONTEXT
+        long = metadata.positions[: len(output), None, None] >= context
         return torch.where(long, shuffled(output), output)
 
     return always(engine, beyond)

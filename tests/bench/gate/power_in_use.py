@@ -25,7 +25,7 @@ SLOWER = (1.05, 1.1, 1.2, 1.5, 2.0, 4.0)
 ARRIVAL_PAUSES_S = (0.02, 0.05, 0.1, 0.3)
 WRONG_SHARES = (0.02, 0.05, 0.1, 0.3)
 """Of the tokens in the contexts, or beside the prompts, that a fault is of."""
-LONG_CONTEXTS = (136, 512)
+LONG_CONTEXTS = (136, 512, 1000, 4000)
 KEPT_BYTES = (256, 1024, 2048, 16384)
 """Bytes a request."""
 

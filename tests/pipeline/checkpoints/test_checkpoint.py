@@ -234,3 +234,35 @@ def test_each_way_the_hub_fails_has_its_own_message(
     monkeypatch.setattr(download.HfApi, "model_info", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert said in message("some-org/some-model", "v9")
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"type": "linear", "factor": 2}}, 8192),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope"},
+            },
+            4096,
+        ),
+        (
+            {
+                "text_config": {
+                    "max_position_embeddings": 8192,
+                    "rope_parameters": {
+                        "full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 2048}
+                    },
+                }
+            },
+            2048,
+        ),
+        ({}, None),
+    ],
+)
+def test_the_context_of_one_rope_ends_where_it_depends_on_others(sharded: Path, config, context) -> None:
+    (sharded / "config.json").write_text(json.dumps(CONFIG | config))
+    assert open_checkpoint(sharded).context_of_one_rope == context

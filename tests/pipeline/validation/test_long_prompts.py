@@ -9,7 +9,12 @@ from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.held_out import read_held_out, window_for
-from scalegate.pipeline.validation.servers import sized_options
+from scalegate.pipeline.validation.servers import (
+    LONG_PROMPT_IN_USE,
+    sized_options,
+    with_long_contexts,
+    with_recorded_contexts,
+)
 from scalegate.serving_check.gate.policy import weaker_settings
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
 from scalegate.serving_check.workload.prompts import prompts
@@ -107,3 +112,15 @@ def test_windows_reach_beyond_where_a_config_changes_anything(
     changed = replace(checkpoint, config=checkpoint.config | {"rope_scaling": rope})
     assert window_for(changed, checkpoint, "unquantized", tokens) == window
     assert window_for(checkpoint, changed, "unquantized", tokens) == window
+
+
+def test_servers_hold_the_longest_request_of_a_load_as_in_use_unless_sizes_are_given():
+    load = WorkloadSettings()
+    usual = sized_options({"device": "cpu"}, load)
+    long = with_long_contexts(usual, {})
+    assert long.max_model_len > LONG_PROMPT_IN_USE
+    assert long.kv_cache_tokens == usual.kv_cache_tokens + long.max_model_len
+    assert with_long_contexts(usual, {}, context=2048).max_model_len == 2048
+    assert with_long_contexts(usual, {"max_model_len": 256}) == usual
+    assert with_recorded_contexts(usual, {}, long.to_json()) == long
+    assert with_recorded_contexts(usual, {}, usual.to_json()) == usual

@@ -80,6 +80,16 @@ def test_one_wrong_answer_among_many_fails_and_few_wrong_tokens_in_all_do_too():
     assert status == "fail" and "30 of 1200 tokens" in reason
 
 
+def test_a_share_of_wrong_tokens_in_the_few_longest_contexts_fails_and_is_named():
+    """5% of 200 tokens, which are half a percent of all."""
+    many = [answer() for _ in range(45)]
+    long = [replace(answer(prompt_tokens=4000), off=2, baseline_off=2) for _ in range(5)]
+    status, reason = text(many + long)
+    assert status == "fail" and "10 of 200 tokens of answers beyond 128 tokens of context" in reason
+    near_ties = [replace(one, off=1) for one in long]
+    assert text(many + near_ties)[0] == "pass"
+
+
 def test_the_baselines_server_in_the_artifacts_place_is_named():
     status, reason = text([replace(each, off=2, baseline_off=0) for each in SOUND])
     assert status == "fail" and "serves the baseline" in reason

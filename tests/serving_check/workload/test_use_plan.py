@@ -11,6 +11,7 @@ from scalegate.base.errors import UserError
 from scalegate.serving_check.workload.drawing import lengths_within, poisson_times
 from scalegate.serving_check.workload.prompts import Slices
 from scalegate.serving_check.workload.use_plan import (
+    LEAST_LONG_ANSWER,
     LEAST_PROMPT,
     LONGEST_SHARE,
     MEAN_ANSWER,
@@ -101,7 +102,12 @@ def test_lengths_are_log_uniform_and_shorter_where_they_cannot_be_paid():
 
 
 def test_answers_have_the_mean_that_rates_are_computed_from():
-    requests = [request for seed in range(20) for request in planned(seed) if not request.may_end_early]
+    requests = []
+    for seed in range(20):
+        block = planned(seed)
+        # The longest prompt has a longer answer.
+        longest = max(len(request.prompt) for request in block)
+        requests += [one for one in block if not one.may_end_early and len(one.prompt) < longest]
     lengths = [request.output_len for request in requests]
     assert min(lengths) == 8 and max(lengths) == 200
     # A log-uniform length has a variance of (b² - a²) / (2 ln(b/a)) - mean²; lengths are rounded down.
@@ -121,6 +127,17 @@ def test_prompts_are_paid_and_one_is_as_long_as_can_be(prompt_tokens, last_rate)
         assert sum(lengths) <= prompt_tokens
         assert max(lengths) == longest and lengths.count(longest) == 1
         assert min(len(request.prompt) for request in requests if request.kind != "chat") >= LEAST_PROMPT
+
+
+def test_one_prompt_is_as_long_as_is_asked_for_and_has_an_answer_at_that_context():
+    for seed in range(10):
+        shape = replace(SHAPE, prompt_tokens=3000, long_prompt=1500)
+        long, *others = sorted(planned(seed, shape), key=lambda request: -len(request.prompt))
+        assert len(long.prompt) == 1500 and long.output_len >= LEAST_LONG_ANSWER
+        assert sum(len(request.prompt) for request in others) <= 3000
+        # What the context leaves no room for is not asked.
+        [whole] = {max(len(one.prompt) for one in planned(seed, replace(shape, long_prompt=9999)))}
+        assert whole == SHAPE.context - LEAST_LONG_ANSWER
 
 
 def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
