@@ -15,7 +15,8 @@ UNKNOWN = "not known"
 def baseline_phrase(verdict: Verdict) -> str:
     revision = verdict.baseline.revision
     name = verdict.baseline.name if revision is not None else Path(verdict.baseline.name).name
-    unquantized = "unquantized " if verdict.baseline.quantization == "none" else ""
+    is_plain = verdict.baseline.quantization == "none" and verdict.baseline.stored_as is None
+    unquantized = "unquantized " if is_plain else ""
     return f"the {unquantized}`{code(name)}`"
 
 

@@ -26,7 +26,7 @@ from .rival import describe_rival
 from .run import Run, outlook
 from .servers import recorded_options
 from .serving import serve_sides
-from .subject import describe_subject
+from .subject import describe_baseline, describe_subject
 
 if TYPE_CHECKING:
     from .findings import Findings, Scores
@@ -140,7 +140,7 @@ def _artifact_subject(run: Run, layouts: Mapping[str, str]) -> Subject:
 
 def _baseline_subject(run: Run, layouts: Mapping[str, str]) -> Subject:
     kv_cache_dtype = _kv_format(run.asked.engine_of_baseline, run.baseline, run.baseline_options)
-    return replace(describe_subject(run.baseline, None, layouts), kv_cache_dtype=kv_cache_dtype)
+    return replace(describe_baseline(run.baseline, layouts), kv_cache_dtype=kv_cache_dtype)
 
 
 def _rival_subject(run: Run) -> Subject | None:

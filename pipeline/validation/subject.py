@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...serving_check.evidence.verdict import Subject
 from ..checkpoints.baseline import weights_digest
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.decoded_tensors import DecodedTensor
 from ..conventions.all_conventions import convention_of
 from ..conventions.declared import stored_weights
 from ..records.artifact import Artifact, record_files
@@ -31,10 +33,25 @@ def describe_subject(
     )
 
 
+def describe_baseline(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> Subject:
+    """A source in FP8, MXFP4, GPTQ and the like counts as the 16-bit weights that it is read as."""
+    described, forms = describe_subject(checkpoint, None, layouts), smaller_forms(checkpoint)
+    return replace(described, quantization="none", stored_as=", ".join(forms)) if forms else described
+
+
+def smaller_forms(checkpoint: Checkpoint) -> list[str]:
+    """The forms below 16 bits that its weights are read from; empty where any of them is served packed."""
+    stored = stored_weights(checkpoint).values()
+    if any(weight.is_quantized for weight in stored):
+        return []
+    fused = [info.stored_as for info in checkpoint.tensors.values() if isinstance(info, DecodedTensor)]
+    return sorted({*fused, *(weight.stored_as for weight in stored if weight.stored_as is not None)})
+
+
 def describe_quantization(checkpoint: Checkpoint) -> str:
     """`compressed-tensors, INT4 g128, zero points`; `none` for a plain checkpoint."""
     convention = convention_of(checkpoint)
     formats = {weight.spec.label for weight in stored_weights(checkpoint).values() if weight.is_quantized}
     if checkpoint.quantization_config is None:
         return "none"
-    return ", ".join([convention.name, *sorted(formats)])
+    return ", ".join([convention.name, *sorted(formats), *smaller_forms(checkpoint)])

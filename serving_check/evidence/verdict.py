@@ -195,6 +195,8 @@ class Subject:
     """How keys and values were stored while it served; null where the engine is not ours."""
     other_inputs: tuple[str, ...] = ()
     """What it takes besides text, such as `images`: none of it was sent, so nothing of it was judged."""
+    stored_as: str | None = None
+    """What a baseline's 16-bit weights were read from, such as `FP8, one scale`; null if they lie as such."""
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,7 @@ def first_lines_of(verdict: Verdict) -> list[str]:
         verdict.declared,
         verdict.artifact.other_inputs,
         unlike_options(verdict.environment),
+        verdict.baseline.stored_as,
     )
 
 
@@ -203,11 +204,13 @@ def first_lines(
     declared: Declared,
     other_inputs: Sequence[str] = (),
     unlike: Sequence[str] = (),
+    stored_as: str | None = None,
 ) -> list[str]:
     """What a verdict and a card say before anything else; empty where all was judged, by the policy as it is.
 
     other_inputs: what the model takes besides text
     unlike: the options that the servers do not share, as `unlike_options` finds them
+    stored_as: the form of the baseline's weights, where it is smaller than 16 bits
     """
     lines = []
     if exploratory:
@@ -218,4 +221,6 @@ def first_lines(
         lines.append(f"Text only was judged: it takes {' and '.join(other_inputs)} too, which nobody sent.")
     if unlike:
         lines.append(f"The servers were started with different options: {'; '.join(unlike)}.")
+    if stored_as:
+        lines.append(f"The baseline is stored as {stored_as}; it was compared as the 16-bit weights in it.")
     return lines

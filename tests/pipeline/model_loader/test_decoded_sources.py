@@ -1,6 +1,5 @@
 """Sources in 4 or 8 bits: each is read to the numbers that its maker's library computes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,21 @@ from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.validation.subject import describe_baseline
 from scalegate.pipeline.validation.weights import compare_weights
+from scalegate.tests.pipeline.source_forms import (
+    GROUP,
+    NF4,
+    awq_tensors,
+    gptq_tensors,
+    nf4_state,
+    nf4_tensors,
+)
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 RECIPE = Recipe("again", spec=Int4(32))
-GROUP = 32
 Source = tuple[Path, dict[str, Tensor]]
-
-
-def packed_along(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Codes to int32 words along `dim`, the first in the lowest bits; one at a time."""
-    per_word = 32 // bits
-    moved = codes.movedim(dim, 0)
-    words = torch.zeros(moved.shape[0] // per_word, *moved.shape[1:], dtype=torch.int64)
-    for index in range(moved.shape[0]):
-        words[index // per_word] |= moved[index].long() << (bits * (index % per_word))
-    return words.to(torch.uint32).view(torch.int32).movedim(0, dim).contiguous()
 
 
 def gptq_module(n: int, k: int, bits: int, offset: int, reordered: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -42,39 +39,21 @@ def gptq_module(n: int, k: int, bits: int, offset: int, reordered: bool) -> tupl
     if reordered:
         groups = groups[torch.randperm(k)]
     weight = (codes - zeros[groups]).half() * scales[groups]
-    tensors = {
-        "qweight": packed_along(codes, bits, 0),
-        "qzeros": packed_along(zeros - offset, bits, 1),
-        "scales": scales,
-        "g_idx": groups.int(),
-    }
-    return tensors, weight.T.contiguous()
+    return gptq_tensors(codes, zeros, scales, groups, bits, offset), weight.T.contiguous()
 
 
 def awq_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-    """AWQ puts column `order[i]` of every eight into nibble i."""
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
     codes, zeros = torch.randint(0, 16, (k, n)), torch.randint(0, 16, (k // GROUP, n))
     scales = (torch.rand(k // GROUP, n) * 0.01 + 0.001).half()
     weight = (codes - zeros[torch.arange(k) // GROUP]).half() * scales[torch.arange(k) // GROUP]
-    places = torch.arange(n).view(-1, 8)[:, order].flatten()
-    tensors = {
-        "qweight": packed_along(codes[:, places], 4, 1),
-        "qzeros": packed_along(zeros[:, places], 4, 1),
-        "scales": scales,
-    }
-    return tensors, weight.T.contiguous()
-
-
-NF4 = torch.linspace(-1, 1, 16)
-"""Any sixteen values: the checkpoint brings its own."""
+    return awq_tensors(codes, zeros, scales), weight.T.contiguous()
 
 
 def nf4_module(n: int, k: int, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
     codes = torch.randint(0, 16, (n * k,), dtype=torch.uint8)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
+    state = nf4_state(n, k)
     absmax = torch.rand(n * k // 64) * 0.1 + 0.01
-    parts = {"weight": (codes[0::2] << 4 | codes[1::2]).view(-1, 1), "weight.quant_map": NF4.clone()}
+    parts = dict[str, Tensor]()
     if nested:
         indices = torch.randint(0, 256, absmax.shape, dtype=torch.uint8)
         values, largest = torch.linspace(-1, 1, 256), torch.rand(-(-len(absmax) // 256)) * 0.05
@@ -82,9 +61,8 @@ def nf4_module(n: int, k: int, nested: bool) -> tuple[dict[str, Tensor], Tensor]
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.07}
         parts |= {"weight.nested_absmax": largest, "weight.nested_quant_map": values}
     parts["weight.absmax"] = indices if nested else absmax
-    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     weight = (NF4[codes.int()].view(-1, 64) * absmax.unsqueeze(1)).view(n, k).to(torch.bfloat16)
-    return parts | {"weight.quant_state.bitsandbytes__nf4": text}, weight
+    return parts | nf4_tensors(codes, state), weight
 
 
 def int8_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -166,6 +144,7 @@ def mxfp4_source(random_checkpoint: Any, edit: Any) -> Source:
 def test_mxfp4_is_decoded_to_transformers_bits(mxfp4_source: Source) -> None:
     folder, meant = mxfp4_source
     checkpoint = open_checkpoint(folder)
+    assert describe_baseline(checkpoint, {}).stored_as == "MXFP4"
     for name, weight in meant.items():
         assert torch.equal(checkpoint.read(name), weight)
         assert torch.equal(checkpoint.tensors[name].read_rows(1, 3), weight[1:3])

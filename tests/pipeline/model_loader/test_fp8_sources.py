@@ -1,7 +1,6 @@
 """FP8 as its makers write it: read to the same numbers by every command, whatever declares it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +15,11 @@ from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.recipe import Recipe
+from scalegate.pipeline.validation.subject import describe_baseline, describe_quantization
+from scalegate.tests.pipeline.source_forms import DIALECTS, spread
 from torch import Tensor
 
 Source = tuple[Path, dict[str, Tensor]]
-FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
-BLOCK = (32, 32)
-
-
-def compressed_tensors(strategy: str, **more: Any) -> dict[str, Any]:
-    weights = FLOAT | {"strategy": strategy} | more
-    group = {"targets": ["Linear"], "weights": weights, "format": "float-quantized"}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
-def of_tensor(weight: Tensor) -> Tensor:
-    return (weight.abs().amax() / 448).reshape(1)
-
-
-def of_rows(weight: Tensor) -> Tensor:
-    return weight.abs().amax(1, keepdim=True) / 448
-
-
-def of_blocks(weight: Tensor) -> Tensor:
-    n, k = weight.shape
-    blocks = weight.abs().unflatten(0, (n // 32, 32)).unflatten(2, (k // 32, 32))
-    return blocks.amax((1, 3)) / 448
-
-
-def of_powers(weight: Tensor) -> Tensor:
-    """E8M0: powers of two alone."""
-    return of_blocks(weight).log2().ceil().exp2().to(torch.float8_e8m0fnu)
-
-
-def spread(scale: Tensor, weight: Tensor) -> Tensor:
-    scale = scale.float()
-    if scale.numel() == 1 or scale.shape[1] == 1:
-        return scale.expand(weight.shape) if scale.dim() == 2 else scale
-    return scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
-
-
-Dialect = tuple[dict[str, Any], Callable[[Tensor], Tensor], str, tuple[str, ...]]
-DEEPSEEK = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
-DIALECTS: dict[str, Dialect] = {
-    "DeepSeek": (
-        {"quant_method": "fp8", "weight_block_size": list(BLOCK)},
-        of_blocks,
-        "weight_scale_inv",
-        (),
-    ),
-    "DeepSeek, UE8M0": (DEEPSEEK, of_powers, "weight_scale_inv", ()),
-    "Mistral": (
-        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
-        of_tensor,
-        "weight_scale_inv",
-        ("activation_scale",),
-    ),
-    "FBGEMM": ({"quant_method": "fbgemm_fp8"}, of_rows, "weight_scale", ("input_scale_ub",)),
-    "ModelOpt": (
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        of_tensor,
-        "weight_scale",
-        ("input_scale",),
-    ),
-    "tensor": (compressed_tensors("tensor"), of_tensor, "weight_scale", ("input_scale",)),
-    "channel": (compressed_tensors("channel"), of_rows, "weight_scale", ()),
-    "block": (compressed_tensors("block", block_structure=list(BLOCK)), of_blocks, "weight_scale", ()),
-}
-"""Of each: the config's section, its scales, what they are called, and what lies beside them."""
 
 
 @pytest.fixture(params=DIALECTS)
@@ -127,6 +57,8 @@ def test_it_is_described_quantized_and_compared(source: Source, tmp_path: Path) 
     shown = inspect(folder)
     assert sum(summary.modules for summary in shown.formats) == len(meant)
     assert all(summary.format.startswith("FP8") for summary in shown.formats)
+    baseline = describe_baseline(open_checkpoint(folder), {})
+    assert (baseline.quantization, baseline.stored_as) == ("none", shown.formats[0].format)
     artifact = quantize(folder, Recipe("of fp8", spec=Int4(32)), tmp_path / "out", progress=False)
     assert len(artifact.quantization["modules"]) == len(meant)
     tokens = torch.randint(3, 90, (1, 16))
@@ -146,6 +78,10 @@ def test_the_old_name_of_the_section_is_read(quantized_pair: Any) -> None:
     config = json.loads(path.read_text())
     config["compression_config"] = config.pop("quantization_config")
     path.write_text(json.dumps(config))
-    assert open_checkpoint(pair.quantized).quantization_config == config["compression_config"]
+    checkpoint = open_checkpoint(pair.quantized)
+    assert checkpoint.quantization_config == config["compression_config"]
+    # What is served packed is no 16-bit baseline.
+    assert describe_baseline(checkpoint, {}).stored_as is None
+    assert describe_baseline(checkpoint, {}).quantization == describe_quantization(checkpoint) != "none"
     found = CliRunner().invoke(main, ["inspect", str(pair.quantized), "--json"])
     assert found.exit_code == 0 and json.loads(found.stdout)["convention"] == "compressed-tensors"

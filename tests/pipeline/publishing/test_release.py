@@ -1,7 +1,6 @@
 """`pipeline release` does each stage once, takes up at the one it was interrupted in, and obeys the gate."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.pipeline.validation.options import asked_bounds, asked_workload
-from scalegate.pipeline.validation.servers import effective_options, sized_options
-from scalegate.serving_check.gate.record import judged_again
-from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
-from scalegate.tests.pipeline.publishing.passed_artifact import edit_json, give_verdict, passing_verdict
-from scalegate.tests.serving_check.gate_samples import sample_evidence
+from scalegate.tests.pipeline.publishing.passed_artifact import edit_json
+from scalegate.tests.pipeline.publishing.stand_in_gate import StandInGate
 from scalegate.tests.verdict_files import read_verdict
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -48,36 +43,7 @@ NO_NEW_SERVERS = ["--max-blocks", 60]
 def gate(monkeypatch):
     """The gate's place taken by one that answers at once; every other stage is real."""
 
-    class Gate:
-        status = "pass"
-        runs = 0
-
-        def __call__(self, folder, **asked):
-            self.runs += 1
-            manifest = Artifact.read(folder)
-            load = asked_workload(asked, asked["input_len"], WorkloadSettings.seed)
-            environment = passing_verdict(manifest).environment
-            recorded = effective_options(sized_options(asked, load))
-            lacking = {"fail": {"compiled": ({}, {"a kernel": 1})}, "inconclusive": {"baseline_canary": ()}}
-            verdict = passing_verdict(
-                manifest,
-                evidence=sample_evidence(
-                    dict.fromkeys(load.ms, 1.0), load=load, **lacking.get(self.status, {})
-                ),
-                environment=replace(environment, engine_options=recorded),
-                workload=load,
-                bounds=asked_bounds(manifest.recipe, asked),
-                report={},
-            )
-            verdict = replace(
-                verdict, baseline=replace(verdict.baseline, weights_sha256=manifest.source_sha256)
-            )
-            verdict = judged_again(verdict)
-            assert verdict.status == self.status
-            give_verdict(folder, manifest, verdict)
-            return verdict
-
-    gate = Gate()
+    gate = StandInGate()
     monkeypatch.setattr(release_module, "validate", gate)
     return gate
 

@@ -108,3 +108,9 @@ def test_options_that_only_one_server_was_started_with_are_said_first():
     assert unlike(both, both) == ["engine args --enforce-eager (the baseline's: )"]
     assert unlike(same, None) == []
     assert unlike(same, {}, baseline_engine="vllm") == [], "the policy says that the engines differ"
+
+
+def test_a_baseline_that_is_stored_below_16_bits_is_said_first():
+    assert first_lines([], {}, stored_as="FP8, one scale") == [
+        "The baseline is stored as FP8, one scale; it was compared as the 16-bit weights in it."
+    ]
