@@ -3,6 +3,7 @@
 Nothing here measures anything, and what nobody measured or declared is left out, or said to be missing.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
     """What the release is, whose licence it has, and how to serve it."""
     config = read_json_object(folder / "config.json", infinity=True)
     refuse_malformed(config, str(folder / "config.json"))
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    section = config.get("quantization_config") or {}
+    method = section.get("quant_method")
     quantization, short_name = artifact.quantization, name.split("/")[-1]
+    auto_class, reason = _by_transformers(folder, config.get("model_type"))
     return {
         "front_matter": front_matter(artifact, method, verdict, short_name),
         "name": short_name,
@@ -93,15 +96,26 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
         "size": size_phrase(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "licence": licence_of(artifact.base_metadata),
         "licence_files": licence_files(artifact),
-        "engines": engines(name, method, artifact.kv_cache, _auto_class(config)),
+        "engines": engines(name, method, artifact.kv_cache, auto_class, _has_zero_points(section)),
+        "transformers_fails": reason,
     }
 
 
-def _auto_class(config: dict[str, Any]) -> str:
+def _by_transformers(folder: Path, model_type: str | None) -> tuple[str | None, str | None]:
+    """transformers' class for the release; or None, and why transformers does not load it."""
     # What only signs or digests need not wait for transformers.
+    from ..checkpoints.checkpoint import open_checkpoint
+    from ..model_loader.loaded_by_transformers import why_transformers_fails
     from ..model_loader.skeleton import auto_class_name
 
-    return auto_class_name(config.get("model_type"))
+    reason = why_transformers_fails(open_checkpoint(folder)) if model_type is not None else None
+    return (auto_class_name(model_type), None) if reason is None else (None, reason)
+
+
+def _has_zero_points(section: Mapping[str, Any]) -> bool:
+    """Whether a quantization config declares weights with zero points, as compressed-tensors does."""
+    groups = (section.get("config_groups") or {}).values()
+    return any((group.get("weights") or {}).get("symmetric") is False for group in groups)
 
 
 def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, Any]:

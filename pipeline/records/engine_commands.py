@@ -10,24 +10,30 @@ from ...serving_check.adapters.all_engines import ENGINES
 from ...serving_check.adapters.engine import CardCommand
 from ...serving_check.engine.options import UNQUANTIZED
 
-# transformers 5.23.0 takes no zero points in compressed-tensors checkpoints, whoever made them: it expects
-# `weight_zero_point` in another shape. 5.17, 5.20 and 5.22 load them.
 TRANSFORMERS_NEEDS = {
-    "compressed-tensors": "'transformers<5.23' compressed-tensors",
+    "compressed-tensors": "transformers compressed-tensors",
     "torchao": "transformers torchao",
 }
+# transformers 5.23 and 5.24 take no zero points in compressed-tensors checkpoints, whoever made them: on the
+# meta device `PackedQuantizationCompressor.compress` leaves `weight_zero_point` unpacked, in another shape.
+# 5.17 to 5.22 load them. compressed-tensors 0.20 cannot unpack those of a layer with eight rows; 0.19 can.
+TRANSFORMERS_WITH_ZERO_POINTS = "'transformers<5.23' 'compressed-tensors<0.20'"
 TEXT_CLASS = "AutoModelForCausalLM"
 KVARN = "kvarn_"
 KVARN_ENGINE = "vLLM with KVarN (https://github.com/huawei-csl/KVarN)"
 
 
 def engines(
-    name: str, method: str | None, kv_format: str = UNQUANTIZED, auto_class: str = TEXT_CLASS
+    name: str,
+    method: str | None,
+    kv_format: str = UNQUANTIZED,
+    auto_class: str | None = TEXT_CLASS,
+    zero_points: bool = False,
 ) -> list[CardCommand]:
     """The engines that load `name`, a Hub id or a folder, whose quantization method is `method` and which was
     made for keys and values in `kv_format`: those that Scalegate validates on, then others.
 
-    auto_class: transformers' class that it is loaded with
+    auto_class: transformers' class that it is loaded with; None where it does not load it
     """
     return [
         replace(
@@ -35,7 +41,7 @@ def engines(
         )
         if words is None
         else replace(command, code=" ".join([command.code, *words]))
-        for command, words in _commands(name, method, kv_format, auto_class)
+        for command, words in _commands(name, method, kv_format, auto_class, zero_points)
     ]
 
 
@@ -51,7 +57,11 @@ def kv_cache_commands(kv_format: str) -> dict[str, str]:
 
 
 def _commands(
-    name: str, method: str | None, kv_format: str, auto_class: str = TEXT_CLASS
+    name: str,
+    method: str | None,
+    kv_format: str,
+    auto_class: str | None = TEXT_CLASS,
+    zero_points: bool = False,
 ) -> Iterator[tuple[CardCommand, Sequence[str] | None]]:
     """Each command, and its words for keys and values; None where the engine has no such format."""
     for _, engine in ENGINES.items():
@@ -60,7 +70,11 @@ def _commands(
             yield command, engine.kv_cache_words(kv_format)
     if kv_format.startswith(KVARN):
         yield CardCommand(KVARN_ENGINE, "sh", f"vllm serve {name}"), ("--kv-cache-dtype", kv_format)
+    if auto_class is None:
+        return
     requirement = TRANSFORMERS_NEEDS.get(method or "", "transformers")
+    if zero_points:
+        requirement = TRANSFORMERS_WITH_ZERO_POINTS
     code = (
         f"from transformers import {auto_class}, AutoTokenizer\n\n"
         f'model = {auto_class}.from_pretrained("{name}", device_map="auto")\n'

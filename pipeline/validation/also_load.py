@@ -26,6 +26,7 @@ from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.artifact_figures import ReadElsewhere
 from ...serving_check.quality import continuation_logits, log_probabilities
 from ..checkpoints.checkpoint import Checkpoint
+from ..model_loader.loaded_by_transformers import why_transformers_fails
 from ..model_loader.skeleton import auto_class_of
 from .options import NO_OTHER_READER, TRANSFORMERS
 from .run import Run
@@ -154,6 +155,8 @@ def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) 
     try:
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
+            if (reason := why_transformers_fails(artifact)) is not None:
+                return ReadElsewhere(reader, 0, None, None, reason[:SHOWN_CHARACTERS])
             model: nn.Module = auto_class_of(artifact, ours).from_pretrained(artifact.folder, dtype="auto")
             theirs = model.to(tokens.device).eval()(tokens).logits[0].float()
     except Exception as error:

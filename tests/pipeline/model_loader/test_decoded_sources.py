@@ -23,6 +23,7 @@ from scalegate.tests.pipeline.source_forms import (
     nf4_state,
     nf4_tensors,
 )
+from scalegate.tests.pipeline.transformers_reader import assert_transformers_reads_int4_of
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -175,3 +176,8 @@ def test_a_part_that_is_absent_is_named(mxfp4_source: Source) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="_blocks is no MXFP4"):
         open_checkpoint(folder)
+
+
+@pytest.mark.exhaustive
+def test_transformers_reads_what_is_made_of_it(source: Source, tmp_path: Path) -> None:
+    assert_transformers_reads_int4_of(source[0], tmp_path / "out")

@@ -17,6 +17,7 @@ from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.validation.subject import describe_baseline, describe_quantization
 from scalegate.tests.pipeline.source_forms import DIALECTS, spread
+from scalegate.tests.pipeline.transformers_reader import assert_transformers_reads_int4_of
 from torch import Tensor
 
 Source = tuple[Path, dict[str, Tensor]]
@@ -85,3 +86,8 @@ def test_the_old_name_of_the_section_is_read(quantized_pair: Any) -> None:
     assert describe_baseline(checkpoint, {}).quantization == describe_quantization(checkpoint) != "none"
     found = CliRunner().invoke(main, ["inspect", str(pair.quantized), "--json"])
     assert found.exit_code == 0 and json.loads(found.stdout)["convention"] == "compressed-tensors"
+
+
+@pytest.mark.exhaustive
+def test_transformers_reads_what_is_made_of_it(source: Source, tmp_path: Path) -> None:
+    assert_transformers_reads_int4_of(source[0], tmp_path / "out")

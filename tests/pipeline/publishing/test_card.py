@@ -1,5 +1,6 @@
 """The model card: measured figures, the base's own metadata, and nothing unfilled or made up."""
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -10,7 +11,7 @@ import yaml
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.base_metadata import read_base_metadata
 from scalegate.pipeline.cli.release import command as release_command
-from scalegate.pipeline.publishing import reproduce
+from scalegate.pipeline.publishing import card, reproduce
 from scalegate.pipeline.publishing.card import write_card
 from scalegate.pipeline.quantization import job
 from scalegate.pipeline.records.artifact import SIGNATURE_NAME, Artifact, record_files
@@ -272,6 +273,22 @@ def test_only_engines_that_read_the_convention_are_named(artifact):
     (artifact / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     text = card_of(artifact, files=record_files(artifact))
     assert "sglang" not in text and "pip install transformers torchao" in text
+
+
+def test_what_transformers_needs_or_cannot_load_is_said(artifact, monkeypatch):
+    def with_weights(symmetric):
+        section = {"quant_method": "compressed-tensors"}
+        section["config_groups"] = {"group_0": {"weights": {"symmetric": symmetric}}}
+        (artifact / "config.json").write_text(json.dumps({"quantization_config": section}))
+        return card_of(artifact, files=record_files(artifact))
+
+    assert "(`pip install transformers compressed-tensors`)" in with_weights(symmetric=True)
+    with_zero_points = with_weights(symmetric=False)
+    assert "(`pip install 'transformers<5.23' 'compressed-tensors<0.20'`)" in with_zero_points
+    monkeypatch.setattr(card, "_by_transformers", lambda *_: (None, "it has no rule"))
+    refused = card_of(artifact)
+    assert "transformers cannot load it: it has no rule." in refused
+    assert "from_pretrained" not in refused and "vllm serve" in refused
 
 
 def test_a_card_is_the_same_whenever_it_is_written(artifact):

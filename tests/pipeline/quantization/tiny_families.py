@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 TEXT = {
@@ -61,6 +62,10 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt_neox": {},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": {"layer_types": ["full_attention"] * 2},
+    "nanochat": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -80,4 +85,14 @@ def _save(model: Any, folder: Path) -> Path:
         for parameter in model.parameters():
             parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.1)
     model.save_pretrained(folder)
+    return folder
+
+
+def add_prediction_head(folder: Path, prefix: str = "mtp.layers.0") -> Path:
+    """The last of two decoder layers once more, under another name, and the projection before it."""
+    path, layer = folder / "model.safetensors", "model.layers.1."
+    tensors = load_file(path)
+    head = {n.replace(layer, f"{prefix}."): t.clone() for n, t in tensors.items() if n.startswith(layer)}
+    head[f"{prefix}.eh_proj.weight"] = torch.randn(64, 128, dtype=torch.bfloat16)
+    save_file(tensors | head, path, {"format": "pt"})
     return folder
