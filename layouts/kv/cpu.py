@@ -1,7 +1,12 @@
-"""KV pages on the CPU, stored and read by the torch reference in `kernels/attention/reference.py`."""
+"""KV pages on the CPU: decoding by a compiled kernel if there is one, all else by the torch reference.
+
+The kernel is `kernels/attention/paged/cpu_decode.py`, the reference `kernels/attention/reference.py`.
+"""
 
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +15,12 @@ from ...kernels.attention.options import AttentionOptions
 from ...kernels.attention.reference import GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .layer import StoredPages, Workspaces
+from .threads import Threads
+
+WORTH_A_THREAD = 512
+"""Keys of all requests and heads together for which one more thread is worth waking: about 40 µs of work."""
+NO_SINKS = np.empty(0, np.float32)
+DECODED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TokenGroups:
@@ -17,19 +28,23 @@ class TokenGroups:
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._groups: dict[int | None, list[TokenGroup]] = {}
+        self._groups: dict[tuple[int | None, bool], list[TokenGroup]] = {}
 
-    def of(self, metadata: AttentionMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
+    def of(
+        self, metadata: AttentionMetadata, window: int | None, like: Tensor, prompts_only: bool = False
+    ) -> list[TokenGroup]:
         """like: a tensor with the dtype and device of queries, which are the same in every layer."""
         if metadata is not self._metadata:
             self._metadata, self._groups = metadata, {}
-        if window not in self._groups:
+        key = window, prompts_only
+        if key not in self._groups:
             host = on_host(metadata)
             if metadata.batch_invariance == "tuned":
-                self._groups[window] = [*_decoding(host, window, like), *_prompts(host, window, like)]
+                decoding = [] if prompts_only else _decoding(host, window, like)
+                self._groups[key] = [*decoding, *_prompts(host, window, like)]
             else:
-                self._groups[window] = _one_by_one(host, window, like)
-        return self._groups[window]
+                self._groups[key] = _one_by_one(host, window, like)
+        return self._groups[key]
 
 
 def _decoding(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
@@ -73,6 +88,7 @@ class CpuLayerKV:
         self.stored = stored
         self._groups = workspaces.get(TokenGroups, TokenGroups)
         self._gathered = workspaces.get(GatheredPages, lambda: (GatheredPages(), GatheredPages()))
+        self._decoder = _decoder(stored, workspaces)
 
     def forward(
         self,
@@ -83,17 +99,87 @@ class CpuLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        stored, slots = self.stored, metadata.slot_mapping
-        count, padded = on_host(metadata).num_tokens, query.shape[0]
-        if count < padded:
-            query, key, value, slots = query[:count], key[:count], value[:count], slots[:count]
-        reference.append(stored.key_pages, key, slots, stored.key_scale)
-        reference.append(stored.value_pages, value, slots, stored.value_scale)
-        groups = self._groups.of(metadata, options.sliding_window, query)
-        options = replace(options, sinks=sinks, key_scale=stored.key_scale, value_scale=stored.value_scale)
+        host, padded = on_host(metadata), query.shape[0]
+        options = replace(options, sinks=sinks)
+        decodes = host.num_decodes if self._decoder and metadata.batch_invariance == "tuned" else 0
+        if not decodes:
+            output = self._by_reference(query, key, value, metadata, options, slice(0, host.num_tokens))
+            return with_padding(output, padded)
+        assert self._decoder is not None
+        if decodes == padded:
+            return self._decoder.attend(query, key, value, host, options)
+        first = slice(0, decodes)
+        output = query.new_zeros(padded, query.shape[1], value.shape[2])
+        output[first] = self._decoder.attend(query[first], key[first], value[first], host, options)
+        if decodes < host.num_tokens:
+            prompts = slice(decodes, host.num_tokens)
+            output[prompts] = self._by_reference(query, key, value, metadata, options, prompts)
+        return output
+
+    def _by_reference(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        tokens: slice,
+    ) -> Tensor:
+        """The output of `tokens`: of all but padding, or of prompts only."""
+        stored, slots = self.stored, metadata.slot_mapping[tokens]
+        reference.append(stored.key_pages, key[tokens], slots, stored.key_scale)
+        reference.append(stored.value_pages, value[tokens], slots, stored.value_scale)
+        groups = self._groups.of(metadata, options.sliding_window, query, prompts_only=tokens.start > 0)
+        options = replace(options, key_scale=stored.key_scale, value_scale=stored.value_scale)
         pages = stored.key_pages, stored.value_pages
-        output = reference.attend(query, *pages, groups, options, self._gathered)
-        return with_padding(output, padded) if count < padded else output
+        output = reference.attend(query[: tokens.stop], *pages, groups, options, self._gathered)
+        return output[tokens]
+
+
+class _Decoder:
+    """Decoding over one layer's pages by the compiled kernel."""
+
+    def __init__(self, stored: StoredPages, workspaces: Workspaces):
+        # Imported only where it is needed: importing numba takes half a second.
+        from ...kernels.attention.kvarn.cpu.compiled import numbers
+        from ...kernels.attention.paged.cpu_decode import decode_kernel
+
+        self._numbers = numbers
+        self._kernel = decode_kernel(stored.key_pages.dtype)
+        self._pages = numbers(stored.key_pages), numbers(stored.value_pages)
+        self._heads, self._value_dim = stored.value_pages.shape[2:]
+        self._threads = workspaces.get(Threads, Threads)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, host: HostMetadata, options: AttentionOptions
+    ) -> Tensor:
+        """Of one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
+        count, units, numbers = len(query), len(query) * self._heads, self._numbers
+        output = query.new_empty(count, query.shape[1], self._value_dim)
+        lengths = host.seq_lens[:count]
+        flat_query, flat_output = numbers(query.contiguous()).reshape(-1), numbers(output).reshape(-1)
+        before = (
+            *(flat_query, numbers(key), numbers(value), flat_output, *self._pages),
+            *(host.block_table[:count], lengths, options.window),
+        )
+        sinks = NO_SINKS if options.sinks is None else options.sinks.detach().float().contiguous().numpy()
+        behind = options.scale, options.softcap or 0.0, sinks
+        work = int(lengths.sum()) * self._heads
+        shares = max(1, min(units, torch.get_num_threads(), work // WORTH_A_THREAD))
+        cuts = [units * share // shares for share in range(shares + 1)]
+        self._threads.call(
+            [partial(self._kernel, *before, *cuts[at : at + 2], *behind) for at in range(shares)]
+        )
+        return output
+
+
+def _decoder(stored: StoredPages, workspaces: Workspaces) -> _Decoder | None:
+    """None if the reference has to decode: numbers of eight bits, or heads that the kernel does not take."""
+    key_pages, value_pages = stored.key_pages, stored.value_pages
+    dims = key_pages.shape[3], value_pages.shape[3]
+    if stored.key_scale is not None or key_pages.dtype not in DECODED or any(dim % 16 for dim in dims):
+        return None
+    return _Decoder(stored, workspaces)
 
 
 def with_padding(output: Tensor, padded: int) -> Tensor:

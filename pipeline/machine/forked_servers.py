@@ -19,6 +19,7 @@ NEEDED = (
     f"{ROOT}serving_check.engine.engine",
     f"{ROOT}pipeline.model_loader.load_model",
     f"{ROOT}pipeline.conventions.kv_cache",
+    f"{ROOT}kernels.attention.paged.cpu_decode",
 )
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of NVIDIA's and of AMD's driver."""

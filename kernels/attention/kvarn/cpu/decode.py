@@ -49,7 +49,7 @@ def _fill(block: Any, held: Any, at: int, count: int, dim: int, row: int) -> Non
 
 
 @njit(error_model="numpy")
-def _score_block(queries: Any, query: Any, count: int, at: int) -> None:
+def score_block(queries: Any, query: Any, count: int, at: int) -> None:
     """Scores at + t of the block's `count` tokens, four at once: a query is loaded once for them."""
     row, block, scores = queries.row, queries.block, queries.scores
     for token in range(0, count, 4):
@@ -67,7 +67,7 @@ def _score_block(queries: Any, query: Any, count: int, at: int) -> None:
 
 
 @njit(error_model="numpy")
-def _add_block(queries: Any, count: int, at: int, sums: Any) -> None:
+def add_block(queries: Any, count: int, at: int, sums: Any) -> None:
     """Add the block's `count` tokens, times their probabilities at + t, to sums [heads, row]."""
     row, block = queries.row, queries.block
     for m in range(queries.heads):
@@ -103,7 +103,7 @@ def _score_codes(queries: Any, pages: Any, page: int, head: int, at: int) -> Non
     size = len(queries.block) // queries.row
     for token in range(0, group, size):
         widen(pages, tile, True, token, size, queries.block, queries.row)
-        _score_block(queries, queries.scaled, size, at + token)
+        score_block(queries, queries.scaled, size, at + token)
     for token in range(group):
         by = of_half(pages.tokens[of_tokens + token])
         for m in range(queries.heads):
@@ -128,7 +128,7 @@ def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page:
     size = len(queries.block) // queries.row
     for token in range(0, group, size):
         widen(pages, tile, False, token, size, queries.block, queries.row)
-        _add_block(queries, size, at + token, of_page)
+        add_block(queries, size, at + token, of_page)
     for m in range(queries.heads):
         for d in range(0, dim, WIDTH):
             place, by = m * queries.row + d, load(pages.channels, of_channels + d)
@@ -136,7 +136,7 @@ def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page:
 
 
 @njit(error_model="numpy")
-def _soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bool, sink: Any) -> None:
+def soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bool, sink: Any) -> None:
     """Softmax of scores[at : at + length], which have room for whole vectors. cap: 0 for none"""
     if cap > ZERO:
         for place in range(at, at + length):
@@ -183,10 +183,10 @@ def _attend(
         for token in range(0, min(group, length - first), size):
             count = min(size, length - first - token)
             _fill(queries.block, held, keys + token * dim, count, dim, row)
-            _score_block(queries, queries.plain, count, first + token)
+            score_block(queries, queries.plain, count, first + token)
     for m in range(queries.heads):
         sink = sinks[head * queries.heads + m] if len(sinks) else ZERO
-        _soften(queries.scores, m * queries.room, length, queries.room, cap, len(sinks) > 0, sink)
+        soften(queries.scores, m * queries.room, length, queries.room, cap, len(sinks) > 0, sink)
     sums, of_codes, of_page = (
         np.zeros(numbers, np.float32),
         np.zeros(numbers, np.float32),
@@ -200,7 +200,7 @@ def _attend(
         for token in range(0, min(group, length - first), size):
             count = min(size, length - first - token)
             _fill(queries.block, held, values + token * dim, count, dim, row)
-            _add_block(queries, count, first + token, sums)
+            add_block(queries, count, first + token, sums)
     for m in range(queries.heads):
         if page > 1:
             rotate(of_codes, m * row, dim)
