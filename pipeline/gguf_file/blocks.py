@@ -1,13 +1,22 @@
-"""IQ2_XXS weights as GGUF stores them: 66 bytes for 256 weights, the fp16 scale first."""
+"""Weights in blocks as GGUF stores them: IQ2_XXS, 66 bytes for 256 weights, and Q8_0, 34 bytes for 32.
+
+Either has its fp16 scale first. The gguf package quantizes to Q8_0; it has no quantizer for K-quants.
+"""
 
 import sys
 
 import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from torch import Tensor
 
 from ...base.errors import UserError
 from ...layouts.formats.iq2_xxs import IQ2XXSWeight
 
 BLOCK_BYTES, SCALE_BYTES = 66, 2
+Q8_0_COLUMNS, Q8_0_BYTES = 32, 34
+ROWS_AT_ONCE = 4096
+"""Of a matrix in fp32: bounds what quantizing an embedding takes."""
 
 
 def to_blocks(weight: IQ2XXSWeight) -> np.ndarray:
@@ -17,6 +26,13 @@ def to_blocks(weight: IQ2XXSWeight) -> np.ndarray:
     scale = weight.scale.contiguous().numpy().view(np.uint8).reshape(n, super_blocks, SCALE_BYTES)
     words = weight.words.contiguous().numpy().view(np.uint8).reshape(n, super_blocks, -1)
     return np.concatenate((scale, words), axis=-1).reshape(n, -1)
+
+
+def to_q8_0(weight: Tensor) -> np.ndarray:
+    """Float [N, K] to uint8 [N, K/32 * 34]."""
+    _require_little_endian()
+    chunks = weight.split(ROWS_AT_ONCE)
+    return np.concatenate([quantize(rows.float().numpy(), GGMLQuantizationType.Q8_0) for rows in chunks])
 
 
 def _require_little_endian() -> None:

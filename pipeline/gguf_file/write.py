@@ -2,6 +2,7 @@
 
 IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no GGUF type holds their
 numbers; what is not quantized stays in its dtype, and vectors become fp32, as llama.cpp wants them.
+If asked to, it rounds all matrices but those in IQ2_XXS to Q8_0.
 """
 
 import errno
@@ -24,15 +25,20 @@ from ..checkpoints.checkpoint import NO_WEIGHT, Checkpoint
 from ..conventions.convention import StoredWeight
 from ..conventions.declared import stored_weights
 from .architecture import Architecture
-from .blocks import BLOCK_BYTES, to_blocks
+from .blocks import BLOCK_BYTES, Q8_0_BYTES, Q8_0_COLUMNS, to_blocks, to_q8_0
 from .tokenizer import write_tokenizer
 
+BF16, Q8_0 = "bf16", "q8_0"
+MATRICES = (BF16, Q8_0)
+"""What matrices are written as, but for those in IQ2_XXS."""
+FILE_TYPES = {BF16: gguf.LlamaFileType.MOSTLY_BF16, Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0}
 ROPE_FACTORS = "rope_freqs.weight"
 TYPES = {
     torch.float32: GGMLQuantizationType.F32,
     torch.float16: GGMLQuantizationType.F16,
     torch.bfloat16: GGMLQuantizationType.BF16,
 }
+DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,18 @@ class GGUFSummary:
     without_tokenizer: str | None
 
 
-def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> GGUFSummary:
-    """Write `checkpoint` to `out`, atomically. UserError for what llama.cpp could not read."""
+def write_gguf(checkpoint: Checkpoint, out: Path, matrices: str = BF16, progress: bool = True) -> GGUFSummary:
+    """Write `checkpoint` to `out`, atomically. UserError for what llama.cpp could not read.
+
+    matrices: one of `MATRICES`
+    """
+    if matrices not in MATRICES:
+        raise UserError(
+            f"matrices are written as {' or '.join(MATRICES)}, not {matrices}: the gguf package has no "
+            "quantizer for K-quants. Write bf16, and run llama.cpp's llama-quantize on the file"
+        )
     architecture = Architecture.of(checkpoint.source, checkpoint.config)
-    tensors = list(_tensors(checkpoint, architecture))
+    tensors = [_rounded(tensor, matrices) for tensor in _tensors(checkpoint, architecture)]
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.type.name] = counts.get(tensor.type.name, 0) + 1
@@ -74,7 +88,7 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: bool = True) -> GGUF
         try:
             architecture.write_metadata(writer, checkpoint.public_name)
             iq2 = GGMLQuantizationType.IQ2_XXS.name in counts
-            kind = gguf.LlamaFileType.MOSTLY_IQ2_XXS if iq2 else gguf.LlamaFileType.MOSTLY_BF16
+            kind = gguf.LlamaFileType.MOSTLY_IQ2_XXS if iq2 else FILE_TYPES[matrices]
             writer.add_file_type(kind)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             left_out = write_tokenizer(writer, checkpoint, checkpoint.config["vocab_size"])
@@ -129,6 +143,21 @@ def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGU
             return _bytes(_ordered(checkpoint.read(name), architecture.row_order(name)).to(dtype))
 
         yield GGUFTensor(architecture.tensor_name(name), TYPES[dtype], byte_shape, read)
+
+
+def _rounded(tensor: GGUFTensor, matrices: str) -> GGUFTensor:
+    """The tensor in Q8_0, if it is a matrix that is to be."""
+    dtype = DTYPES.get(tensor.type)
+    if matrices == BF16 or dtype is None or len(tensor.byte_shape) != 2:
+        return tensor
+    n, k = tensor.byte_shape[0], tensor.byte_shape[1] // dtype.itemsize
+    if k % Q8_0_COLUMNS:
+        return tensor
+
+    def read() -> np.ndarray:
+        return to_q8_0(torch.from_numpy(tensor.read()).view(dtype))
+
+    return GGUFTensor(tensor.name, GGMLQuantizationType.Q8_0, (n, k // Q8_0_COLUMNS * Q8_0_BYTES), read)
 
 
 def _quantized(architecture: Architecture, name: str, stored: StoredWeight) -> GGUFTensor:

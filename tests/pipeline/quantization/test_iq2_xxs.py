@@ -246,6 +246,22 @@ def test_tensors_that_are_no_weights_are_not_in_the_file(tiny_llama: Path, tmp_p
     assert written.tensors == plain.tensors
 
 
+def test_matrices_are_rounded_to_q8_0(tiny_llama: Path, tmp_path: Path):
+    source, out = open_checkpoint(tiny_llama), tmp_path / "q8.gguf"
+    result = CliRunner().invoke(main, ["gguf", str(tiny_llama), "--matrices", "q8_0", "--out", str(out)])
+    assert result.exit_code == 0 and "9 × Q8_0, 3 × F32" in result.output
+    tensors = {tensor.name: tensor for tensor in GGUFReader(out).tensors}
+    for name, gguf_name in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
+        meant = source.read(f"model.layers.0.{name}.weight").numpy()
+        found = dequantize(tensors[f"blk.0.{gguf_name}.weight"].data, GGMLQuantizationType.Q8_0)
+        # A code is at most a half off, and the fp16 scale moves the largest, 127, by 127 * 2^-11.
+        step = np.abs(meant).reshape(len(meant), -1, 32).max(-1) / 127
+        bound = np.repeat(step * (0.5 + 127 * 2.0**-11) * 1.001, 32, axis=1)
+        assert np.all(np.abs(found - meant) <= bound) and not np.array_equal(found, meant)
+    result = CliRunner().invoke(main, ["gguf", str(tiny_llama), "--matrices", "q4_k", "--out", str(out)])
+    assert result.exit_code == 2 and "llama-quantize" in result.output
+
+
 def test_llama3_and_yarn_rope_are_written_as_llama_cpp_reads_them(tiny_llama: Path, tmp_path: Path):
     numbers = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
     llama3 = numbers | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
